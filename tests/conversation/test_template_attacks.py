@@ -1,13 +1,11 @@
-"""A chat template from a stranger gets at nothing and takes little time and memory."""
+"""A chat template from a stranger gets at nothing, and has a budget of its own.
+
+Templates that try to take all time or memory are in ``tests/hostile``.
+"""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -16,46 +14,12 @@ import pytest
 from megatron_ext.conversation import render
 from megatron_ext.conversation.rendering.template_limits import NESTING, SOURCE_LENGTH
 from megatron_ext.errors import ConfigError, ConversationError
-from tests.conversation.template_attacks import ATTACKS, SECONDS, SLOWEST
-
-MEMORY = 300 * 2**20
-"""Bytes that all attacks together may add to the process: about 16 for each character allowed."""
 
 QUESTION = [{"role": "user", "content": "hi", "tags": ["a"]}]
 
 
 def rendered(source: str, messages: Any = QUESTION, **variables: Any) -> str:
     return render(source, messages, special_tokens={}, variables=variables).text
-
-
-def results_of_attacks(*arguments: str) -> dict[str, list[Any]]:
-    """Name -> error, seconds and bytes, from a process that is ended if it hangs."""
-    script = Path(__file__).with_name("template_attacks.py")
-    done = subprocess.run(
-        [sys.executable, str(script), *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=5 * SECONDS,
-        check=False,
-    )
-    return {name: result for name, *result in map(json.loads, done.stdout.splitlines())}
-
-
-@pytest.mark.parametrize(
-    ("names", "arguments"), [(list(ATTACKS), ()), (SLOWEST, ("all",))], ids=["each", "slowest"]
-)
-def test_what_would_take_all_time_or_memory_is_stopped(
-    names: Sequence[str], arguments: Sequence[str]
-) -> None:
-    results = results_of_attacks(*arguments)
-    missing = next((name for name in names if name not in results), None)
-    assert missing is None, f"{missing!r} hung or ended the process"
-    for name in names:
-        error, seconds, memory = results[name]
-        assert error.startswith("ConversationError: "), (name, error)
-        assert arguments or ATTACKS[name][1] in error, (name, error)
-        assert seconds < SECONDS, name
-        assert memory < MEMORY, name
 
 
 def test_a_template_that_does_too_much_is_named_with_the_turn() -> None:
@@ -189,8 +153,8 @@ def test_a_field_with_the_name_of_a_method_that_changes_mappings_is_a_field() ->
 
 SOURCES = {
     "long": ("x" * (SOURCE_LENGTH + 1), "131,073 characters of at most 131,072"),
-    "many parts": ("{{ a }}" * 18000, "more than 16,384 parts"),
-    "many operands": ("{{ " + "~".join(["1"] * 20000) + " }}", "more than 16,384 parts"),
+    "many parts": ("{{ a }}" * 9000, "more than 8,192 parts"),
+    "many operands": ("{{ " + "~".join(["1"] * 20000) + " }}", "more than 8,192 parts"),
     "parentheses": ("{{ " + "(" * 10000 + "1" + ")" * 10000 + " }}", "nested too deeply"),
     "brackets": ("{{ " + "[" * 10000 + "]" * 10000 + " }}", "nested too deeply"),
     "signs": ("{{ " + "-" * 10000 + "1 }}", "nested too deeply"),

@@ -1,7 +1,6 @@
-"""Jinja's compiler with provenance and a step limit, and the attributes that a template may read.
+"""Jinja's compiler with provenance and limits.
 
-The generated code calls methods of ``ProvenanceEnvironment``. Jinja's sandbox refuses attributes
-that are known to be dangerous; here all are refused that are not listed.
+The generated code calls methods of ``ProvenanceEnvironment``.
 """
 
 from __future__ import annotations
@@ -11,9 +10,6 @@ from typing import Any, Final
 
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
-from jinja2.runtime import LoopContext, Macro, Undefined
-from jinja2.utils import Cycler, Namespace
-from markupsafe import Markup
 
 from megatron_ext.conversation.rendering.template_limits import NODES_A_STEP
 
@@ -85,28 +81,38 @@ class ProvenanceCompiler(CodeGenerator):
         self.write("))")
 
     def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
-        operands = [node.expr, *(operand.expr for operand in node.ops)]
-        is_search = any(operand.op in ("in", "notin") for operand in node.ops)
-        is_limited = is_search or not any(isinstance(operand, _CHEAP) for operand in operands)
         expressions: list[nodes.Compare | nodes.Operand] = [node, *node.ops]
-        for expression in expressions:
-            if is_limited and not isinstance(expression.expr, (*_CHEAP, nodes.List, nodes.Tuple)):
-                expression.expr = _call("read", expression.expr)
+        is_search = any(operand.op in ("in", "notin") for operand in node.ops)
+        if is_search and len(expressions) == 2 and _is_cheap(node.expr):
+            if not _is_cheap(node.ops[0].expr):
+                node.ops[0].expr = _call("searched", node.ops[0].expr)
+        elif is_search or not any(_is_cheap(expression.expr) for expression in expressions):
+            for expression in expressions:
+                if not _is_cheap(expression.expr):
+                    expression.expr = _call("read", expression.expr)
         super().visit_Compare(node, frame)
 
     def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
         for item in node.items:
-            if not isinstance(item.key, _CHEAP):
+            if not _is_cheap(item.key):
                 item.key = _call("read", item.key)
         super().visit_Dict(node, frame)
 
     def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
-        if not isinstance(node.arg, nodes.Slice):
-            super().visit_Getitem(node, frame)
-            return
-        self.write("environment.sliced(")
-        super().visit_Getitem(node, frame)
+        bounds = [node.arg]
+        if isinstance(node.arg, nodes.Slice):
+            empty = nodes.Const(None)
+            bounds = [bound or empty for bound in (node.arg.start, node.arg.stop, node.arg.step)]
+        self.write(f"environment.{'item' if bounds[0] is node.arg else 'sliced'}(")
+        for number, part in enumerate([node.node, *bounds]):
+            self.write(", " if number else "")
+            self.visit(part, frame)
         self.write(")")
+
+    def visit_Getattr(self, node: nodes.Getattr, frame: Frame) -> None:
+        self.write("environment.attribute(")
+        self.visit(node.node, frame)
+        self.write(f", {node.attr!r})")
 
     def visit_Call(self, node: nodes.Call, frame: Frame, forward_caller: bool = False) -> None:
         if not isinstance(node.node, nodes.EnvironmentAttribute):
@@ -183,6 +189,13 @@ def _printed(expressions: Iterable[nodes.Expr]) -> Iterator[nodes.Expr]:
             yield expression
 
 
+def _is_cheap(node: nodes.Node) -> bool:
+    """Whether a value is never a long text or list; so is a list of such as are written."""
+    if isinstance(node, (nodes.List, nodes.Tuple)):
+        return all(_is_cheap(item) for item in node.items)
+    return isinstance(node, _CHEAP)
+
+
 def _call(method: str, argument: nodes.Node) -> nodes.Call:
     """A call of a method of the environment."""
     return nodes.Call(nodes.EnvironmentAttribute(method), [argument], [], None, None)
@@ -196,60 +209,3 @@ def _steps(body: Iterable[nodes.Node]) -> int:
         count += len(level)
         level = [child for node in level for child in node.iter_child_nodes()]
     return 1 + count // NODES_A_STEP
-
-
-MAPPING: Final = frozenset({"copy", "get", "items", "keys", "values"})
-TEXT: Final = frozenset(
-    {
-        *("capitalize", "casefold", "lower", "swapcase", "title", "upper"),
-        *("center", "expandtabs", "ljust", "rjust", "zfill"),
-        *("count", "endswith", "find", "index", "rfind", "rindex", "startswith"),
-        *("isalnum", "isalpha", "isascii", "isdecimal", "isdigit", "isidentifier", "islower"),
-        *("isnumeric", "isprintable", "isspace", "istitle", "isupper"),
-        *("join", "partition", "rpartition", "rsplit", "split", "splitlines"),
-        *("lstrip", "removeprefix", "removesuffix", "replace", "rstrip", "strip"),
-        *("encode", "format", "format_map"),
-    }
-)
-LOOP: Final = frozenset(
-    {
-        *("changed", "cycle", "depth", "depth0", "first", "index", "index0", "last", "length"),
-        *("nextitem", "previtem", "revindex", "revindex0"),
-    }
-)
-_SEQUENCE: Final = frozenset({"copy", "count", "index"})
-
-_ATTRIBUTES: Final[dict[type, frozenset[str]]] = {
-    Markup: TEXT,
-    str: TEXT,
-    bytes: frozenset({"decode"}),
-    dict: MAPPING,
-    list: _SEQUENCE,
-    tuple: _SEQUENCE | {"grouper", "list"},
-    range: _SEQUENCE | {"start", "stop", "step"},
-    float: frozenset({"is_integer"}),
-    LoopContext: LOOP,
-    Macro: frozenset({"arguments", "caller", "catch_kwargs", "catch_varargs", "name"}),
-    Cycler: frozenset({"current", "next", "reset"}),
-}
-
-
-class _OfType(dict[type, frozenset[str]]):
-    """Attributes that a template may read of each type: those listed for it or a base."""
-
-    def __missing__(self, kind: type) -> frozenset[str]:
-        listed = (_ATTRIBUTES[base] for base in kind.__mro__ if base in _ATTRIBUTES)
-        return self.setdefault(kind, next(listed, frozenset()))
-
-
-_OF_TYPE: Final = _OfType()
-
-
-def is_allowed(value: object, name: str) -> bool:
-    """Whether a template may read an attribute that ``value`` has."""
-    if name.startswith("_"):
-        return False
-    if value is dict:
-        return name == "fromkeys"
-    # Namespaces hold values that the template has set; undefined values raise by themselves.
-    return isinstance(value, (Namespace, Undefined)) or name in _OF_TYPE[type(value)]

@@ -8,13 +8,13 @@ template is rendered, because it needs Jinja. Provenance is kept in three ways:
 * filters and calls that return plain text are settled: from one place, of the template, or of
   unknown source.
 
-The compiler makes loops, macros and operators consume from the budget of ``template_limits``;
-filters, tests and calls consume here. Attributes are those of ``jinja_compiler``. A source that is
-too large or too deep is refused when it is compiled.
+What a template may do and what it costs is in ``operations``; a source that is too large or too
+deep is refused when it is compiled.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from types import BuiltinMethodType, MethodType
 from typing import Any, Final, NoReturn
@@ -27,27 +27,27 @@ from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Namespace
 
-from megatron_ext.conversation.rendering.filters import (
+from megatron_ext.conversation.rendering.jinja_compiler import ProvenanceCompiler
+from megatron_ext.conversation.rendering.operations import (
     FILTERS,
-    Counted,
-    bounded_filters,
-    bounded_tests,
-)
-from megatron_ext.conversation.rendering.jinja_compiler import (
+    FRAME_ARGUMENTS,
     MAPPING,
-    ProvenanceCompiler,
+    Counted,
     is_allowed,
+    paid_filter,
+    paid_test,
+    pay_method,
 )
 from megatron_ext.conversation.rendering.provenance import TEMPLATE
 from megatron_ext.conversation.rendering.template_limits import (
-    CALL_STEPS,
     NESTING,
     SOURCE_LENGTH,
     SOURCE_NODES,
     consume,
     consume_reading,
-    enter_call,
-    leave_call,
+    consumed,
+    nested,
+    pay,
     template_time,
 )
 from megatron_ext.conversation.rendering.tracked_data import (
@@ -62,14 +62,12 @@ from megatron_ext.conversation.rendering.tracked_text import (
     TrackedText,
     add,
     as_tracked,
-    consume_field,
-    consume_method,
-    consumed,
     format_braces,
     join,
     multiply,
     power,
     remainder,
+    subtract,
     track,
 )
 from megatron_ext.conversation.rendering.turn_joiner import (
@@ -81,10 +79,11 @@ from megatron_ext.conversation.rendering.turn_joiner import (
     join_turns,
 )
 
-_FRAME_ARGUMENTS: Final = ("caller", "_loop_vars", "_block_vars")
-"""Arguments that compiled templates add to every call."""
 _OTHER_FILES: Final = (nodes.Extends, nodes.FromImport, nodes.Import, nodes.Include)
 _TIME_FORMAT_LENGTH: Final = 256
+_WIDE_TIME: Final = re.compile(r"%[^a-zA-Z%]*\d")
+_CALL_STEPS: Final = 4
+"""Steps of a call, besides those of what it runs."""
 
 
 class GenerationBlocks(Extension):
@@ -124,7 +123,7 @@ class ProvenanceEnvironment(ImmutableSandboxedEnvironment):
 
     code_generator_class = ProvenanceCompiler
     concat = staticmethod(join_turns)
-    intercepted_binops = frozenset({"*", "**", "%"})
+    intercepted_binops = frozenset({"-", "*", "**", "%"})
 
     def __init__(self) -> None:
         super().__init__(
@@ -135,9 +134,10 @@ class ProvenanceEnvironment(ImmutableSandboxedEnvironment):
             # The optimizer would evaluate constants outside of a render and its step limit.
             optimized=False,
         )
-        self.filters.update(bounded_filters({**self.filters, **FILTERS}))
-        self.tests.update(bounded_tests(self.tests))
-        self.binop_table.update({"*": multiply, "**": power, "%": remainder})
+        filters = {**self.filters, **FILTERS}
+        self.filters.update({name: paid_filter(name, run) for name, run in filters.items()})
+        self.tests.update({name: paid_test(name, run) for name, run in self.tests.items()})
+        self.binop_table.update({"-": subtract, "*": multiply, "**": power, "%": remainder})
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
         # Random words in any number are of no use to a conversation.
@@ -242,22 +242,42 @@ class ProvenanceEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def read(value: Any) -> Any:
-        """A value that is compared with another, within the step limit."""
+        """A value that is compared with another, or the key of a mapping."""
         if isinstance(value, str):
-            if len(value) >= 1024:
-                consume(len(value) >> 10)
+            if len(value) >= 512:
+                consume(len(value) >> 9)
         elif value is not None and not isinstance(value, (int, float)):
             consume_reading(value)
         return value
 
     @staticmethod
-    def sliced(value: Any) -> Any:
-        """A slice, once its size is consumed."""
-        return consumed(value)
+    def searched(values: Any) -> Any:
+        """What is searched for a constant, which is compared with each item alone."""
+        if not isinstance(values, dict):
+            pay("each", (values,))
+        return values
 
-    # What templates ask for.
+    @staticmethod
+    def sliced(value: Any, *bounds: Any) -> Any:
+        """``value[start:stop:step]``."""
+        for bound in bounds:
+            if bound is not None and not isinstance(bound, int):
+                raise TypeError("slice indices must be integers or None")
+        return consumed(value[slice(*bounds)])
+
+    # What templates ask for. Compiled templates call ``attribute`` and ``item``, and have paid.
 
     def getattr(self, obj: Any, attribute: str) -> Any:
+        """``obj.attribute``, asked for by a filter or a format string."""
+        consume(2)
+        return self.attribute(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """``obj[argument]``, asked for by a filter or a format string, which may compare it."""
+        consume(2)
+        return self.read(self.item(obj, argument))
+
+    def attribute(self, obj: Any, attribute: str) -> Any:
         """``obj.attribute``; of a mapping an allowed method, else the item of that name."""
         if isinstance(obj, dict) and attribute not in MAPPING:
             if attribute in obj:
@@ -269,12 +289,13 @@ class ProvenanceEnvironment(ImmutableSandboxedEnvironment):
             obj = as_tracked(str.__str__(obj))
         return super().getattr(obj, attribute)
 
-    def getitem(self, obj: Any, argument: Any) -> Any:
+    def item(self, obj: Any, argument: Any) -> Any:
         """``obj[argument]``; where there is no such item, the attribute."""
-        if isinstance(argument, tuple):
+        if isinstance(argument, str):
+            if isinstance(obj, TrackedDict) and argument in obj:
+                return obj[argument]
+        elif not isinstance(argument, int):
             consume_reading(argument)
-        if isinstance(obj, TrackedDict) and isinstance(argument, str) and argument in obj:
-            return obj[argument]
         if type(obj) is not TrackedText and isinstance(obj, str):
             obj = as_tracked(str.__str__(obj))
         return super().getitem(obj, argument)
@@ -287,47 +308,25 @@ class ProvenanceEnvironment(ImmutableSandboxedEnvironment):
 
     def call(self, __context: Context, __function: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(__function, Macro):
-            return self._call_macro(__context, __function, args, kwargs)
-        if not isinstance(__function, (MethodType, BuiltinMethodType)):
-            return self._call_object(__context, __function, args, kwargs)
-        kwargs.pop("_loop_vars", None)
-        kwargs.pop("_block_vars", None)
-        owner = __function.__self__
-        consume_method(owner, __function.__name__, args, kwargs)
-        result = __function(*args, **kwargs)
+            consume(_CALL_STEPS + len(args) + len(kwargs))
+            kwargs.pop("_loop_vars", None)
+            kwargs.pop("_block_vars", None)
+            return nested(__function, __context.eval_ctx, *args, **kwargs)
+        named = {name: value for name, value in kwargs.items() if name not in FRAME_ARGUMENTS}
+        if isinstance(__function, (MethodType, BuiltinMethodType)):
+            owner = __function.__self__
+            inputs = [owner, *args, *named.values()]
+            pay_method(__function.__name__, inputs)
+            result = __function(*args, **named)
+        else:
+            # A function, a class, a loop or a block.
+            consume(_CALL_STEPS + len(named))
+            inputs = [*args, *named.values()]
+            pay("length", args if __function is Namespace else inputs)
+            result = nested(super().call, __context, __function, *args, **kwargs)
         if isinstance(result, str) and not isinstance(result, TrackedText):
-            named = [value for name, value in kwargs.items() if name not in _FRAME_ARGUMENTS]
-            result = as_tracked(settled(str.__str__(result), [owner, *args, *named]))
+            result = as_tracked(settled(str.__str__(result), inputs))
         return consumed(result)
-
-    def _call_macro(
-        self, context: Context, macro: Macro, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        consume(CALL_STEPS + len(args) + len(kwargs))
-        kwargs.pop("_loop_vars", None)
-        kwargs.pop("_block_vars", None)
-        enter_call()
-        try:
-            return macro(context.eval_ctx, *args, **kwargs)
-        finally:
-            leave_call()
-
-    def _call_object(
-        self, context: Context, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """A call of a loop, a function or a class."""
-        named = {name: value for name, value in kwargs.items() if name not in _FRAME_ARGUMENTS}
-        consume(CALL_STEPS + len(args) + len(named))
-        if function is not Namespace:
-            consume_reading(*args, *named.values())
-        enter_call()
-        try:
-            result = super().call(context, function, *args, **kwargs)
-        finally:
-            leave_call()
-        if type(result) is str:
-            result = as_tracked(settled(result, [*args, *named.values()]))
-        return result
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         checked = super().wrap_str_format(value)
@@ -338,22 +337,9 @@ class ProvenanceEnvironment(ImmutableSandboxedEnvironment):
         def format_tracked(*args: Any, **kwargs: Any) -> str:
             if value.__name__ == "format_map":
                 (kwargs,), args = args, ()
-            return format_braces(form, args, kwargs, _BoundedFormatter(self))
+            return format_braces(form, args, kwargs, SandboxedFormatter(self))
 
         return format_tracked
-
-
-class _BoundedFormatter(SandboxedFormatter):
-    """Jinja's formatter, whose fields consume from the step limit."""
-
-    def convert_field(self, value: Any, conversion: Any) -> Any:
-        if conversion is not None:
-            consume_field(value, "")
-        return super().convert_field(value, conversion)
-
-    def format_field(self, value: Any, format_spec: str) -> str:
-        consume_field(value, format_spec)
-        return str(super().format_field(value, format_spec))
 
 
 def _printed(value: object) -> str:
@@ -367,4 +353,6 @@ def _raise_exception(message: object) -> NoReturn:
 def _strftime_now(form: str) -> str:
     if len(form) > _TIME_FORMAT_LENGTH:
         raise ValueError(f"a time format of more than {_TIME_FORMAT_LENGTH} characters")
+    if _WIDE_TIME.search(form):
+        raise ValueError("a time format with a width")
     return template_time().strftime(form)

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from megatron_ext.conversation.rendering.jinja_environment import ProvenanceEnvironment
 
 
+_ERROR_LENGTH = 200
+"""Characters of an error of a template that are shown, each in at most ten."""
+
+
 def render(
     source: str,
     messages: Conversation,
@@ -74,12 +78,12 @@ def render(
         # A template is a program: besides Jinja's errors it can raise any that Python has.
         raise ConversationError(
             f"the {name} refuses the conversation",
-            got=f"{type(error).__name__}: {error}",
+            got=_printable(f"{type(error).__name__}: {error}"),
             where=place(progress.turn),
         ) from error
     assert isinstance(text, TrackedText)
     rendered = Rendered(str.__str__(text), _spans(text), has_generation_blocks)
-    _refuse_surrogates(rendered)
+    _refuse_surrogates(rendered, name)
     if not keep_unknown:
         _refuse_unknown_source(rendered, dict(enumerate(messages, first_index)), name)
     return rendered
@@ -96,7 +100,7 @@ def compiled(source: str, name: str) -> tuple[Template, bool]:
     except TemplateSyntaxError as error:
         raise ConfigError(
             f"the {name} is not a Jinja template",
-            got=error.message,
+            got=_printable(error.message or ""),
             where=f"line {error.lineno}",
         ) from error
 
@@ -125,7 +129,14 @@ def _spans(text: TrackedText) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def _refuse_surrogates(rendered: Rendered) -> None:
+def _printable(text: str) -> str:
+    """A template's own words as the end of a line: an escape sequence must not reach a terminal."""
+    start = text[:_ERROR_LENGTH].replace("\n", " ")
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in start)
+    return shown if len(text) <= _ERROR_LENGTH else f"{shown} ..."
+
+
+def _refuse_surrogates(rendered: Rendered, name: str) -> None:
     """Refuse lone surrogates outside of contents, which are checked before."""
     try:
         rendered.text.encode()
@@ -133,7 +144,7 @@ def _refuse_surrogates(rendered: Rendered) -> None:
         at = next(span for span in rendered.spans if span.end > error.start)
         message, field = at.provenance.message, at.provenance.field
         raise ConversationError(
-            f"{field or 'the text'} holds a lone surrogate",
+            f"{field or f'the text of the {name}'} holds a lone surrogate",
             got=f"U+{ord(rendered.text[error.start]):04X}",
             expected="text that UTF-8 can hold",
             where=place(at.provenance.turn if message is None else message),

@@ -1,36 +1,38 @@
 """Limits of what a chat template may do, and the time that it sees. Templates are untrusted code.
 
 A render has a budget of steps, which bounds its time, and of characters, which bounds its memory.
-Everything that a template can repeat consumes from it: iterations, calls, filters, and the text
-and lists they make. A step is about a microsecond and at most some hundred bytes. Quantities that
-no budget can bound, such as the depth of nesting, have limits of their own.
+A step is about a microsecond and at most some hundred bytes. It is paid in three places:
+
+* the compiler makes each execution of a block pay for the operations that are written in it;
+* ``paid`` runs every filter, test, call and operator. It pays for what these are given, in full
+  depth, and for what they give; what is not known to be cheaper pays the square of its size;
+* text pays as it is made, piece by piece.
+
+Quantities that no budget can bound, such as the depth of nesting, have limits of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime
 from math import inf
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 SOURCE_LENGTH: Final = 2**17
 """Most characters of a template's source; the longest published ones have some 2**14."""
-SOURCE_NODES: Final = 2**14
+SOURCE_NODES: Final = 2**13
 """Most nodes of a template's syntax tree; the largest published ones have some 2**10."""
 NESTING: Final = 100
 """Most levels of expressions and blocks, of data, and of calls of macros."""
 INTEGER_BITS: Final = 2048
 """Most bits of an integer."""
-NODES_A_STEP: Final = 4
+NODES_A_STEP: Final = 2
 """Nodes of the syntax tree that count as one step."""
 
-CALL_STEPS: Final = 4
-"""Steps of a call of a macro, besides those of its body."""
-
 _STEPS: Final = 2**18
-_STEPS_A_MESSAGE: Final = 2**11
+_STEPS_A_MESSAGE: Final = 2**12
 _CHARACTERS_A_STEP: Final = 8
 _CHARACTERS: Final = 2**23
 _COPIES: Final = 32
@@ -38,6 +40,14 @@ _COPIES: Final = 32
 
 
 _SCALARS: Final = (bool, int, float, type(None))
+
+Cost = Literal["none", "each", "length", "product", "square"]
+"""Time of an operation, by the size of what it is given.
+
+``none`` does not depend on it, ``each`` takes the items one by one as they are asked for,
+``length`` reads all in full depth, ``product`` reads the first operand as often as the texts among
+the others are long, and ``square`` can do anything else. Numbers count by their value in it.
+"""
 
 
 class TemplateLimitError(Exception):
@@ -55,13 +65,7 @@ class Budget:
 
     __slots__ = ("_scope", "_total", "characters", "depth", "steps")
 
-    def __init__(
-        self,
-        scope: Mapping[str, Any],
-        *,
-        steps: float,
-        characters: float,
-    ) -> None:
+    def __init__(self, scope: Mapping[str, Any], steps: float, characters: float) -> None:
         self._scope: Mapping[str, Any] | None = scope
         self._total = (steps, characters)
         self.steps = steps
@@ -76,7 +80,7 @@ class Budget:
         """
         if self._scope is not None:
             # Measured only here, because hardly any render needs it.
-            items, characters = _size(self._scope)
+            items, characters = _walk(self._scope.values(), lambda steps: None)
             messages = len(self._scope.get("messages", ()))
             more = messages * _STEPS_A_MESSAGE + characters // _CHARACTERS_A_STEP + items
             self._scope = None
@@ -89,17 +93,14 @@ class Budget:
             raise TemplateLimitError(f"makes more than {self._total[1]:,} characters of text")
 
 
-_BUDGET: ContextVar[Budget] = ContextVar(
-    # Text may be joined outside of a render too.
-    "budget",
-    default=Budget({}, steps=inf, characters=inf),  # noqa: B039 (infinite: never changes)
-)
+# Text may be joined outside of a render too.
+_BUDGET: ContextVar[Budget] = ContextVar("budget", default=Budget({}, inf, inf))  # noqa: B039
 
 
 @contextmanager
 def bounded(scope: Mapping[str, Any]) -> Iterator[None]:
     """Limit what this thread renders in the block with the variables ``scope``."""
-    token = _BUDGET.set(Budget(scope, steps=_STEPS, characters=_CHARACTERS))
+    token = _BUDGET.set(Budget(scope, _STEPS, _CHARACTERS))
     try:
         yield
     finally:
@@ -119,8 +120,8 @@ def consume(steps: float, characters: float = 0) -> None:
         budget.extend_or_refuse()
 
 
-def enter_call() -> None:
-    """Count a call of a macro or a recursive loop; ``leave_call`` follows.
+def nested(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Result of a call of a macro, a recursive loop or another function of a template.
 
     Raises:
         TemplateLimitError: Calls are nested too deeply.
@@ -129,11 +130,53 @@ def enter_call() -> None:
     if budget.depth >= NESTING:
         raise TemplateLimitError(f"calls macros more than {NESTING} deep")
     budget.depth += 1
+    try:
+        return function(*args, **kwargs)
+    finally:
+        budget.depth -= 1
 
 
-def leave_call() -> None:
-    """End the call that was entered last."""
-    _BUDGET.get().depth -= 1
+def pay(cost: Cost, operands: Sequence[Any]) -> None:
+    """Consume what an operation costs that is given ``operands``.
+
+    Raises:
+        TemplateLimitError: The budget is exceeded, or operands are nested too deeply.
+    """
+    consume(1 + (len(operands) >> 2))
+    if cost == "none" or not operands:
+        return
+    if cost == "each":
+        # A text and what is computed lazily consume as their items are taken.
+        first = operands[0]
+        consume(len(first) if isinstance(first, Collection) and not isinstance(first, str) else 0)
+        return
+    size = consume_reading(*operands)
+    if cost == "length":
+        return
+    texts = sum(len(value) for value in operands[1:] if isinstance(value, (str, bytes)))
+    if cost == "product":
+        consume(size * texts >> 12)
+        return
+    widths = sum(abs(value) for value in operands[1:] if isinstance(value, int))
+    consume((size + widths) ** 2 >> 12, size * texts + widths)
+
+
+def consumed(value: Any) -> Any:
+    """``value``, a result, once its size is consumed; refuses integers that are too large."""
+    kind = type(value)
+    if kind is int:
+        check_bits(value.bit_length())
+    elif isinstance(value, (str, bytes)):
+        consume(1, len(value))
+    elif isinstance(value, (list, tuple, dict)):
+        consume(1 + (len(value) >> 3))
+    return value
+
+
+def check_bits(bits: int) -> None:
+    """Refuse an integer of so many bits if they are too many."""
+    if bits > INTEGER_BITS:
+        raise TemplateLimitError(f"makes an integer of more than {INTEGER_BITS:,} bits")
 
 
 def consume_reading(*values: object) -> int:
@@ -147,50 +190,45 @@ def consume_reading(*values: object) -> int:
     Raises:
         TemplateLimitError: The budget is exceeded, or ``values`` are nested too deeply.
     """
-    characters = 0
-    level: list[object] = list(values)
+    count, characters = _walk(values, consume)
+    return characters + 12 * count
+
+
+def _walk(values: Collection[object], pay_for: Callable[[int], None]) -> tuple[int, int]:
+    """Number of values and of characters of ``values``, in full depth."""
+    count = characters = 0
+    level: Collection[object] = values
     for _ in range(NESTING):
+        count += len(level)
         inner: list[object] = []
         for value in level:
             if isinstance(value, (str, bytes)):
-                characters += len(value)
-                consume(len(value) >> 10)
+                size = len(value)
+                characters += size
+                if size >= 512:
+                    pay_for(size >> 9)
             elif not isinstance(value, _SCALARS):
                 items = _items(value)
-                consume(1 + (len(items) >> 3))
-                characters += 4 * len(items) + 8
+                pay_for(1 + (len(items) >> 1))
                 inner.extend(items)
-        characters += 8 * len(level)
+                if isinstance(value, Mapping):
+                    pay_for(len(items) >> 1)
+                    inner.extend(value.values())
         if not inner:
-            return characters
+            return count, characters
         level = inner
     raise TemplateLimitError(f"nests data more than {NESTING} deep")
 
 
-def _items(value: object) -> list[Any]:
-    """Items of a container; empty for other values."""
-    if isinstance(value, Mapping):
-        return [*value.keys(), *value.values()]
-    if isinstance(value, (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)):
-        return list(value)
+def _items(value: object) -> Collection[object]:
+    """Items of a container, keys of a mapping; none of other values."""
+    if isinstance(value, Collection):
+        return value
     try:
         # A Jinja namespace prints its attributes, and gives no other access to them.
-        attributes = object.__getattribute__(value, "_Namespace__attrs")
+        return list(object.__getattribute__(value, "_Namespace__attrs").values())
     except AttributeError:
-        return []
-    return list(attributes.values())
-
-
-def _size(scope: Mapping[str, Any]) -> tuple[int, int]:
-    """Number of values and of characters in a template's variables, in full depth."""
-    items = characters = 0
-    level: list[Any] = list(scope.values())
-    while level:
-        items += len(level)
-        characters += sum(len(value) for value in level if isinstance(value, str))
-        containers = (value for value in level if isinstance(value, (Mapping, list, tuple)))
-        level = [item for container in containers for item in _items(container)]
-    return items, characters
+        return ()
 
 
 _MOMENT: ContextVar[datetime | None] = ContextVar("moment", default=None)

@@ -1,8 +1,8 @@
 """Provenance string: text that keeps the source of each character through all that a template does.
 
 ``TrackedText`` is a ``str`` to a template. Text whose source cannot be told is marked ``UNKNOWN``,
-never guessed. Operators and methods that can make far more text than they are given consume from
-the step limit first, and so do ``'%s' % value`` and ``'{}'.format(value)``.
+never guessed. Text consumes from the limits of the render as it is made, piece by piece; what can
+make far more than it is given, such as ``text * 9``, consumes first.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from typing import Any, Final, SupportsIndex
 
 from megatron_ext.conversation.rendering.provenance import UNKNOWN, Provenance, Run, merged
 from megatron_ext.conversation.rendering.template_limits import (
-    INTEGER_BITS,
     TemplateLimitError,
+    check_bits,
     consume,
     consume_reading,
+    consumed,
+    pay,
 )
 
 
@@ -265,29 +267,24 @@ EMPTY = TrackedText("", ())
 """The empty text."""
 
 
-_WIDENING: Final = frozenset({"center", "expandtabs", "ljust", "rjust", "zfill"})
-"""Methods of text that take a number of characters."""
-_SEARCHING: Final = frozenset(
-    {"lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip"}
-)
-"""Methods whose time is the text's length times the argument's."""
-_CODING: Final = frozenset({"decode", "encode"})
-"""Methods that take the name of an encoding, some of which are slow."""
-_COMPARING: Final = frozenset({"count", "index"})
-"""Methods of lists that read the items in full depth."""
-
-
 def add(left: Any, right: Any) -> Any:
     """``left + right``; the sum of two lists or tuples consumes its size."""
-    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
-        consume(1 + (len(left) + len(right) >> 3))
-    return checked(left + right)
+    if isinstance(left, (list, tuple, bytes)):
+        consume(1 + (len(left) + len(right) >> 3), len(left) if isinstance(left, bytes) else 0)
+    return consumed(left + right)
+
+
+def subtract(left: Any, right: Any) -> Any:
+    """``left - right`` for numbers, or for the keys of two mappings."""
+    if not isinstance(left, (int, float)):
+        pay("length", (left, right))
+    return consumed(left - right)
 
 
 def multiply(left: Any, right: Any) -> Any:
     """``left * right`` for numbers, or for a text or list and a number."""
     if isinstance(left, int) and isinstance(right, int):
-        _check_bits(left.bit_length() + right.bit_length())
+        check_bits(left.bit_length() + right.bit_length())
     for value, times in ((left, right), (right, left)):
         if isinstance(value, str):
             return as_tracked(value) * times
@@ -300,7 +297,7 @@ def multiply(left: Any, right: Any) -> Any:
 def power(left: Any, right: Any) -> Any:
     """``left ** right`` for numbers."""
     if isinstance(left, int) and isinstance(right, int):
-        _check_bits(left.bit_length() * abs(right))
+        check_bits(left.bit_length() * abs(right))
     return left**right
 
 
@@ -309,70 +306,6 @@ def remainder(left: Any, right: Any) -> Any:
     if isinstance(left, bytes):
         raise TemplateLimitError("formats bytes")
     return (as_tracked(left) if isinstance(left, str) else left) % right
-
-
-def checked(value: Any) -> Any:
-    """``value``; refuses integers that are too large."""
-    if type(value) is int:
-        _check_bits(value.bit_length())
-    return value
-
-
-def consumed(value: Any) -> Any:
-    """``value``, a result, once its size is consumed."""
-    if isinstance(value, (str, bytes)):
-        consume(1, len(value))
-    elif isinstance(value, (list, tuple)):
-        consume(1 + (len(value) >> 3))
-    return checked(value)
-
-
-def consume_method(
-    owner: object, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> None:
-    """Consume the steps of a call of a method of a text or a list, before it."""
-    if not isinstance(owner, (str, bytes)):
-        # The arguments may be compared, or looked up in a mapping.
-        consume(1)
-        consume_reading(*args, *kwargs.values())
-        if name in _COMPARING:
-            consume_reading(owner)
-        return
-    size = len(owner)
-    consume(1 + (size >> 10))
-    values = [*args, *kwargs.values()]
-    if name in _WIDENING:
-        consume_widths(values, 1 + owner.count("\t") if isinstance(owner, str) else 1)
-    elif name in _SEARCHING:
-        consume(size * sum(len(value) for value in values if isinstance(value, str)) >> 12)
-    elif name in _CODING and values:
-        consume(size * size >> 8)
-
-
-def consume_widths(values: Sequence[Any], times: int = 1) -> None:
-    """Consume ``times`` as many characters as each integer says."""
-    consume(0, times * sum(abs(value) for value in values if isinstance(value, int)))
-
-
-def consume_width_texts(widths: Sequence[str]) -> None:
-    """Consume the widths and precisions of a format, given as digits."""
-    if any(len(width) > 9 for width in widths):
-        raise TemplateLimitError("formats a value wider than any text may be")
-    consume(0, sum(int(width) for width in widths if width))
-
-
-_WIDTHS_OF_BRACES: Final = re.compile(r"\d+")
-
-
-def consume_field(value: object, spec: str) -> None:
-    """Consume a field of ``str.format``: its value and the widths in ``spec``."""
-    consume_width_texts(_WIDTHS_OF_BRACES.findall(spec))
-    consume(1, consume_reading(value))
-
-
-def _check_bits(bits: int) -> None:
-    if bits > INTEGER_BITS:
-        raise TemplateLimitError(f"makes an integer of more than {INTEGER_BITS:,} bits")
 
 
 _DIRECTIVE = re.compile(r"%(?:\((?P<name>[^)]*)\))?[-+ #0]*(?P<stars>\*?(?:\.\*)?)[\d.]*[a-zA-Z%]")
@@ -418,35 +351,62 @@ def _consume_percent(form: TrackedText, values: Any) -> None:
     if _NAME_IN_NAME.search(form):
         raise TemplateLimitError("formats a name with brackets in it")
     directives = _WIDTHS.findall(form)
-    consume_width_texts([width for pair in directives for width in pair])
-    if isinstance(values, tuple):
+    consume_widths([width for pair in directives for width in pair])
+    times = 1 if isinstance(values, tuple) else len(directives)
+    consume(4 * len(directives) + (len(form) >> 6), times * consume_reading(values))
+    if isinstance(values, tuple) and "*" in form:
         # A star takes its width from among the values.
-        consume_widths(values if "*" in form else ())
-        consume(len(directives), consume_reading(values))
-    else:
-        consume(len(directives), len(directives) * consume_reading(values))
+        consume_widths([str(value) for value in values if isinstance(value, int)])
+
+
+def consume_widths(widths: Iterable[str]) -> None:
+    """Consume the widths and precisions of a format."""
+    for width in filter(None, widths):
+        if len(width) > 9:
+            raise TemplateLimitError("formats a value wider than any text may be")
+        consume(0, abs(int(width)))
 
 
 def format_braces(
-    form: TrackedText, args: Sequence[Any], kwargs: Mapping[str, Any], formatter: Formatter
+    form: TrackedText,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    formatter: Formatter,
+    numbers: Iterator[int] | None = None,
 ) -> TrackedText:
-    """``form.format(*args, **kwargs)`` by ``formatter``, whose fields consume their size."""
-    whole = formatter.vformat(str.__str__(form), args, kwargs)
-    numbers = count()
-    pieces: list[str] = []
+    """``form.format(*args, **kwargs)`` by ``formatter``, whose fields consume their size.
+
+    ``numbers`` counts the fields without a name, those in a field's specification too.
+    """
+    is_inner = numbers is not None
+    numbers = count() if numbers is None else numbers
     own = form.runs[0][1] if len(form.runs) == 1 else UNKNOWN
+    pieces: list[str] = []
+    consume(len(form) >> 6)
     for literal, name, spec, conversion in formatter.parse(str.__str__(form)):
+        consume(2)
         pieces.append(track(literal, own))
         if name is None:
             continue
-        if spec and "{" in spec:
-            # A width that is a field itself is not parsed.
-            return track(whole, UNKNOWN)
+        if is_inner and spec:
+            raise ValueError("fields in fields of a format string are nested too deeply")
         if name[:1] in ("", ".", "["):
             name = f"{next(numbers)}{name}"
-        value = formatter.convert_field(formatter.get_field(name, args, kwargs)[0], conversion)
-        pieces.append(formatted(value, formatter.format_field(value, spec or ""), own))
+        value = formatter.get_field(name, args, kwargs)[0]
+        size = consume_reading(value)
+        consume(0, size)
+        value = formatter.convert_field(value, conversion)
+        is_plain = not spec or "{" not in spec
+        if spec:
+            spec = format_braces(track(spec, own), args, kwargs, formatter, numbers)
+            consume_widths(_NUMBERS.findall(spec))
+        text = str(formatter.format_field(value, str.__str__(spec or "")))
+        # A width that is a field itself may come from anywhere.
+        pieces.append(formatted(value, text, own) if is_plain else track(text, UNKNOWN))
     return join(pieces)
+
+
+_NUMBERS: Final = re.compile(r"\d+")
 
 
 def formatted(value: object, text: str, own: Provenance) -> TrackedText:

@@ -1,0 +1,57 @@
+"""No chat template of a stranger takes much time or memory, whatever it does."""
+
+from __future__ import annotations
+
+import os
+from itertools import islice
+
+import pytest
+
+from tests.hostile.template_attacks import ATTACKS, BY_HAND, Grammar, outcome, run, warm_up
+
+CORE = (
+    *list(BY_HAND)[:9],
+    *("nested loops of attributes", "nested loops of outputs", "tree of output"),
+    *("loop in itself", "caller in itself", "many arguments of a macro", "text of many sources"),
+    *("text kept while it grows", "bytes + bytes", "namespaces kept", "product of numbers"),
+    *(
+        "large integer raised",
+        "batch filter",
+        "wordwrap filter",
+        "urlize filter",
+        "pprint of depth",
+    ),
+    *("percent again and again", "braces of attributes", "strftime_now with a width"),
+    *("shared lists compared in a list", "shared objects of an error", "shared tuples by attr"),
+    *("namespaces in each other compared", "deep filters", "searching backwards", "stripping"),
+    *("slow encoding", "control characters", "long error", "many names in conditions"),
+    *("many names passed on", "class", "v | sort(attribute='a') | first of a list of mappings"),
+)
+"""One or two of each kind: all of them take minutes."""
+ALL = os.environ.get("MEGATRON_EXT_ALL_TEXT") == "1"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm() -> None:
+    warm_up()
+
+
+@pytest.mark.parametrize("name", ATTACKS if ALL else CORE)
+def test_a_hostile_template_is_refused_or_ends_at_once(name: str) -> None:
+    result = outcome(ATTACKS[name])
+    assert not result.is_slow, result
+    assert not result.is_large, result
+    assert result.is_clean, result
+
+
+def test_what_the_fuzzer_finds_is_counted() -> None:
+    counts = run(1.0, seed=0)
+    assert counts["cases"] > 0
+    assert counts["cases"] >= counts["refused"] + counts["rendered"]
+    assert not counts["found"]
+
+
+def test_a_seed_makes_the_same_templates() -> None:
+    first, second = ([grammar.template() for _ in range(9)] for grammar in (Grammar(1), Grammar(1)))
+    assert first == second
+    assert len(set(islice(first, 9))) == 9
