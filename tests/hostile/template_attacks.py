@@ -629,14 +629,14 @@ BY_HAND: Final[dict[str, str]] = {
     "error of a large value": _again("[1] * 99999", "v + 'a'") + "{{ {}[([1] * 99999) | join] }}",
     "output of surrogates": "{{ '\ud800' }}",
     # Sources that are slow to read or compile.
-    "many names": "".join(f"{{% set a{i} = 1 %}}" for i in range(7000)),
+    "many names": "".join(f"{{% set a{i} = 1 %}}" for i in range(2600)),
     "many names passed on": (
         "".join(f"{{% set a{i} = 1 %}}" for i in range(2500)) + "{{ [] | map('a') | list }}" * 900
     ),
     "many names passed on in a loop": (
         "{% for i in range(99999) %}"
-        + "".join(f"{{% set a{i} = 1 %}}" for i in range(900))
-        + "{% set z = [] | map('a') %}" * 900
+        + "".join(f"{{% set a{i} = 1 %}}" for i in range(600))
+        + "{% set z = [] | map %}" * 600
         + "{% endfor %}"
     ),
     "many names in conditions": (
@@ -647,22 +647,22 @@ BY_HAND: Final[dict[str, str]] = {
     ),
     "many nested names": (
         "".join(f"{{% if a{i} %}}{{% set b{i} = 1 %}}" for i in range(80))
-        + "{{ x }}" * 9000
+        + "{{ x }}" * 3500
         + "{% endif %}" * 80
     ),
-    "many macros": "".join(f"{{% macro f{i}(a) %}}{{% endmacro %}}" for i in range(3500)),
+    "many macros": "".join(f"{{% macro f{i}(a) %}}{{% endmacro %}}" for i in range(2600)),
     "many macros with names": (
-        "".join(f"{{% set a{i} = 1 %}}" for i in range(1000))
-        + "".join(f"{{% macro f{i}() %}}{{{{ a{i} }}}}{{% endmacro %}}" for i in range(1500))
+        "".join(f"{{% set a{i} = 1 %}}" for i in range(800))
+        + "".join(f"{{% macro f{i}() %}}{{{{ a{i} }}}}{{% endmacro %}}" for i in range(1400))
     ),
     "many blocks": "".join(f"{{% block b{i} %}}{{% endblock %}}" for i in range(3000)),
-    "many outputs": "{{a}}" * 16000,
-    "many constants": "{{ [" + "1," * 15000 + "] }}",
-    "many texts": "".join(f"{{{{ 'a{i}' }}}}" for i in range(8000)),
-    "many filters": "{{a|e}}" * 5400,
-    "many set blocks": "{% set x %}{% endset %}" * 5000,
-    "many loops": "{% for a in b %}{% endfor %}" * 4000,
-    "many calls": "{{ f(a=1, b=2) }}" * 2600,
+    "many outputs": "{{a}}" * 4000,
+    "many constants": "{{ [" + "1," * 8000 + "] }}",
+    "many texts": "".join(f"{{{{ 'a{i}' }}}}" for i in range(4000)),
+    "many filters": "{{a|e}}" * 2700,
+    "many set blocks": "{% set x %}{% endset %}" * 2600,
+    "many loops": "{% for a in b %}{% endfor %}" * 2000,
+    "many calls": "{{ f(a=1, b=2) }}" * 1100,
     "many line statements": "\n" * 131000,
     "many brackets": "{{ " + "(" * 10000 + "1" + ")" * 10000 + " }}",
     "many comments": "{#" * 65000,
@@ -679,6 +679,35 @@ BY_HAND: Final[dict[str, str]] = {
     "deep loops of many turns": "{% for a in range(99) %}" * 15 + "{% endfor %}" * 15,
     "deep macros": ("".join(f"{{% macro f{i}() %}}" for i in range(18)) + "{% endmacro %}" * 18),
     "deep filters of a block": "{% filter e %}" * 90 + "a" + "{% endfilter %}" * 90,
+    "many targets": (
+        "{% for "
+        + ",".join(f"a{i}" for i in range(4000))
+        + " in [range(4000)] * 99999 %}{% endfor %}"
+    ),
+    "many parameters": (
+        "{% macro f("
+        + ",".join(f"a{i}" for i in range(4000))
+        + ") %}{% endmacro %}{% for i in range(99999) %}{{ f() }}{% endfor %}"
+    ),
+    "many defaults": (
+        "{% macro f("
+        + ",".join(f"a{i}=1" for i in range(2000))
+        + ") %}{% endmacro %}{% for i in range(99999) %}{{ f() }}{% endfor %}"
+    ),
+    "many parameters of a call block": (
+        "{% macro f() %}{% for i in range(99999) %}{{ caller() }}{% endfor %}{% endmacro %}{% call("
+        + ",".join(f"a{i}" for i in range(4000))
+        + ") f() %}{% endcall %}"
+    ),
+    "long condition of a loop": (
+        "{% for b in range(99999) if " + " or ".join(["b.a"] * 90) + " %}{% endfor %}"
+    ),
+    "list as the condition of a loop": (
+        "{% for b in range(99999) if [" + ",".join(["b.a"] * 2500) + "] %}{% endfor %}"
+    ),
+    "long path of nothing": _again("'x.' * 100000", "[] | map(attribute=v) | list"),
+    "long path of nothing sorted": _again("'x.' * 100000", "[] | sort(attribute=v)"),
+    "long list of paths": _again("'x,' * 100000", "[] | sort(attribute=v)"),
     # Ways out.
     "class": "{{ ''.__class__.__mro__ }}",
     "globals": "{{ raise_exception.__globals__ }}",

@@ -13,7 +13,7 @@ from jinja2.compiler import CodeGenerator, Frame
 
 from megatron_ext.conversation.rendering.template_limits import NODES_A_STEP
 
-_CHEAP: Final = (nodes.Const, nodes.Compare, nodes.Not, nodes.Test, nodes.Sub, nodes.Mod)
+_CHEAP: Final = (nodes.Const, nodes.Compare, nodes.Not, nodes.Test)
 """Expressions whose values are never long texts or lists, and constants."""
 
 
@@ -151,14 +151,17 @@ class ProvenanceCompiler(CodeGenerator):
         super().blockvisit(nodes, frame)
 
     def macro_body(self, node: nodes.Macro | nodes.CallBlock, frame: Frame) -> Any:
-        self._begin_with(node.body, self._steps_prologue(node.body))
+        parts = [*node.args, *node.defaults, *node.body]
+        self._begin_with(node.body, self._steps_prologue(parts))
         return super().macro_body(node, frame)
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
         if node.test is not None:
-            node.iter = _call("tested", node.iter)
+            # Items that the condition leaves out never reach the body.
+            begun = _call("test_begins", nodes.Const(_steps([node.test])))
+            node.test = nodes.And(begun, node.test)
         if not isinstance(node.target, nodes.Name):
-            self._begin_with(node.body, self._steps_prologue(node.body))
+            self._begin_with(node.body, self._steps_prologue([node.target, *node.body]))
             super().visit_For(node, frame)
             return
         self._loops += 1
@@ -175,7 +178,7 @@ class ProvenanceCompiler(CodeGenerator):
     def _begin_with(self, body: list[nodes.Node], prologue: Callable[[Frame], None]) -> None:
         self._prologues[id(body)] = prologue
 
-    def _steps_prologue(self, body: list[nodes.Node]) -> Callable[[Frame], None]:
+    def _steps_prologue(self, body: Iterable[nodes.Node]) -> Callable[[Frame], None]:
         steps = _steps(body)
         return lambda frame: self.writeline(f"environment.consume({steps})")
 

@@ -32,7 +32,6 @@ from megatron_ext.conversation.rendering.operations import (
     FILTERS,
     FRAME_ARGUMENTS,
     MAPPING,
-    Counted,
     is_allowed,
     paid_filter,
     paid_test,
@@ -136,7 +135,8 @@ class ProvenanceEnvironment(ImmutableSandboxedEnvironment):
         )
         filters = {**self.filters, **FILTERS}
         self.filters.update({name: paid_filter(name, run) for name, run in filters.items()})
-        self.tests.update({name: paid_test(name, run) for name, run in self.tests.items()})
+        tests: dict[str, Any] = self.tests
+        tests.update({name: paid_test(name, run) for name, run in tests.items()})
         self.binop_table.update({"-": subtract, "*": multiply, "**": power, "%": remainder})
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
@@ -231,14 +231,10 @@ class ProvenanceEnvironment(ImmutableSandboxedEnvironment):
         return GENERATION_BEGINS if opens else GENERATION_ENDS
 
     @staticmethod
-    def tested(values: Any) -> Any:
-        """The values of a loop with a condition, within the step limit."""
-        if isinstance(values, (str, Counted)):
-            return values
-        if not hasattr(values, "__len__"):
-            return Counted(iter(values))
-        consume(len(values))
-        return values
+    def test_begins(steps: int) -> bool:
+        """True; a loop is about to test an item."""
+        consume(steps)
+        return True
 
     @staticmethod
     def read(value: Any) -> Any:
@@ -253,7 +249,9 @@ class ProvenanceEnvironment(ImmutableSandboxedEnvironment):
     @staticmethod
     def searched(values: Any) -> Any:
         """What is searched for a constant, which is compared with each item alone."""
-        if not isinstance(values, dict):
+        if isinstance(values, str):
+            consume(len(values) >> 9)
+        elif not isinstance(values, dict):
             pay("each", (values,))
         return values
 
@@ -312,16 +310,17 @@ class ProvenanceEnvironment(ImmutableSandboxedEnvironment):
             kwargs.pop("_loop_vars", None)
             kwargs.pop("_block_vars", None)
             return nested(__function, __context.eval_ctx, *args, **kwargs)
-        named = {name: value for name, value in kwargs.items() if name not in FRAME_ARGUMENTS}
         if isinstance(__function, (MethodType, BuiltinMethodType)):
-            owner = __function.__self__
-            inputs = [owner, *args, *named.values()]
+            kwargs.pop("_loop_vars", None)
+            kwargs.pop("_block_vars", None)
+            inputs = [__function.__self__, *args, *kwargs.values()]
             pay_method(__function.__name__, inputs)
-            result = __function(*args, **named)
+            result = __function(*args, **kwargs)
         else:
             # A function, a class, a loop or a block.
+            named = [value for name, value in kwargs.items() if name not in FRAME_ARGUMENTS]
             consume(_CALL_STEPS + len(named))
-            inputs = [*args, *named.values()]
+            inputs = [*args, *named]
             pay("length", args if __function is Namespace else inputs)
             result = nested(super().call, __context, __function, *args, **kwargs)
         if isinstance(result, str) and not isinstance(result, TrackedText):

@@ -13,8 +13,7 @@ from typing import Any, Final
 
 from jinja2.environment import Environment
 from jinja2.filters import do_round, do_title, make_attrgetter
-from jinja2.nodes import EvalContext
-from jinja2.runtime import Context, LoopContext, Macro, Undefined
+from jinja2.runtime import LoopContext, Macro, Undefined
 from jinja2.utils import Cycler, Namespace, pass_environment
 from markupsafe import Markup
 
@@ -137,8 +136,6 @@ FILTERS: Final[dict[str, Callable[..., Any]]] = {
 
 FRAME_ARGUMENTS: Final = ("caller", "_loop_vars", "_block_vars")
 """Arguments that compiled templates add to every call."""
-_PASSED: Final = (Environment, EvalContext, Context)
-"""Types of the argument that Jinja passes to some filters before the value."""
 
 _COSTS: Final[dict[Cost, frozenset[str]]] = {
     "none": frozenset({"attr", "count", "d", "default", "first", "last", "length", "random"}),
@@ -174,18 +171,20 @@ _SHALLOW_TESTS: Final = frozenset(
 
 def paid_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A filter that pays for what it is given and what it gives, and settles its source."""
-    costs = (cost for cost, names in _COSTS.items() if name in names)
-    cost: Cost = next(costs, "square")
+    cost: Cost = next((cost for cost, names in _COSTS.items() if name in names), "square")
+    at = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @wraps(function)
     def filtered(*args: Any, **kwargs: Any) -> Any:
-        at = 1 if isinstance(args[0], _PASSED) else 0
         if name in _BY_ITEM:
             if isinstance(args[at], Iterator):
                 args = (*args[:at], list(args[at]), *args[at + 1 :])
             pay("each", args[at : at + 1])
         inputs = [*args[at:], *kwargs.values()]
         pay(cost, inputs)
+        if len(inputs) > 1:
+            # An argument may be a path of attributes, which is split.
+            consume(sum([len(value) >> 3 for value in inputs[1:] if isinstance(value, str)]))
         if name in _SLOW and isinstance(inputs[0], str):
             consume(len(inputs[0]) >> 2)
         result = function(*args, **kwargs)
@@ -198,13 +197,13 @@ def paid_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return filtered
 
 
-def paid_test(name: str, function: Callable[..., Any]) -> Callable[..., bool]:
+def paid_test(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A test that pays for what it reads."""
     if name in _SHALLOW_TESTS:
         return function
 
     @wraps(function)
-    def tested(*args: Any, **kwargs: Any) -> bool:
+    def tested(*args: Any, **kwargs: Any) -> Any:
         pay("length", [*args, *kwargs.values()])
         if isinstance(args[0], str):
             consume(len(args[0]) >> 8)
@@ -302,11 +301,12 @@ def pay_method(name: str, inputs: Sequence[Any]) -> None:
         is_read = not isinstance(owner, Mapping) or name == "copy"
         pay("length", inputs if is_read else inputs[1:])
         return
-    consume(len(owner) >> 8)
-    if name in _PRODUCT_TEXT:
-        pay("product", inputs)
-    else:
-        pay("square" if name in _SQUARE_TEXT and len(inputs) > 1 else "length", inputs)
+    consume(1 + (len(owner) >> 7))
+    if len(inputs) > 1:
+        if name in _PRODUCT_TEXT:
+            pay("product", inputs)
+        else:
+            pay("square" if name in _SQUARE_TEXT else "length", inputs)
 
 
 def is_allowed(value: object, name: str) -> bool:

@@ -13,7 +13,16 @@ Quantities that no budget can bound, such as the depth of nesting, have limits o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    ItemsView,
+    Iterator,
+    KeysView,
+    Mapping,
+    Sequence,
+    ValuesView,
+)
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime
@@ -40,6 +49,7 @@ _COPIES: Final = 32
 
 
 _SCALARS: Final = (bool, int, float, type(None))
+_CONTAINERS: Final = (list, tuple, Mapping, range, KeysView, ValuesView, ItemsView, set, frozenset)
 
 Cost = Literal["none", "each", "length", "product", "square"]
 """Time of an operation, by the size of what it is given.
@@ -148,9 +158,13 @@ def pay(cost: Cost, operands: Sequence[Any]) -> None:
     if cost == "each":
         # A text and what is computed lazily consume as their items are taken.
         first = operands[0]
-        consume(len(first) if isinstance(first, Collection) and not isinstance(first, str) else 0)
+        consume(len(first) if isinstance(first, _CONTAINERS) else 0)
         return
-    size = consume_reading(*operands)
+    if cost != "square" and all(isinstance(value, str) for value in operands):
+        size = sum([len(value) for value in operands])
+        consume(size >> 9)
+    else:
+        size = consume_reading(*operands)
     if cost == "length":
         return
     texts = sum(len(value) for value in operands[1:] if isinstance(value, (str, bytes)))
@@ -222,7 +236,7 @@ def _walk(values: Collection[object], pay_for: Callable[[int], None]) -> tuple[i
 
 def _items(value: object) -> Collection[object]:
     """Items of a container, keys of a mapping; none of other values."""
-    if isinstance(value, Collection):
+    if isinstance(value, _CONTAINERS):
         return value
     try:
         # A Jinja namespace prints its attributes, and gives no other access to them.

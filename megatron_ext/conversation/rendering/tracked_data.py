@@ -311,7 +311,8 @@ def _text(text: TrackedText, style: JsonStyle, own: Provenance) -> TrackedText:
     if len(text.runs) == 1:
         own = text.runs[0][1]
     pieces = [track('"', own)]
-    consume(len(text.runs) - 1)
+    if len(text.runs) > 1:
+        consume(len(text.runs))
     for run, provenance in text.pieces():
         pieces.append(track(json.dumps(run, ensure_ascii=style.ensure_ascii)[1:-1], provenance))
     return join([*pieces, track('"', own)])
