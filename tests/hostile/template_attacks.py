@@ -387,6 +387,15 @@ BY_HAND: Final[dict[str, str]] = {
     "large integer raised": _again("2 ** 20", "v ** 100"),
     "sizes of files": _again("2 ** 2047", "v | filesizeformat"),
     "divisibility": _again("2 ** 2047", "v is divisibleby 7"),
+    "long constant": "{{ " + "9" * 4300 + " }}",
+    "long constants divided": (
+        "{% set a = " + "9" * 4300 + " %}{% set b = " + "8" * 2150 + " %}"
+        "{% for i in range(99999) %}{% set x = [a // b, a // b, a // b] %}{% endfor %}"
+    ),
+    "constants divided": (
+        "{% set a = 0x" + "f" * 500 + " %}{% set b = 0x" + "7" * 250 + " %}"
+        "{% for i in range(99999) %}" + "{% set x = a % b // 3 %}" * 50 + "{% endfor %}"
+    ),
     # Widths and forms.
     "center": "{{ 'x'.center(10 ** 10) }}",
     "ljust": "{{ 'x'.ljust(10 ** 10) }}",
@@ -512,6 +521,14 @@ BY_HAND: Final[dict[str, str]] = {
     "shared tuples made unique": _TUPLES + "{{ [n.x] | unique | list }}",
     "shared tuples by attr": _TUPLES + "{{ [1] | map(attribute=n.x) | list }}",
     "shared tuples as items of a format": _TUPLES + "{{ '{0[a]}'.format({'a': n.x}) }}",
+    "tuples computed lazily as keys": (
+        "{% set t = ((1,) * 200000,) %}{% for i in range(999) %}"
+        "{% set z = dict.fromkeys(([[t]] * 9999) | map('first')) %}{% endfor %}"
+    ),
+    "lists computed lazily and compared": (
+        "{% set t = [[1] * 200000] %}{% set u = [[1] * 199999 + [2]] %}{% for i in range(999) %}"
+        "{% set z = u in (([[t]] * 9999) | map('first')) %}{% endfor %}"
+    ),
     "shared mappings": _doubling("{}", "{% set n.x = {'a': n.x, 'b': n.x} %}", 60) + "{{ n.x }}",
     "shared mappings as items": (
         _doubling("{}", "{% set n.x = {'a': n.x, 'b': n.x}.items() %}", 60) + "{{ n.x }}"

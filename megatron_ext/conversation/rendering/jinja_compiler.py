@@ -11,7 +11,7 @@ from typing import Any, Final
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
 
-from megatron_ext.conversation.rendering.template_limits import NODES_A_STEP
+from megatron_ext.conversation.rendering.template_limits import INTEGER_BITS, NODES_A_STEP
 
 _CHEAP: Final = (nodes.Const, nodes.Compare, nodes.Not, nodes.Test)
 """Expressions whose values are never long texts or lists, and constants."""
@@ -39,7 +39,10 @@ class ProvenanceCompiler(CodeGenerator):
             self.writeline(f"{name} = environment.template_text({text!r})")
 
     def visit_Const(self, node: nodes.Const, frame: Frame) -> None:
-        self.write(self._constant(node.as_const(frame.eval_ctx)))
+        value = node.as_const(frame.eval_ctx)
+        if isinstance(value, int) and value.bit_length() > INTEGER_BITS:
+            self.fail(f"an integer of more than {INTEGER_BITS:,} bits", node.lineno)
+        self.write(self._constant(value))
 
     def visit_TemplateData(self, node: nodes.TemplateData, frame: Frame) -> None:
         self.write(self._constant(node.data))
@@ -205,10 +208,18 @@ def _call(method: str, argument: nodes.Node) -> nodes.Call:
 
 
 def _steps(body: Iterable[nodes.Node]) -> int:
-    """Steps of one execution of a block, with nested blocks counted once."""
+    """Steps of one execution of a block, without those of nested ones that pay by themselves."""
     count = 0
     level = list(body)
     while level:
         count += len(level)
-        level = [child for node in level for child in node.iter_child_nodes()]
+        level = [
+            child
+            for node in level
+            for child in node.iter_child_nodes(_BODY if isinstance(node, _PAYING) else None)
+        ]
     return 1 + count // NODES_A_STEP
+
+
+_PAYING: Final = (nodes.Block, nodes.CallBlock, nodes.For, nodes.Macro)
+_BODY: Final = ("body",)

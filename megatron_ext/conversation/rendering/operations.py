@@ -23,6 +23,7 @@ from megatron_ext.conversation.rendering.template_limits import (
     Cost,
     TemplateLimitError,
     consume,
+    consume_reading,
     consumed,
     pay,
 )
@@ -213,7 +214,7 @@ def paid_test(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Counted(Iterator[Any]):
-    """Lazily computed values, each of which consumes a step.
+    """Lazily computed values, each of which is read in full depth when it is taken.
 
     Args:
         values: The values.
@@ -233,7 +234,10 @@ class Counted(Iterator[Any]):
 
     def __next__(self) -> Any:
         consume(1)
-        return next(self._values)
+        value = next(self._values)
+        if not isinstance(value, str) or len(value) >= 512:
+            consume_reading(value)
+        return value
 
 
 MAPPING: Final = frozenset({"copy", "get", "items", "keys", "values"})
