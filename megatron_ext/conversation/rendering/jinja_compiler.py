@@ -212,7 +212,8 @@ def _steps(body: Iterable[nodes.Node]) -> int:
     count = 0
     level = list(body)
     while level:
-        count += len(level)
+        # A piece of output is also joined with the others.
+        count += len(level) + sum(len(n.nodes) for n in level if isinstance(n, nodes.Output))
         level = [
             child
             for node in level

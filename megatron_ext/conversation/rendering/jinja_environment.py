@@ -283,6 +283,11 @@ class ProvenanceEnvironment(ImmutableSandboxedEnvironment):
             if hasattr(dict, attribute):
                 return self.unsafe_undefined(obj, attribute)
             return self.undefined(obj=obj, name=attribute)
+        if type(obj) is Namespace and not attribute.startswith("_"):
+            try:
+                return getattr(obj, attribute)
+            except AttributeError:
+                return self.undefined(obj=obj, name=attribute)
         if type(obj) is not TrackedText and isinstance(obj, str):
             obj = as_tracked(str.__str__(obj))
         return super().getattr(obj, attribute)

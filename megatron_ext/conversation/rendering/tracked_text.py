@@ -259,7 +259,7 @@ def join(pieces: Iterable[str]) -> TrackedText:
         texts.append(tracked)
         characters += len(tracked)
         runs += len(tracked.runs)
-    consume(runs >> 2, characters)
+    consume(runs >> 1, characters)
     return TrackedText("".join(texts), merged([run for tracked in texts for run in tracked.runs]))
 
 
