@@ -28,8 +28,14 @@ MEMORY: Final = 300 * 2**20
 _LAST_RESORT: Final = 20
 """Seconds of processor time after which the kernel ends an attack."""
 NAME: Final = "template of a stranger"
-_MARK: Final = "escaped"
-"""Text that no template is given."""
+_MARK: Final = "leaked 5c1f"
+"""Text that no template gets at."""
+
+
+class Given:
+    """A variable with attributes that no template may read."""
+
+    secret = real = hex = runs = name = _MARK
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ class Outcome:
     """What became of an attack."""
 
     kind: str
-    """``refused``, ``rendered``, or the name of an exception that is not ours."""
+    """``refused``, ``rendered``, ``escaped``, or the name of an exception that is not ours."""
     text: str
     """The error, or the beginning of the text."""
     seconds: float
@@ -732,6 +738,9 @@ BY_HAND: Final[dict[str, str]] = {
     "format to class": "{{ '{0.__class__}'.format(messages) }}",
     "attr to class": "{{ '' | attr('__class__') }}",
     "map to class": "{{ [''] | map(attribute='__class__') | list }}",
+    "attribute of an object": "{{ given.secret }}{{ given['secret'] }}{{ given | attr('secret') }}",
+    "attribute of an object by a path": "{{ [given] | map(attribute='secret') | join }}",
+    "attribute of an object by a format": "{{ '{0.secret}'.format(given) }}",
     "environment": "{{ self._environment }}",
     "context": "{{ _progress }}",
     "generator": "{{ ([1] | map('string')).gi_frame }}",
@@ -877,6 +886,8 @@ def _attacked(attack: Attack) -> dict[str, Any]:
     except BaseException as error:
         kind, text = type(error).__name__, str(error)[:200]
     seconds = time.process_time() - start
+    if _MARK in text or "root:x:0" in text:
+        kind = "escaped"
     return {
         "kind": kind,
         "text": text[:2001],
@@ -899,7 +910,7 @@ def rendered(attack: Attack) -> str:
         attack.source,
         QUESTION,
         special_tokens={"bos_token": "<s>"},
-        variables=attack.variables,
+        variables={"given": Given(), **attack.variables},
         name=NAME,
         keep_unknown=True,
     ).text
@@ -913,7 +924,7 @@ def warm_up() -> None:
 
 # Random templates.
 
-_NAMES: Final = ("v", "w", "n.x", "n.y", "i", "messages", "messages[0]")
+_NAMES: Final = ("given", "v", "w", "n.x", "n.y", "i", "messages", "messages[0]")
 _FEW: Final = ("0", "1", "-1", "2.5", "true", "none", "'a'", "''", "'{}'", "'%s'", "999", "10 ** 9")
 
 
@@ -932,12 +943,9 @@ class Grammar:
         self._filters = sorted({*environment.filters, "tojson"})
         self._tests = sorted(name for name in environment.tests if name.isalpha())
         self._values = [*_TEXTS.values(), *_LISTS.values(), "2 ** 2000", "[]", "{}", "()"]
-        self._methods = sorted(
-            name
-            for kind in (str, list, dict, bytes, int, range)
-            for name in dir(kind)
-            if not name.startswith("_")
-        )
+        kinds = (str, list, dict, bytes, int, range)
+        names = {name for kind in kinds for name in dir(kind) if not name.startswith("_")}
+        self._methods = sorted({*names, "secret", "__class__"})
 
     def template(self) -> str:
         """The next template."""
@@ -1028,8 +1036,8 @@ def run(seconds: float, seed: int) -> dict[str, Any]:
         faults = {
             "over_time": result.is_slow,
             "over_memory": result.is_large,
-            "escapes": _MARK in result.text,
-            "tracebacks": not result.is_clean and not result.is_slow,
+            "escapes": result.kind == "escaped",
+            "tracebacks": not (result.is_clean or result.is_slow or result.kind == "escaped"),
         }
         counts["cases"] += 1
         for key, is_found in faults.items():
