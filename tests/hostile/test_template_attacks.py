@@ -11,9 +11,13 @@ from tests.hostile.template_attacks import ATTACKS, BY_HAND, Grammar, outcome, r
 
 CORE = (
     *list(BY_HAND)[:9],
-    *("nested loops of attributes", "nested loops of outputs", "tree of output"),
-    *("loop in itself", "caller in itself", "many arguments of a macro", "text of many sources"),
-    *("text kept while it grows", "bytes + bytes", "namespaces kept", "product of numbers"),
+    *("nested loops of attributes",),
+    *(
+        "loop in itself",
+        "caller in itself",
+        "many arguments of a macro",
+    ),
+    *("text kept while it grows", "bytes + bytes", "product of numbers"),
     *(
         "large integer raised",
         "batch filter",
@@ -23,9 +27,9 @@ CORE = (
     ),
     *("percent again and again", "braces of attributes", "strftime_now with a width"),
     *("shared lists compared in a list", "shared objects of an error", "shared tuples by attr"),
-    *("namespaces in each other compared", "deep filters", "searching backwards", "stripping"),
+    *("namespaces in each other compared", "searching backwards", "stripping"),
     *("slow encoding", "control characters", "long error", "many names in conditions"),
-    *("many names passed on", "class", "v | sort(attribute='a') | first of a list of mappings"),
+    *("class", "v | sort(attribute='a') | first of a list of mappings"),
 )
 """One or two of each kind: all of them take minutes."""
 ALL = os.environ.get("MEGATRON_EXT_ALL_TEXT") == "1"
@@ -45,7 +49,7 @@ def test_a_hostile_template_is_refused_or_ends_at_once(name: str) -> None:
 
 
 def test_what_the_fuzzer_finds_is_counted() -> None:
-    counts = run(1.0, seed=0)
+    counts = run(0.3, seed=0)
     assert counts["cases"] > 0
     assert counts["cases"] >= counts["refused"] + counts["rendered"]
     assert not counts["found"]
