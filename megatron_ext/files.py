@@ -1,17 +1,25 @@
-"""Atomic and locked writing of files by several processes."""
+"""Atomic and locked writing of files by several processes, and the end of child processes."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import secrets
 import shutil
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 _WITHOUT_LOCKS: Final = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+
+_PR_SET_PDEATHSIG: Final = 1
+
+_OWNED: Final[dict[Path, int]] = {}
+"""Descriptors of the lock files that this process owns."""
 
 
 def write_text(path: Path, text: str) -> None:
@@ -102,17 +110,85 @@ def begin_lock(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def own(path: Path, *, owner: str) -> str | None:
+    """Make this process the owner of a lock file until it ends or calls ``disown``; idempotent.
+
+    A record lock: the system releases it with the process, however that ends, and forked processes
+    do not hold it. On a file system without locks every process becomes the owner.
+
+    Args:
+        owner: Description of this process, written into the file.
+
+    Returns:
+        Description of the process that owns the file; None if it is this one now.
+
+    Raises:
+        OSError: The file cannot be made or written.
+    """
+    import fcntl
+
+    if is_owned(path):
+        return None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                content = os.read(descriptor, 300).decode("utf-8", "replace")
+                os.close(descriptor)
+                return content.strip() or "another process"
+            if error.errno not in _WITHOUT_LOCKS:
+                os.close(descriptor)
+                raise
+        if _has_name(descriptor, path):
+            break
+        # Its owner released it between the two calls.
+        os.close(descriptor)
+    disown(path)
+    _OWNED[path.absolute()] = descriptor
+    os.truncate(descriptor, 0)
+    os.pwrite(descriptor, f"{owner}\n".encode(), 0)
+    return None
+
+
+def is_owned(path: Path) -> bool:
+    """Whether this process owns a lock file, and it still has its name."""
+    descriptor = _OWNED.get(path.absolute())
+    return descriptor is not None and _has_name(descriptor, path)
+
+
+def disown(path: Path) -> None:
+    """Release and remove a lock file that this process owns; otherwise do nothing."""
+    descriptor = _OWNED.pop(path.absolute(), None)
+    if descriptor is not None:
+        if _has_name(descriptor, path):
+            path.unlink()
+        os.close(descriptor)
+
+
+def _has_name(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except OSError:
+        return False
+
+
+def die_with_parent() -> None:
+    """Let the system kill this process when its parent dies, however it dies; Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
 def _acquired(path: Path) -> int:
     """Descriptor of the lock file, locked by this process and still under its name."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             _lock(descriptor)
-            if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
+            if _has_name(descriptor, path):
                 return descriptor
-        except FileNotFoundError:
-            # Removed between the two calls.
-            pass
         except BaseException:
             os.close(descriptor)
             raise

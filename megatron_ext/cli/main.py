@@ -7,6 +7,7 @@ Each verb is a module with ``add_arguments`` and ``run`` that is imported when i
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import select
 import sys
@@ -37,6 +38,11 @@ VERBS = {
 _EXIT_WITHOUT_READER = 128 + 13
 """Exit code of a program ended by SIGPIPE."""
 
+_EXIT_INTERRUPTED = 128 + 2
+"""Exit code of a program ended by SIGINT."""
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one verb; on a ``MegatronExtError`` exit with 2 and one line on standard error.
@@ -54,8 +60,24 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(_EXIT_WITHOUT_READER)
     except MegatronExtError as error:
         rank = os.environ.get("RANK", "0")
+        code = getattr(error, "exit_code", 2)
+        if code != 2 and rank != "0":
+            # Every rank is ended by the signal, and rank 0 says so.
+            sys.exit(code)
         who = "megatron-ext: error" if rank == "0" else f"megatron-ext: error (rank {rank})"
         sys.stderr.write(f"{who}: {error}\n")
+        sys.exit(code)
+    except KeyboardInterrupt:
+        sys.stderr.write("megatron-ext: interrupted\n")
+        sys.exit(_EXIT_INTERRUPTED)
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        sys.stderr.write(
+            f"megatron-ext: error: {where}{error.strerror}; fix: make room there and run the "
+            "command again; a run goes on from its last checkpoint\n"
+        )
         sys.exit(2)
 
 

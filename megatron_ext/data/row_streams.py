@@ -9,6 +9,7 @@ are as many streams as rows.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from megatron_ext.data.packed_dataset import (
     RefusedDocument,
 )
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.files import die_with_parent
 
 _EMPTY_EPOCHS: Final = 2
 """Epochs without a sample after which a stream counts as empty."""
@@ -152,7 +154,11 @@ class RowStreams:
         self._unreported = {}
         self._last_full = {s: position.epoch - 1 for s, position in self.positions.items()}
         loader: DataLoader[PackedBlock] = DataLoader(
-            self.dataset, batch_size=None, sampler=self._asked, **self._loader_options
+            self.dataset,
+            batch_size=None,
+            sampler=self._asked,
+            worker_init_fn=_begin_worker,
+            **self._loader_options,
         )
         self._blocks = BlockWorkers(loader) if loader.num_workers else iter(loader)
 
@@ -228,6 +234,12 @@ class _Ready(NamedTuple):
 
     counts: _DocumentCounts = _DocumentCounts()
     """Counts reported when the sample is taken."""
+
+
+def _begin_worker(index: int) -> None:
+    """Leave an interrupt of the terminal to the run, and end with the process that started it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()
 
 
 class _BlockSampler(Sampler[tuple[int, int]]):

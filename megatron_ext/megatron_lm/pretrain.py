@@ -50,6 +50,7 @@ from megatron_ext.training.microbatch import Microbatch, MicrobatchWithTargets
 from megatron_ext.training.model_section import read_config_file
 from megatron_ext.training.models import build_gpt_model
 from megatron_ext.training.run_data import HeldOut
+from megatron_ext.training.run_folder import own_run_folder
 from megatron_ext.training.run_tokenizer import write_warnings
 from megatron_ext.training.start_agreement import check_same_start
 from megatron_ext.training.student import Student
@@ -256,6 +257,8 @@ class PretrainDistillation:
             )
         )
         if len(self._chunks) == parallel.virtual_pipeline_model_parallel_size:
+            groups, run_dir = self._groups, Path(self.config.run_dir)
+            groups.on_main(lambda: own_run_folder(run_dir))
             if self.config.initial_checkpoint:
                 start = find_checkpoint(self.config.initial_checkpoint, where="initial_checkpoint")
                 load_first_weights(start, self._chunks, self.config.student)

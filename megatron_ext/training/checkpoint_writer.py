@@ -10,17 +10,22 @@ name, which the next save removes.
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
 import os
 import pickle
 import queue
 import secrets
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, BinaryIO
 
 import torch
@@ -39,6 +44,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import CheckpointError
+from megatron_ext.files import die_with_parent
 from megatron_ext.training import rank_phase
 from megatron_ext.training.checkpoint_folder import (
     checkpoint_path,
@@ -147,6 +153,95 @@ class WriteResults:
         self._file.close()
 
 
+def write_buckets(
+    transforms: Sequence[Any], use_msc: bool, rank: int, buckets: Sequence[Any], results: Any
+) -> None:
+    """Write the buckets of a rank, each in a process of its own, and store their results.
+
+    In place of ``FileSystemWriterAsync.write_preloaded_data_multiproc``, which waits for ever for
+    a process that was killed, and leaves its siblings behind when it is killed itself.
+
+    Args:
+        transforms: First argument of ``FileSystemWriterAsync.write_preloaded_data``.
+        use_msc: Whether paths are those of the multi-storage client.
+        rank: Unused, as in megatron-core.
+        buckets: ``WriteBucket`` each.
+        results: Queue that is given a dictionary of lists by index of the bucket, or an error.
+    """
+    context = multiprocessing.get_context("fork")
+    writers: dict[Connection, BaseProcess] = {}
+    written: dict[int, Any] = {}
+    try:
+        for index, bucket in enumerate(buckets):
+            ours, theirs = context.Pipe(duplex=False)
+            arguments = (transforms, use_msc, index, bucket, theirs, [ours, *writers])
+            writers[ours] = context.Process(target=_write_bucket, args=arguments)
+            writers[ours].start()
+            theirs.close()
+        waiting = dict(writers)
+        while waiting:
+            for ready in wait(list(waiting), timeout=_POLL_S):
+                index, result = _result(ready, waiting.pop(ready))
+                if isinstance(result, Exception):
+                    raise result
+                written[index] = result
+            rank_phase.tick()
+        results.put(written)
+    except (OSError, RuntimeError) as error:
+        results.put(error)
+    finally:
+        for connection, process in writers.items():
+            process.kill()
+            process.join()
+            connection.close()
+
+
+def _write_bucket(
+    transforms: Sequence[Any],
+    use_msc: bool,
+    index: int,
+    bucket: Any,
+    connection: Connection,
+    copied: Sequence[Connection],
+) -> None:
+    _be_a_writer()
+    for other in copied:
+        other.close()
+    FileSystemWriterAsync.write_preloaded_data(
+        transforms,
+        index,
+        bucket,
+        SimpleNamespace(put=connection.send),
+        SimpleNamespace(get=lambda: None, task_done=lambda: None),
+        use_fsync=True,
+        **({"use_msc": True} if use_msc else {}),
+    )
+
+
+def _in_background(function: Callable[..., None], *arguments: Any) -> None:
+    _be_a_writer()
+    function(*arguments)
+
+
+def _be_a_writer() -> None:
+    """End with the parent process, and leave an interrupt of the terminal to it."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _result(connection: Connection, process: BaseProcess) -> tuple[int, Any]:
+    """A writer's index and result, or an error for one that ended without."""
+    try:
+        index, result = connection.recv()
+    except (EOFError, OSError):
+        process.join()
+        code = process.exitcode or 0
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return -1, RuntimeError(f"its writer process ended without a result: {how}")
+    return index, result
+
+
 def _shared_file() -> BinaryIO:
     """A file without a name, in memory where the system allows it, since a disk may be full."""
     if hasattr(os, "memfd_create"):
@@ -215,12 +310,19 @@ class CheckpointWriter:
         partial = self._make_partial(iteration)
         results = filesystem_async._results_queue = WriteResults()
         noted = NotedErrors()
-        with noted:
+        # A method of megatron-core, which takes it from the class while it makes the request.
+        replaced = _replaced(
+            FileSystemWriterAsync,
+            "write_preloaded_data_multiproc",
+            lambda _: staticmethod(write_buckets),
+        )
+        with noted, replaced:
             request = dist_checkpointing.save(state, str(partial), async_sharded_save=True)
         writer = TemporalAsyncCaller()
         with noted.catch():
             if self._is_async:
-                writer.schedule_async_call(request._replace(finalize_fns=[]))
+                function = request.async_fn and functools.partial(_in_background, request.async_fn)
+                writer.schedule_async_call(request._replace(async_fn=function, finalize_fns=[]))
             else:
                 _write(request)
         self._under_way = _Save(

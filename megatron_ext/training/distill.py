@@ -21,6 +21,7 @@ from megatron_ext.training import cpu_megatron, rank_phase
 from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.evaluator import Evaluator, measurement
+from megatron_ext.training.faults import StopRequest
 from megatron_ext.training.first_weights import load_first_weights, model_part
 from megatron_ext.training.forward_step import StudentStep
 from megatron_ext.training.inputs import Inputs
@@ -28,6 +29,7 @@ from megatron_ext.training.learning_step import learning_step
 from megatron_ext.training.run_folder import (
     CHECKPOINTS,
     TOKENIZER_FOLDER,
+    own_run_folder,
     record_run,
 )
 from megatron_ext.training.run_loss import make_weighting
@@ -60,7 +62,8 @@ def distill(config: DistillConfig, inputs: Inputs, *, evaluator: Evaluator | Non
     process_groups.join(timeout + GRACE)
     with Watchdog(timeout):
         trainer = _start(config, inputs, timeout + GRACE)
-        trainer.train(measurement(trainer, evaluator, inputs.tokenizer))
+        with StopRequest(process_groups.launch_place().store) as trainer.stop:
+            trainer.train(measurement(trainer, evaluator, inputs.tokenizer))
     # Only now: a rank that failed must not wait in the teardown for peers that wait for it.
     process_groups.finalize()
     return trainer.run_dir
@@ -82,6 +85,7 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) 
     """
     _seed(config.training.seed)
     tokenizer, run_dir = inputs.tokenizer, Path(config.run_dir)
+    groups.on_main(lambda: own_run_folder(run_dir))
     chunks, shard = model_part(
         "student",
         config.student,

@@ -7,12 +7,17 @@ Counts are in every row of the metrics and in every checkpoint; documents that a
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
+import os
+import signal
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import FrameType, TracebackType
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -145,6 +150,82 @@ class NonFinitePolicy:
             fix="start another run with a lower optimizer.lr; initial_checkpoint may name a "
             "checkpoint of this one",
         )
+
+
+class RunStoppedError(MegatronExtError, RuntimeError):
+    """A run was ended by a signal, and can be resumed."""
+
+    def __init__(self, number: int, *, iteration: int, run_dir: Path) -> None:
+        super().__init__(
+            f"the run was ended by {signal.Signals(number).name}",
+            where=run_dir,
+            got=f"{iteration} iterations done, and saved" if iteration else "no iteration done",
+            fix="start it again with the same command to go on",
+        )
+        self.exit_code = 128 + number
+
+
+_REQUESTS: Final = itertools.count()
+
+
+class StopRequest:
+    """SIGTERM and SIGINT as a request to end the run between two iterations, while entered.
+
+    A second signal has its usual effect, at once. Signals are handled in the main thread alone;
+    elsewhere, nothing is changed.
+
+    Args:
+        store: A store of all ranks, through which they agree on the last iteration.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        # The store may outlive a run that was stopped.
+        self._store = dist.PrefixStore(f"megatron_ext/stop/{next(_REQUESTS)}", store)
+        self._process = os.getpid()
+        self._signal: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._request)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    def number(self, next_iteration: int) -> int | None:
+        """The signal after which ``next_iteration`` must not begin, the same on every rank.
+
+        Call it on every rank before each iteration. The rank that has a signal names the iteration
+        that it begins as the last one; as an iteration ends on no rank before it has begun on all,
+        the others read that before they begin the next. No collective: one request to the store.
+        """
+        if not self._store.check(["last"]):
+            if self._signal is not None:
+                self._store.set("last", f"{next_iteration} {self._signal}")
+            return None
+        last, number = map(int, self._store.get("last").decode().split())
+        return number if next_iteration > last else None
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        if self._signal is not None or os.getpid() != self._process:
+            signal.signal(number, self._before[number])
+            signal.raise_signal(number)
+            return
+        self._signal = number
+
+
+def leave_signals_to_the_student() -> None:
+    """Ignore SIGTERM and SIGINT in a process that serves a teacher until its student has ended."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def finite_only(metrics: dict[str, Any]) -> dict[str, Any]:

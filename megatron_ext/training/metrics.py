@@ -6,9 +6,12 @@ keeps a run of Weights & Biases on this machine.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from importlib.util import find_spec
@@ -174,16 +177,39 @@ class MetricsLog:
     ) -> None:
         self._writers = writers
         self._path = run_dir / METRICS_FILE
+        self._unwritten = b""
+        self._has_warned = False
         rows = [row for row in read_metrics(run_dir) if row["iteration"] <= last_iteration]
         write_text(self._path, "".join(_line(row) for row in rows))
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file = self._path.open("ab", buffering=0)
+        self._size = self._path.stat().st_size
 
     def write(self, **row: Any) -> None:
-        """Append one row and flush it."""
-        self._file.write(_line(row))
-        self._file.flush()
+        """Append one row; rows that the disk has no room for are kept, and written with the next.
+
+        The first such row is a warning on standard error.
+        """
+        self._unwritten += _line(row).encode()
+        try:
+            self._append()
+        except OSError as error:
+            if not self._has_warned:
+                sys.stderr.write(
+                    f"\nwarning: {self._path} cannot be written: {error.strerror}; the run goes on "
+                    "and writes its rows when there is room\n"
+                )
+            self._has_warned = True
         for writer in self._writers:
             writer.write(row)
+
+    def _append(self) -> None:
+        """Append the rows that are not written yet, whole or not at all."""
+        count = self._file.write(self._unwritten)
+        if count != len(self._unwritten):
+            os.truncate(self._file.fileno(), self._size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+        self._size += count
+        self._unwritten = b""
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -194,9 +220,13 @@ class MetricsLog:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._file.close()
-        for writer in self._writers:
-            writer.close()
+        try:
+            if error is None and self._unwritten:
+                self._append()
+        finally:
+            self._file.close()
+            for writer in self._writers:
+                writer.close()
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

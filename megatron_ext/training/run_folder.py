@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import yaml
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.files import write_text
+from megatron_ext.files import disown, is_owned, own, write_text
 from megatron_ext.training.checkpoint_folder import CHECKPOINTS as CHECKPOINTS
 from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
 from megatron_ext.training.config import TEACHER, DistillConfig
@@ -25,6 +26,7 @@ METRICS_FILE = "metrics.jsonl"
 QUARANTINE_FILE = "quarantine.jsonl"
 PROJECTION_FILE = "projection.safetensors"
 TOKENIZER_FOLDER = "tokenizer"
+LOCK_FILE = "run.lock"
 
 _TEACHER_FOLDERS = ("teacher.checkpoint", "teacher.cache")
 
@@ -113,6 +115,52 @@ def check_run_folder(config: DistillConfig) -> None:
     stored = folder / CONFIG_FILE
     if latest_checkpoint(folder / CHECKPOINTS) is not None and stored.exists():
         _check_same_run(read_config_file(stored)[0], _record(config), stored)
+
+
+def own_run_folder(folder: Path) -> None:
+    """Become the one process that writes to a run's folder; the main rank calls it first.
+
+    Raises:
+        ConfigError: Another process runs there, or the folder cannot be written to.
+    """
+    try:
+        owner = own(folder / LOCK_FILE, owner=f"process {os.getpid()} on {socket.gethostname()}")
+    except OSError as error:
+        raise ConfigError(
+            "the run folder cannot be written to",
+            where=folder,
+            got=error.strerror or str(error),
+            fix="make room there, change run_dir, or the permissions there",
+        ) from error
+    if owner is not None:
+        raise ConfigError(
+            "the run folder belongs to a run that has not ended",
+            where=folder,
+            got=owner,
+            expected="a folder that no other process trains in",
+            fix="wait for that run or end it, or use another run_dir",
+        )
+
+
+def check_still_there(folder: Path) -> None:
+    """Check that the folder was not removed while the run that owns it goes on.
+
+    Raises:
+        ConfigError: It was removed, or another process has taken its place.
+    """
+    if not is_owned(folder / LOCK_FILE):
+        raise ConfigError(
+            "the run folder was removed while the run went on",
+            where=folder,
+            got="another folder" if folder.exists() else "no folder",
+            expected=f"the {LOCK_FILE} of this run",
+            fix="start the run again; what was in the folder is lost",
+        )
+
+
+def disown_run_folder(folder: Path) -> None:
+    """Let other processes run in a folder that this process owns; otherwise do nothing."""
+    disown(folder / LOCK_FILE)
 
 
 def check_same_text(folder: Path, data_summary: Mapping[str, Any]) -> None:

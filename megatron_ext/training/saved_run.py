@@ -29,7 +29,12 @@ from megatron_ext.training.checkpoint_folder import latest_checkpoint
 from megatron_ext.training.checkpoint_writer import CheckpointWriter
 from megatron_ext.training.faults import FaultCounts, forget_refused
 from megatron_ext.training.learning_step import LearnedProjections, learned_projection_file
-from megatron_ext.training.run_folder import CHECKPOINTS, PROJECTION_FILE, TOKENIZER_FOLDER
+from megatron_ext.training.run_folder import (
+    CHECKPOINTS,
+    PROJECTION_FILE,
+    TOKENIZER_FOLDER,
+    check_still_there,
+)
 from megatron_ext.training.run_plan import CheckpointPlan
 from megatron_ext.training.student import Student
 
@@ -191,8 +196,10 @@ class SavedRun:
 
         Raises:
             CheckpointError: The last one, or the third in a row, could not be written.
+            ConfigError: The run's folder is gone.
         """
         rank_phase.enter("saving")
+        self._groups.on_main(lambda: check_still_there(self._plan.run_dir))
         self._attempt(self._writer.finish)
         state = {
             **self._student.sharded_state(),

@@ -23,6 +23,8 @@ from megatron_ext.training.faults import (
     DivergedError,
     FaultCounts,
     NonFinitePolicy,
+    RunStoppedError,
+    StopRequest,
     finite_only,
     log_refused,
 )
@@ -37,6 +39,7 @@ from megatron_ext.training.metrics import (
 )
 from megatron_ext.training.microbatch import Microbatch, MicrobatchWithTargets
 from megatron_ext.training.run_data import HeldOut, RunData
+from megatron_ext.training.run_folder import disown_run_folder
 from megatron_ext.training.run_loss import layer_gradients, observe
 from megatron_ext.training.run_plan import RunPlan
 from megatron_ext.training.saved_run import SavedRun
@@ -89,6 +92,9 @@ class Trainer:
     clock: StepClock = field(default_factory=StepClock)
     """Time of each phase of a step."""
 
+    stop: StopRequest | None = None
+    """Signals that end the run between two iterations."""
+
     reader: ReadAhead[list[Microbatch]] = field(init=False)
     """Microbatches of ``batches`` on the host; read ahead as far as remote teachers prefetch."""
 
@@ -120,12 +126,13 @@ class Trainer:
             LossError: A model predicts NaN or infinity; on every rank, before anything is saved.
             DivergedError: The loss or its gradient is not finite; likewise.
             CheckpointError: Saving has failed for good.
+            RunStoppedError: A signal has ended the run, whose state is saved.
         """
         saved, is_finished = self._saved(), False
         try:
             self._train(saved, measure)
             is_finished = True
-        except (DivergedError, LossError):
+        except (DivergedError, LossError, RunStoppedError):
             # Raised on all ranks alike, so a save in the background can be finished.
             saved.finish()
             raise
@@ -135,6 +142,7 @@ class Trainer:
         finally:
             self.batches.close()
             leave(remote_teachers(self.teachers), is_finished=is_finished)
+            disown_run_folder(self.run_dir)
 
     def _train(self, saved: SavedRun, measure: Measurement | None) -> None:
         rank_phase.enter("loading")
@@ -166,7 +174,9 @@ class Trainer:
         total = training.train_iters
         watch = StepWatch(self.clock, self.batches)
         teacher_watch = TeacherWatch(remote_teachers(self.teachers))
+        saved_at = done
         for iteration in range(done + 1, total + 1):
+            self._end_if_asked(saved, iteration - 1, is_saved=saved_at == iteration - 1)
             started = time.perf_counter()
             teacher_watch.begin()
             metrics = self._iterate(iteration)
@@ -194,6 +204,17 @@ class Trainer:
             if is_last or iteration % training.save_interval == 0:
                 with self.clock.phase("checkpoint"):
                     saved.save(iteration, is_last=is_last)
+                saved_at = iteration
+
+    def _end_if_asked(self, saved: SavedRun, iteration: int, *, is_saved: bool) -> None:
+        """End the run after ``iteration`` if a signal asks for it; on every rank alike."""
+        number = self.stop.number(iteration + 1) if self.stop else None
+        if number is None:
+            return
+        if not is_saved:
+            saved.save(iteration, is_last=True)
+        saved.finish()
+        raise RunStoppedError(number, iteration=iteration, run_dir=self.run_dir)
 
     def _iterate(self, iteration: int) -> dict[str, Any]:
         """One optimizer step; its metrics, of which only the last stage has those of the loss."""
