@@ -118,19 +118,19 @@ def _by_class(
     }
 
 
-_SIDES: Final = ("student", "teacher")
-
-
 class FiniteCheck(NamedTuple):
     """Flags of non-finite numbers in one microbatch, on the device until they are asked for."""
 
     bad: torch.Tensor
-    """int32 [2], the same on every rank of the group: 1 where the student's or the teacher's
-    numbers are bad on any rank."""
+    """int32 [1 + teachers], the same on every rank of the group: 1 where the numbers of the
+    student, or of a teacher, are bad on any rank."""
+
+    teachers: tuple[str, ...] = ("the teacher",)
+    """Names for the error."""
 
     def merged(self, other: FiniteCheck) -> FiniteCheck:
         """Combine the flags of two microbatches, so that a step asks once."""
-        return FiniteCheck(torch.maximum(self.bad, other.bad))
+        return self._replace(bad=torch.maximum(self.bad, other.bad))
 
     def raise_if_bad(self, *, where: str | None = None) -> None:
         """Wait for the device and raise, on every rank alike.
@@ -141,10 +141,11 @@ class FiniteCheck(NamedTuple):
         Raises:
             LossError: A number was bad.
         """
-        sides = [side for side, bad in zip(_SIDES, self.bad.tolist(), strict=True) if bad]
+        names = ("the student", *self.teachers)
+        sides = [f"{name}'s" for name, bad in zip(names, self.bad.tolist(), strict=True) if bad]
         if sides:
             raise LossError(
-                f"the {' and the '.join(sides)}'s predictions hold NaN or infinity",
+                f"{' and '.join(sides)} predictions hold NaN or infinity",
                 got="at least one on at least one rank",
                 expected="finite logits; -inf is allowed for masked tokens",
                 fix="look for a learning rate that is too high, or a broken checkpoint",

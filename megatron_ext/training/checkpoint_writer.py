@@ -181,6 +181,7 @@ def write_buckets(
         waiting = dict(writers)
         while waiting:
             for ready in wait(list(waiting), timeout=_POLL_S):
+                assert isinstance(ready, Connection)
                 index, result = _result(ready, waiting.pop(ready))
                 if isinstance(result, Exception):
                     raise result

@@ -13,7 +13,7 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from megatron_ext.data.packed_dataset import RefusedDocument
 from megatron_ext.distributed.process_groups import ProcessGroups
@@ -102,6 +103,9 @@ class NonFinitePolicy:
     counts: FaultCounts
     """Counts that a skip is added to."""
 
+    teachers: Sequence[str] = ()
+    """Names of the teachers, in the order of the checks."""
+
     def check_loss(self, loss: float, predictions: FiniteCheck, *, iteration: int) -> bool:
         """Whether the iteration may go on, by the last stage's values, alike on every rank.
 
@@ -111,13 +115,17 @@ class NonFinitePolicy:
             LossError: A model predicts NaN or infinity, and no more skips are allowed.
             DivergedError: The loss is not finite; likewise.
         """
-        shared = torch.tensor([loss, 0.0, 0.0], dtype=torch.float64, device=self.groups.device)
-        shared[1:] = predictions.bad
+        shared = torch.zeros(2 + len(self.teachers), dtype=torch.float64, device=self.groups.device)
+        shared[0] = loss
+        if self.groups.is_last_stage:
+            shared[1:] = predictions.bad
         value, *bad = self.groups.broadcast_from_last_stage(shared).tolist()
         if not any(bad) and math.isfinite(value):
             return True
         if not self._skips():
-            FiniteCheck(torch.tensor(bad)).raise_if_bad(where=f"iteration {iteration}")
+            FiniteCheck(torch.tensor(bad), tuple(self.teachers)).raise_if_bad(
+                where=f"iteration {iteration}"
+            )
             raise self._error("loss", value, iteration)
         return False
 
@@ -178,9 +186,9 @@ class StopRequest:
         store: A store of all ranks, through which they agree on the last iteration.
     """
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: Store) -> None:
         # The store may outlive a run that was stopped.
-        self._store = dist.PrefixStore(f"megatron_ext/stop/{next(_REQUESTS)}", store)
+        self._store = PrefixStore(f"megatron_ext/stop/{next(_REQUESTS)}", store)
         self._process = os.getpid()
         self._signal: int | None = None
         self._before: dict[int, Any] = {}

@@ -191,9 +191,13 @@ class StudentStep:
     ) -> tuple[LossPlan, FiniteCheck]:
         """The loss of a microbatch, and a check that its inputs are finite."""
         of_teachers = self.term.inputs(microbatch, student) if self.term else {}
-        finite = FiniteCheck(torch.zeros(2, dtype=torch.int32, device=student.labels.device))
-        for inputs in of_teachers.values() or [student]:
-            finite = finite.merged(check_finite(self._checkable(inputs)))
+        checks = [
+            check_finite(self._checkable(inputs)).bad
+            for inputs in of_teachers.values() or [student]
+        ]
+        of_student = torch.stack([bad[0] for bad in checks]).amax(dim=0, keepdim=True)
+        of_each = [bad[1:] for bad in checks] if of_teachers else []
+        finite = FiniteCheck(torch.cat([of_student, *of_each]), tuple(of_teachers))
         parts = {
             "ce": LossPart(objective=self.next_token, inputs=student, term="ce", count_name="ce")
         }
@@ -249,17 +253,18 @@ def reduce_reports(
     already. Every microbatch has the same metrics.
     """
     if not reports:
-        return {}, FiniteCheck(torch.zeros(2, dtype=torch.int32, device=groups.device))
+        return {}, FiniteCheck(torch.zeros(1, dtype=torch.int32, device=groups.device), ())
     names = list(reports[0].metrics)
     sums = [
         torch.stack([torch.stack([value.double() for value in r.metrics[name]]) for r in reports])
         for name in names
     ]
-    bad = torch.stack([report.finite.bad for report in reports])
-    totals = torch.stack([*(metric.sum(dim=0) for metric in sums), bad.double().sum(dim=0)])
+    bad = torch.stack([report.finite.bad for report in reports]).double().sum(dim=0)
+    totals = torch.cat([*(metric.sum(dim=0) for metric in sums), bad])
     dist.all_reduce(totals, group=groups.dp_cp)
+    values, bad = totals[: -len(bad)].view(-1, 2), totals[-len(bad) :]
     means = {
         name: total if count == 0 else total / count
-        for name, (total, count) in zip(names, totals[:-1].tolist(), strict=True)
+        for name, (total, count) in zip(names, values.tolist(), strict=True)
     }
-    return means, FiniteCheck((totals[-1] > 0).to(torch.int32))
+    return means, reports[0].finite._replace(bad=(bad > 0).to(torch.int32))

@@ -218,7 +218,9 @@ class Trainer:
 
     def _iterate(self, iteration: int) -> dict[str, Any]:
         """One optimizer step; its metrics, of which only the last stage has those of the loss."""
-        policy = NonFinitePolicy(self.plan.training, self.groups, self.counts)
+        policy = NonFinitePolicy(
+            self.plan.training, self.groups, self.counts, self._teacher_names()
+        )
         rank_phase.enter("reading data", iteration=iteration)
         with self.clock.phase("data"):
             batches = self.microbatches()
@@ -246,6 +248,13 @@ class Trainer:
             **self._weights_of_terms(step),
             **(dataclasses.asdict(counts.chunk_counts) if self.step.term else {}),
         }
+
+    def _teacher_names(self) -> list[str]:
+        """Names of the teachers for errors, in the order of their terms."""
+        term = self.step.term
+        if term is None:
+            return []
+        return ["the teacher"] if term.is_single else [f"teacher {name}" for name in term.names]
 
     def with_targets(self, batches: list[Microbatch]) -> list[MicrobatchWithTargets]:
         """Add to each microbatch the teachers' targets, which the last stage has."""

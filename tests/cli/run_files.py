@@ -103,13 +103,29 @@ class PreloadedRun:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.join()
 
-    def finish(self):
-        """What it printed; it must succeed."""
+    @property
+    def pid(self):
+        """Its process id."""
+        return self._process.pid
+
+    def send(self, number):
+        """A signal for the process alone."""
+        os.kill(self._process.pid, number)
+
+    def exit_code(self):
+        """Its exit code; waits for its end."""
         self._process.join(180)
         self.kill()
-        text = self.output.read_text(encoding="utf-8")
-        assert self._process.exitcode == 0, text
-        return text
+        return self._process.exitcode
+
+    def text(self):
+        """What it printed."""
+        return self.output.read_text(encoding="utf-8")
+
+    def finish(self):
+        """What it printed; it must succeed."""
+        assert self.exit_code() == 0, self.text()
+        return self.text()
 
 
 def _run_preloaded(arguments, output):

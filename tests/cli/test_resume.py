@@ -1,8 +1,10 @@
 """A run that is killed and started again is the run that was never killed."""
 
 import dataclasses
+import signal
 import time
 from pathlib import Path
+from socket import gethostname
 
 import pytest
 
@@ -11,6 +13,7 @@ from megatron_ext.training.metrics import PLOT_FILE, read_metrics
 from megatron_ext.training.run_folder import (
     CONFIG_FILE,
     DATA_FILE,
+    LOCK_FILE,
     METRICS_FILE,
     PROJECTION_FILE,
     TOKENIZER_FOLDER,
@@ -75,13 +78,15 @@ def test_no_unfinished_file_stays_behind(killed):
         TOKENIZER_FOLDER,
     }
     in_checkpoints = {path.name for path in (killed / "checkpoints").iterdir()}
-    assert in_checkpoints == {"latest", "iter_0000004", "iter_0000006"}
+    # The one before the last was saved at the end by SIGTERM, or after it.
+    assert in_checkpoints > {"latest", "iter_0000006"}
+    assert len(in_checkpoints) == 3
 
 
 def test_every_checkpoint_carries_the_tokenizer(killed):
     ours = MegatronTokenizer.from_pretrained(killed / TOKENIZER_FOLDER)
-    for name in ("iter_0000004", "iter_0000006"):
-        theirs = MegatronTokenizer.from_pretrained(killed / "checkpoints" / name / TOKENIZER_FOLDER)
+    for checkpoint in (killed / "checkpoints").glob("iter_*"):
+        theirs = MegatronTokenizer.from_pretrained(checkpoint / TOKENIZER_FOLDER)
         assert theirs.fingerprint() == ours.fingerprint()
         assert theirs.tokenize("the parser") == ours.tokenize("the parser")
 
@@ -112,8 +117,8 @@ def _student(folder, name):
 
 
 def _killed_run(folder):
-    """Killed between two checkpoints, killed again while it writes one in the background, then left
-    to finish."""
+    """Killed between two checkpoints, killed again while it writes one in the background, ended by
+    SIGTERM, then left to finish."""
     config = _student(folder, "killed")
     run = Path(config.run_dir)
     checkpoints = run / "checkpoints"
@@ -127,25 +132,45 @@ def _killed_run(folder):
     )
     assert any(checkpoints.glob(".iter_*.partial"))
     assert (checkpoints / "latest").read_text() == f"iter_{SAVE_INTERVAL:07d}"
+    ended = _start(file, "--save-interval", str(ITERATIONS))
+    owner = f"process {ended.pid} on {gethostname()}"
+    _when(ended, lambda: owner in (run / LOCK_FILE).read_text())
+    ended.send(signal.SIGSTOP)
+    refused = _start(file, output=run.with_suffix(".second.log"))
+    assert refused.exit_code() == 2
+    assert f"the run folder belongs to a run that has not ended; got {owner};" in refused.text()
+    ended.send(signal.SIGCONT)
+    _when(ended, lambda: "distil: " in ended.text() and _row_count(run) > SAVE_INTERVAL)
+    ended.send(signal.SIGTERM)
+    assert ended.exit_code() == 128 + signal.SIGTERM
+    (last,) = [line for line in ended.text().splitlines() if "was ended by SIGTERM" in line]
+    done = int((checkpoints / "latest").read_text().removeprefix("iter_"))
+    assert f"got {done} iterations done, and saved; start it again" in last
+    assert SAVE_INTERVAL < done < ITERATIONS
+    assert _row_count(run) == done
     _start(file, "--async-save").finish()
     return run
 
 
-def _start(config, *flags):
-    return PreloadedRun(
-        "distill", "--config", str(config), *flags, output=config.with_suffix(".log")
-    )
+def _start(config, *flags, output=None):
+    output = output or config.with_suffix(".log")
+    return PreloadedRun("distill", "--config", str(config), *flags, output=output)
 
 
 def _kill_when(process, condition):
     """End a run with SIGKILL as soon as ``condition`` holds."""
+    _when(process, condition)
+    process.kill()
+
+
+def _when(process, condition):
+    """Wait until ``condition`` holds in a run."""
     deadline = time.monotonic() + 120
     while not condition():
         if not process.is_alive() or time.monotonic() > deadline:
             process.kill()
             pytest.fail(f"the moment to kill did not come:\n{process.output.read_text()}")
         time.sleep(0.002)
-    process.kill()
 
 
 def _row_count(run):

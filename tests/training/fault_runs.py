@@ -8,15 +8,19 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from datetime import timedelta
+from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import psutil
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from megatron_ext.errors import DistributedError, MegatronExtError
 from megatron_ext.training import rank_phase, watchdog
@@ -75,6 +79,8 @@ def survive_faults(rank: int, folder: Path) -> dict[str, Any]:
         ),
         "full-disk": _full_disk(rank, folder, is_async=False),
         "full-disk-async": _full_disk(rank, folder, is_async=True),
+        "killed-writer": _killed_writer(rank, folder, is_async=False),
+        "killed-writer-async": _killed_writer(rank, folder, is_async=True),
         "full-disk-common": _full_disk_for_common_state(rank, folder),
         "stuck": _stuck(rank),
     }
@@ -174,6 +180,39 @@ def _full_disk(rank: int, folder: Path, *, is_async: bool) -> dict[str, Any]:
         return _run(config_of(folder, name, async_save=is_async)) | {"seen": seen}
     finally:
         SavedRun.save = real  # type: ignore[method-assign]
+
+
+def _killed_writer(rank: int, folder: Path, *, is_async: bool) -> dict[str, Any]:
+    """One of rank 1's writers is killed in the first of two saves; the other would write on."""
+    real, save = FileSystemWriterAsync.write_preloaded_data, SavedRun.save
+    parent, iterations = os.getpid(), []
+
+    def write(transforms: Any, index: int, *arguments: Any, **named: Any) -> None:
+        if iterations == [1] and rank == 1:
+            if index == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)
+        real(transforms, index, *arguments, **named)
+
+    def noting(saved: SavedRun, iteration: int, *, is_last: bool) -> None:
+        iterations[:] = [iteration]
+        save(saved, iteration, is_last=is_last)
+
+    name, warnings = f"killed-{is_async}", StringIO()
+    with (
+        patch.object(FileSystemWriterAsync, "write_preloaded_data", staticmethod(write)),
+        patch.object(SavedRun, "save", noting),
+        redirect_stderr(warnings),
+    ):
+        run = _run(config_of(folder, name, async_save=is_async, train_iters=2))
+    assert not _children(parent)
+    return run | {"warnings": warnings.getvalue()}
+
+
+def _children(parent: int) -> list[str]:
+    """Forked writers of a process that are still there."""
+    found = [child for child in psutil.Process(parent).children() if child.name() == "python"]
+    return [child.name() for child in found if child.status() == psutil.STATUS_SLEEPING]
 
 
 @contextmanager

@@ -104,6 +104,21 @@ def test_what_rank_0_cannot_write_alone_is_an_error_on_every_rank(
         assert run["hidden"] == []
 
 
+@pytest.mark.parametrize("name", ["killed-writer", "killed-writer-async"])
+def test_a_writer_that_is_killed_is_a_failed_save_that_the_run_survives(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
+    for rank in ranks:
+        run = rank[name]
+        assert run["error"] is None
+        assert run["counts"]["failed_saves"] == 1
+        assert run["latest"] == "iter_0000002"
+        assert run["hidden"] == []
+    assert "rank 1: its writer process ended without a result: was ended by SIGKILL" in "".join(
+        rank[name]["warnings"] for rank in ranks
+    )
+
+
 def test_ranks_that_were_started_otherwise_are_told_the_key(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         alike, other = rank["agreement"]

@@ -49,6 +49,31 @@ def test_a_run_that_starts_anew_drops_every_row(tmp_path: Path) -> None:
     assert (tmp_path / METRICS_FILE).read_bytes() == b""
 
 
+def test_rows_that_a_full_disk_does_not_take_are_written_when_there_is_room(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with MetricsLog(tmp_path, last_iteration=0) as log:
+        log.write(iteration=1, loss=1.0)
+        file = log._file
+        with open("/dev/full", "ab", buffering=0) as log._file:
+            log.write(iteration=2, loss=0.5)
+            log.write(iteration=3, loss=0.4)
+        log._file = file
+        assert len(read_metrics(tmp_path)) == 1
+        log.write(iteration=4, loss=0.3)
+        assert [row["iteration"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4]
+    assert capsys.readouterr().err.count("No space left on device; the run goes on") == 1
+
+
+def test_rows_that_no_disk_takes_are_an_error_at_the_end(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, last_iteration=0)
+    log._file.close()
+    log._file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115
+    log.write(iteration=1, loss=1.0)
+    with pytest.raises(OSError, match="No space left"):
+        log.__exit__(None, None, None)
+
+
 def test_a_line_that_a_crash_cut_short_is_left_out_and_written_over(tmp_path: Path) -> None:
     write_rows(tmp_path, 1, 2)
     with (tmp_path / METRICS_FILE).open("a") as file:

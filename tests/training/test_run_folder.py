@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
 import shutil
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import pytest
@@ -17,6 +19,9 @@ from megatron_ext.training.run_folder import (
     DATA_FILE,
     check_run_folder,
     check_same_text,
+    check_still_there,
+    disown_run_folder,
+    own_run_folder,
     record_run,
 )
 from megatron_ext.training.teacher_config import ServingConfig
@@ -24,6 +29,39 @@ from megatron_ext.typed_mapping import build_config
 from tests.training.tiny_run import student_run
 
 TEXT = {"train": {"sha256": "aa"}, "validation": None}
+
+
+def _own_and_wait(folder: Path, connection: Any) -> None:
+    own_run_folder(folder)
+    connection.send(os.getpid())
+    connection.recv()
+
+
+def test_a_folder_has_one_run_until_that_ends_however_it_ends(tmp_path: Path) -> None:
+    run, (here, there) = tmp_path / "run", multiprocessing.Pipe()
+    other = multiprocessing.get_context("fork").Process(target=_own_and_wait, args=(run, there))
+    other.start()
+    pid = here.recv()
+    with pytest.raises(ConfigError, match=rf"not ended; got process {pid} on {gethostname()};"):
+        own_run_folder(run)
+    other.kill()
+    other.join()
+    own_run_folder(run)
+    own_run_folder(run)
+    check_still_there(run)
+    disown_run_folder(run)
+    assert list(run.iterdir()) == []
+
+
+def test_a_folder_that_is_removed_meanwhile_is_an_error(tmp_path: Path) -> None:
+    own_run_folder(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(ConfigError, match="removed while the run went on; got no folder"):
+        check_still_there(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    with pytest.raises(ConfigError, match="got another folder"):
+        check_still_there(tmp_path / "run")
+    disown_run_folder(tmp_path / "run")
 
 
 @pytest.fixture

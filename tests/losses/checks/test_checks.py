@@ -25,7 +25,7 @@ def test_a_number_that_one_rank_alone_holds_is_an_error_on_both() -> None:
     assert first["nothing"] is None
     assert first["student"].startswith("iteration 7: the student's predictions hold NaN or inf")
     assert "the teacher's predictions" in first["teacher"]
-    assert "the student and the teacher's predictions" in first["both"]
+    assert "the student's and the teacher's predictions" in first["both"]
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
@@ -68,6 +68,9 @@ def test_checks_of_several_microbatches_are_one_question() -> None:
     good.merged(good).raise_if_bad()
     with pytest.raises(LossError, match="the teacher's predictions hold NaN"):
         good.merged(bad).merged(good).raise_if_bad()
+    several = FiniteCheck(torch.tensor([0, 0, 1]), ("teacher code", "teacher maths"))
+    with pytest.raises(LossError, match="^teacher maths's predictions hold NaN"):
+        several.raise_if_bad()
 
 
 def test_shards_that_differ_or_leave_tokens_out_are_an_error_on_every_rank() -> None:
