@@ -69,7 +69,7 @@ def test_checks_of_several_microbatches_are_one_question() -> None:
     with pytest.raises(LossError, match="the teacher's predictions hold NaN"):
         good.merged(bad).merged(good).raise_if_bad()
     several = FiniteCheck(torch.tensor([0, 0, 1]), ("teacher code", "teacher maths"))
-    with pytest.raises(LossError, match="^teacher maths's predictions hold NaN"):
+    with pytest.raises(LossError, match=r"^teacher maths's predictions hold NaN"):
         several.raise_if_bad()
 
 
