@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -19,6 +20,7 @@ _BEGUN: Final = b"begun\n"
 _SAID_BYTES: Final = 1 << 16
 _PRINTED_BYTES: Final = 4096
 _SHOWN: Final = 300
+_PROPORTIONAL: Final = re.compile(r"^Pss: +(\d+) kB", re.MULTILINE)
 _START_S: Final = 60.0
 """Longest time for the start of the jail and the Python in it, on a busy machine."""
 
@@ -26,7 +28,8 @@ _START_S: Final = 60.0
 class JailRecord(NamedTuple):
     """Observations of a jail until its end."""
 
-    timed_out: bool
+    ended_by: str | None
+    """The limit that ended it from outside: ``timed out`` or ``out of memory``."""
 
     report: Mapping[str, bool]
     """Protections that took effect; empty where the jail failed before."""
@@ -42,7 +45,12 @@ class JailRecord(NamedTuple):
 
 
 def run_jail(
-    folder: str, settings: Mapping[str, object], *, pipe: tuple[int, int], seconds: float
+    folder: str,
+    settings: Mapping[str, object],
+    *,
+    pipe: tuple[int, int],
+    seconds: float,
+    memory_bytes: int,
 ) -> JailRecord:
     """Run a program in a jail.
 
@@ -51,6 +59,7 @@ def run_jail(
         settings: Settings of the jail.
         pipe: Pipe whose second end is passed to the jail.
         seconds: Time limit of the program, from its first line on.
+        memory_bytes: Limit of the memory of all its processes.
     """
     process = subprocess.Popen(
         [sys.executable, "-I", str(_JAIL), folder, str(pipe[1])],
@@ -70,7 +79,8 @@ def run_jail(
             # Not as an argument: arguments are readable by all users, and limited in length.
             process.stdin.write(json.dumps(settings).encode())
         with process.stderr:
-            return _watch(process, pipe[0], process.stderr.fileno(), seconds)
+            descriptors = (pipe[0], process.stderr.fileno())
+            return _watch(process, descriptors, seconds, memory_bytes)
     finally:
         # The rest of the group too; in a namespace nothing outlives its first process.
         with contextlib.suppress(ProcessLookupError):
@@ -79,18 +89,26 @@ def run_jail(
 
 
 def _watch(
-    process: subprocess.Popen[bytes], descriptor: int, errors: int, seconds: float
+    process: subprocess.Popen[bytes],
+    descriptors: tuple[int, int],
+    seconds: float,
+    memory_bytes: int,
 ) -> JailRecord:
     """Read both streams until the end, so that the program never blocks on writing."""
     said = printed = b""
-    has_begun = timed_out = has_ended = False
+    has_begun = has_ended = False
+    ended_by = None
+    descriptor, errors = descriptors
     deadline = time.monotonic() + _START_S
     poll = select.poll()
     for readable in (descriptor, errors):
         poll.register(readable, select.POLLIN)
-    while not (has_ended or timed_out):
+    while not (has_ended or ended_by):
         has_ended = process.poll() is not None
-        timed_out = not has_ended and time.monotonic() > deadline
+        if not has_ended and time.monotonic() > deadline:
+            ended_by = "timed out"
+        elif not has_ended and has_begun and _memory_of(process.pid) > memory_bytes:
+            ended_by = "out of memory"
         for readable, _ in poll.poll(0 if has_ended else 20):
             read = os.read(readable, _SAID_BYTES)
             if readable == errors:
@@ -103,12 +121,26 @@ def _watch(
             has_begun, deadline = True, time.monotonic() + seconds
     line, _, rest = said.partition(b"\n")
     return JailRecord(
-        timed_out=timed_out,
+        ended_by=ended_by,
         report=json.loads(line) if line else {},
         has_begun=has_begun,
         said=rest,
         printed=_last_lines(printed),
     )
+
+
+def _memory_of(process: int) -> int:
+    """Bytes of a process and all that it started, where shared pages count once among them."""
+    total = 0
+    waiting = [process]
+    while waiting:
+        place = Path(f"/proc/{waiting.pop()}")
+        with contextlib.suppress(OSError, IndexError):
+            for task in (place / "task").iterdir():
+                waiting += map(int, (task / "children").read_text().split())
+            line = _PROPORTIONAL.search((place / "smaps_rollup").read_text())
+            total += int(line[1]) << 10 if line else 0
+    return total
 
 
 def _last_lines(printed: bytes) -> str:

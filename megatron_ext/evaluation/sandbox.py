@@ -22,7 +22,8 @@ class Limits:
     """Wall time from the program's first line on, and processor time of each process."""
 
     memory_bytes: int = 1 << 30
-    """Address space of each process."""
+    """Memory of all processes, which is looked at every few hundredths of a second; and address
+    space of each."""
 
     disk_bytes: int = 64 << 20
     """Size of all files, which are in memory; without namespaces, size of each file."""
@@ -43,13 +44,13 @@ class Outcome:
     """Whether it reached its last line."""
 
     reason: str
-    """``passed``, ``failed``, or ``timed out``."""
+    """``passed``, ``failed``, ``timed out``, or ``out of memory``."""
 
     printed: str
     """End of its standard error, in one line."""
 
     namespaces: bool
-    read_only: bool
+    own_root: bool
 
 
 def run_program(source: str, limits: Limits | None = None) -> Outcome:
@@ -74,18 +75,19 @@ def run_program(source: str, limits: Limits | None = None) -> Outcome:
                 _settings(source + ending, limits),
                 pipe=(descriptor, theirs),
                 seconds=limits.seconds,
+                memory_bytes=limits.memory_bytes,
             )
     finally:
         os.close(descriptor)
         os.close(theirs)
     _check_held(record, limits)
-    passed = not record.timed_out and nonce.encode() in record.said
+    passed = record.ended_by is None and nonce.encode() in record.said
     return Outcome(
         passed=passed,
-        reason="passed" if passed else "timed out" if record.timed_out else "failed",
+        reason="passed" if passed else record.ended_by or "failed",
         printed=record.printed,
         namespaces=record.report["namespaces"],
-        read_only=record.report["read_only"],
+        own_root=record.report["own_root"],
     )
 
 
@@ -105,14 +107,15 @@ def _check_held(record: JailRecord, limits: Limits) -> None:
         raise ConfigError(
             "this machine cannot hold code that a model wrote",
             got=dict(record.report),
-            expected="namespaces of users, mounts and networks for ordinary users",
+            expected="namespaces of users, mounts and networks for ordinary users, and Linux on "
+            "x86-64 or AArch64",
             fix="use a machine that has them, or one that has nothing to lose and "
             "--without-namespaces",
         )
     if not record.has_begun:
         raise ConfigError(
             "the sandbox cannot start Python, whatever the program",
-            got=record.printed or ("no end of the start" if record.timed_out else "no word of it"),
+            got=record.printed or ("no end of the start" if record.ended_by else "no word of it"),
             fix="mend what it names; where root runs this, nobody (user 65534) has to exist and to "
             "be able to read the interpreter and its environment",
         )

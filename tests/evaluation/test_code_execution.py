@@ -78,7 +78,7 @@ def test_nothing_outside_can_be_written_reached_or_read_from_the_environment(tmp
         port = server.getsockname()[1]
         program = f"""
 import os, socket
-for path in ({str(victim)!r}, {str(tmp_path / "new")!r}, "/tmp/new_of_program", "/dev/shm/new"):
+for path in ({str(victim)!r}, {str(tmp_path / "new")!r}, "/usr/lib/new", "/new", "/dev/new"):
     try:
         open(path, "w").write("broken")
     except OSError:
@@ -98,14 +98,17 @@ for family, address in ((socket.AF_INET, ("127.0.0.1", {port})), (socket.AF_INET
     raise AssertionError(address)
 assert "SECRET" not in os.environ
 assert os.listdir("/proc") == []
+assert not any(map(os.path.exists, ("/etc/passwd", "/home", "/run", "/var", "/usr/bin/env")))
+open("/tmp/new_of_program", "w").write("may be written")
 open("own", "w").write("may be written")
 """
         outcome = run_program(program, Limits())
     assert outcome.passed, outcome
     assert outcome.namespaces
-    assert outcome.read_only
+    assert outcome.own_root
     assert victim.read_text() == "whole"
     assert not (tmp_path / "new").exists()
+    assert not Path("/tmp/new_of_program").exists()
 
 
 @needs_namespaces
