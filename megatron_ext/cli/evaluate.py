@@ -79,6 +79,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="measure with a tokenizer that the model was not trained with",
     )
+    model.add_argument(
+        "--no-verify",
+        dest="verify",
+        action="store_false",
+        help="do not check the checkpoint's files against its manifest",
+    )
     for name in ("tensor", "pipeline"):
         model.add_argument(
             f"--{name}-model-parallel-size", type=int, default=1, metavar="INT", help="processes"

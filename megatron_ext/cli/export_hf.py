@@ -33,6 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GB",
         help="size of a file at most, in 10^9 bytes (default: 5)",
     )
+    parser.add_argument(
+        "--no-verify",
+        dest="verify",
+        action="store_false",
+        help="do not check the files against the checkpoint's manifest",
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -50,5 +56,6 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.output,
         dtype=DTYPES[arguments.dtype] if arguments.dtype else None,
         max_shard_bytes=int(arguments.max_shard_size * 1e9),
+        verify=arguments.verify,
     )
     sys.stdout.write(f"{arguments.output}\n")

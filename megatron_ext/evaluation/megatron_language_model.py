@@ -183,6 +183,9 @@ class ModelOptions:
     adds_bos: bool = True
     """Whether contexts begin with BOS, where the tokenizer has one."""
 
+    verify: bool = True
+    """Whether the files of a checkpoint of ours are checked against its manifest."""
+
     applies_chat_template: bool = False
     """Whether contexts and prompts are messages of a user in the tokenizer's chat template."""
 
@@ -242,7 +245,7 @@ def load_language_model(checkpoint: Path, options: ModelOptions) -> MegatronLang
         training=TrainingConfig(train_iters=1, precision=precision),
         groups=groups,
     )
-    load_first_weights(checkpoint, [chunk], model)
+    load_first_weights(checkpoint, [chunk], model, verify=options.verify)
     (chunk,) = freeze([chunk])
     shared: dict[str, Any] = {
         "chunk": chunk,
@@ -264,7 +267,7 @@ def load_language_model(checkpoint: Path, options: ModelOptions) -> MegatronLang
 def _model(checkpoint: Path, options: ModelOptions) -> ModelConfig:
     """The model of a checkpoint, with the sequence length of ``options``."""
     if not is_checkpoint_folder(checkpoint):
-        model = checkpoint_model(checkpoint)
+        model = checkpoint_model(checkpoint, verify=options.verify)
         length = options.seq_length or model.seq_length
         if model.position_embedding_type == "learned_absolute" and length != model.seq_length:
             raise ConfigError(

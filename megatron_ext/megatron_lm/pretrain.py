@@ -261,7 +261,12 @@ class PretrainDistillation:
             groups.on_main(lambda: own_run_folder(run_dir))
             if self.config.initial_checkpoint:
                 start = find_checkpoint(self.config.initial_checkpoint, where="initial_checkpoint")
-                load_first_weights(start, self._chunks, self.config.student)
+                load_first_weights(
+                    start,
+                    self._chunks,
+                    self.config.student,
+                    verify=self.config.training.verify_checkpoints,
+                )
             self._trainer = build_trainer_around(
                 self._chunks,
                 self._shard,

@@ -20,6 +20,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import CheckpointError
 from megatron_ext.training.checkpoint_folder import checkpoint_path
+from megatron_ext.training.checkpoint_manifest import Manifest
+from megatron_ext.training.checkpoint_reader import (
+    CheckpointReader,
+    PlainCommonStrategy,
+    PlainShardedStrategy,
+    check_format,
+    read_common,
+)
 from megatron_ext.training.checkpoint_writer import CheckpointWriter
 from megatron_ext.training.config import ModelConfig
 from megatron_ext.training.models import ModelChunks, load_weights_of, sharded_weights
@@ -30,9 +38,12 @@ _LOADING_ERRORS = (
     OSError,
     EOFError,
     UnpicklingError,
-    KeyError,
+    LookupError,
     RuntimeError,
-    # megatron-core 0.16 fails in its own error message when the file of common state is missing.
+    # A damaged index without a manifest.
+    AssertionError,
+    ValueError,
+    TypeError,
     AttributeError,
 )
 
@@ -60,36 +71,48 @@ def save_checkpoint(
     return checkpoint_path(folder, iteration)
 
 
-def load_common(checkpoint: Path) -> dict[str, Any]:
+def load_common(checkpoint: Path, *, verify: bool = True) -> dict[str, Any]:
     """State of a checkpoint that all ranks share, as plain values: all but tensors and rank state.
+
+    Args:
+        verify: Check the file against the checkpoint's manifest.
 
     Raises:
         CheckpointError: It cannot be read.
     """
-    try:
-        return dict(dist_checkpointing.load_common_state_dict(str(checkpoint)))
-    except _LOADING_ERRORS as error:
-        raise CheckpointError(
-            "the checkpoint cannot be read",
-            where=checkpoint,
-            got=_reason(error),
-            fix="copy it again: a file of it is missing or cut short",
-        ) from error
+    manifest = Manifest.of(checkpoint, verify=verify)
+    check_format(manifest)
+    return read_common(manifest)
 
 
-def load_checkpoint(checkpoint: Path, state: dict[str, Any]) -> dict[str, Any]:
+def load_checkpoint(
+    checkpoint: Path, state: dict[str, Any], *, verify: bool = True
+) -> dict[str, Any]:
     """Fill a sharded state from a checkpoint saved under any layout.
 
-    Collectives: those of ``dist_checkpointing.load``.
+    Args:
+        verify: Check every file against the checkpoint's manifest, each on one rank.
+
+    Collectives: one all-gather of an object, and those of ``dist_checkpointing.load``.
 
     Raises:
-        CheckpointError: The checkpoint does not hold this state.
+        CheckpointError: A file is damaged, or the checkpoint does not hold this state.
     """
+    reader, common = _opened(checkpoint, verify=verify)
     try:
-        return dict(dist_checkpointing.load(state, str(checkpoint)))
+        return dict(
+            dist_checkpointing.load(
+                state,
+                str(checkpoint),
+                sharded_strategy=PlainShardedStrategy(reader),
+                common_strategy=PlainCommonStrategy(common),
+            )
+        )
     except (torch.OutOfMemoryError, dist.DistError):
         raise
     except _LOADING_ERRORS as error:
+        if (own := _own(error)) is not None:
+            raise own from error
         raise CheckpointError(
             "the checkpoint cannot be loaded into the model",
             where=checkpoint,
@@ -99,35 +122,64 @@ def load_checkpoint(checkpoint: Path, state: dict[str, Any]) -> dict[str, Any]:
         ) from error
 
 
-def load_weights(checkpoint: Path, chunks: ModelChunks) -> None:
+def _opened(checkpoint: Path, *, verify: bool) -> tuple[CheckpointReader, dict[str, Any]]:
+    """Reader and common state of a checkpoint whose files all ranks have checked together."""
+    failed: CheckpointError | None = None
+    try:
+        manifest = Manifest.of(checkpoint, verify=verify)
+        check_format(manifest)
+        common, reader = read_common(manifest), CheckpointReader(manifest)
+        manifest.check(part=dist.get_rank(), parts=dist.get_world_size())
+    except CheckpointError as error:
+        failed = error
+    of_ranks: list[CheckpointError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, failed)
+    for of_rank in of_ranks:
+        if of_rank is not None:
+            raise of_rank
+    return reader, common
+
+
+def load_weights(checkpoint: Path, chunks: ModelChunks, *, verify: bool = True) -> None:
     """Load a model's weights alone.
 
     Args:
         checkpoint: One iteration's folder.
         chunks: This rank's part of the model, under any layout.
+        verify: As in ``load_checkpoint``.
 
     Collectives: those of ``load_checkpoint``.
 
     Raises:
         CheckpointError: Unreadable, or of another shape.
     """
-    load_weights_of(chunks, load_checkpoint(checkpoint, sharded_weights(chunks)))
+    load_weights_of(chunks, load_checkpoint(checkpoint, sharded_weights(chunks), verify=verify))
+
+
+def _own(error: BaseException) -> CheckpointError | None:
+    """An error of our reader, on whichever rank it occurred."""
+    failures = error.failures.values() if isinstance(error, CheckpointException) else ()
+    return next((own for own, _ in failures if isinstance(own, CheckpointError)), None)
 
 
 def _reason(error: BaseException) -> str:
     """First line of an error, on whichever rank it occurred."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]
+    line = (str(error).splitlines() or [type(error).__name__])[0][:300]
+    return "".join(sign if sign.isprintable() else "?" for sign in line)
 
 
-def checkpoint_model(checkpoint: Path) -> ModelConfig:
+def checkpoint_model(checkpoint: Path, *, verify: bool = True) -> ModelConfig:
     """The configuration of the student that a checkpoint was saved with.
+
+    Args:
+        verify: As in ``load_common``.
 
     Raises:
         CheckpointError: The checkpoint cannot be read, or does not contain it.
     """
-    run = load_common(checkpoint).get("run")
+    run = load_common(checkpoint, verify=verify).get("run")
     student = run.get("config", {}).get("student") if isinstance(run, Mapping) else None
     if not isinstance(student, Mapping):
         raise CheckpointError(

@@ -15,11 +15,13 @@ from typing import Final
 from megatron_ext.errors import CheckpointError
 from megatron_ext.files import flush, write_text
 from megatron_ext.huggingface.checkpoint_files import is_checkpoint_folder
+from megatron_ext.training.checkpoint_manifest import write_manifest
 
 CHECKPOINTS: Final = "checkpoints"
 """Name of the folder of checkpoints in a run's folder."""
 
 _LATEST = "latest"
+_LONGEST_NAME: Final = 4096
 _PREFIX = "iter_"
 _WRITTEN_SUFFIX = ".distcp"
 _METADATA_FILE = "metadata.json"
@@ -40,18 +42,36 @@ def latest_checkpoint(folder: Path) -> Path | None:
     pointer = folder / _LATEST
     if not pointer.exists():
         return None
-    name = pointer.read_text(encoding="utf-8").strip()
+    name = _pointed(pointer)
     checkpoint = folder / name
-    if not name or not checkpoint.is_dir():
+    # A name alone: a path may lead to a checkpoint of another run.
+    if not name.startswith(_PREFIX) or "/" in name or not checkpoint.is_dir():
         present = ", ".join(path.name for path in _complete_checkpoints(folder)) or "none"
         raise CheckpointError(
             "the latest checkpoint is missing",
             where=pointer,
-            got=repr(name),
+            got=repr(name[:100]),
             expected=f"one of {present}",
             fix=f"write the name of a checkpoint that exists into {pointer}",
         )
     return checkpoint
+
+
+def _pointed(pointer: Path) -> str:
+    """The name in ``latest``.
+
+    Raises:
+        CheckpointError: It holds no text, or cannot be read.
+    """
+    try:
+        return pointer.read_bytes()[:_LONGEST_NAME].decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            "the name of the latest checkpoint cannot be read",
+            where=pointer,
+            got=error,
+            fix=f"write the name of a checkpoint that exists into {pointer}",
+        ) from error
 
 
 def publish_checkpoint(
@@ -69,6 +89,7 @@ def publish_checkpoint(
             shutil.copytree(source, partial / source.name)
         elif source.exists():
             shutil.copyfile(source, partial / source.name)
+    write_manifest(partial)
     _sync_all(partial)
     if final.exists():
         # Left by a run that went back to an earlier checkpoint.

@@ -121,7 +121,7 @@ def checkpoint_record(checkpoint: Path) -> Mapping[str, Any]:
             got=f"no {_COMMON_FILE}",
             fix="copy it again: a file of it is missing",
         ) from error
-    except (UnpicklingError, EOFError, RuntimeError):
+    except (UnpicklingError, EOFError, RuntimeError, ValueError, LookupError, TypeError):
         return {}
     run = common.get("run") if isinstance(common, dict) else None
     return run if isinstance(run, Mapping) else {}

@@ -51,6 +51,7 @@ from megatron_ext.training.checkpoint_folder import (
     publish_checkpoint,
     remove_partial_checkpoints,
 )
+from megatron_ext.training.checkpoint_manifest import summed_writes
 
 _RANK_0_WRITES: tuple[tuple[Any, str], ...] = (
     (TorchCommonSaveStrategy, "save_common"),
@@ -320,7 +321,7 @@ class CheckpointWriter:
         with noted, replaced:
             request = dist_checkpointing.save(state, str(partial), async_sharded_save=True)
         writer = TemporalAsyncCaller()
-        with noted.catch():
+        with noted.catch(), summed_writes(filesystem_async):
             if self._is_async:
                 function = request.async_fn and functools.partial(_in_background, request.async_fn)
                 writer.schedule_async_call(request._replace(async_fn=function, finalize_fns=[]))

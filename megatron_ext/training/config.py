@@ -566,6 +566,10 @@ class TrainingConfig:
     async_save: bool = False
     """Write checkpoints in the background while training goes on."""
 
+    verify_checkpoints: bool = True
+    """Check the files of checkpoints that are loaded against the sizes and checksums that they were
+    saved with; those without a manifest are loaded as they are."""
+
     nan_policy: Literal["stop", "skip"] = "stop"
     """Treatment of an iteration whose loss or gradient is not finite: the end of the run, or no
     update, counted as ``skipped_iterations``."""

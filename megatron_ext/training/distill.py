@@ -96,7 +96,7 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) 
     )
     if config.initial_checkpoint and latest_checkpoint(run_dir / CHECKPOINTS) is None:
         start = find_checkpoint(config.initial_checkpoint, where="initial_checkpoint")
-        load_first_weights(start, chunks, config.student)
+        load_first_weights(start, chunks, config.student, verify=config.training.verify_checkpoints)
         groups.on_main(lambda: copy_side_files(start, run_dir / SIDE_FOLDER))
     return build_trainer_around(
         chunks, shard, config=config, groups=groups, inputs=inputs, make_student=Student

@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -38,11 +37,25 @@ from megatron_ext.huggingface.tensor_files import TensorPlan, check_target, shar
 from megatron_ext.huggingface.tensor_map import MegatronTensor, TensorMap
 from megatron_ext.training.checkpoint import checkpoint_model
 from megatron_ext.training.checkpoint_folder import find_checkpoint
+from megatron_ext.training.checkpoint_manifest import Manifest
+from megatron_ext.training.checkpoint_reader import CheckpointReader, check_format
 from megatron_ext.training.checkpoint_tokenizer import KeptTokenizer
 from megatron_ext.training.config import ModelConfig
 from megatron_ext.training.model_check import check_same_model, full_settings
 
-_ERRORS: Final = (OSError, EOFError, UnpicklingError, RuntimeError, KeyError, CheckpointException)
+_ERRORS: Final = (
+    OSError,
+    EOFError,
+    UnpicklingError,
+    RuntimeError,
+    LookupError,
+    CheckpointException,
+    # A damaged index without a manifest.
+    AssertionError,
+    ValueError,
+    TypeError,
+    AttributeError,
+)
 
 
 class CheckpointSlices:
@@ -50,18 +63,19 @@ class CheckpointSlices:
 
     Args:
         checkpoint: One iteration's folder.
+        verify: Check every file against the checkpoint's manifest.
 
     Raises:
-        CheckpointError: It cannot be read.
+        CheckpointError: It cannot be read, or a file is damaged.
     """
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(self, checkpoint: Path, *, verify: bool = True) -> None:
         self._checkpoint = checkpoint
-        self._reader = FileSystemReader(str(checkpoint))
-        try:
-            self._metadata: Metadata = self._reader.read_metadata()
-        except _ERRORS as error:
-            raise self._error(error) from error
+        manifest = Manifest.of(checkpoint, verify=verify)
+        check_format(manifest)
+        self._reader = CheckpointReader(manifest)
+        self._metadata: Metadata = self._reader.read_metadata()
+        manifest.check()
         self.tensors: Mapping[str, TensorStorageMetadata] = {
             name: stored
             for name, stored in self._metadata.state_dict_metadata.items()
@@ -78,15 +92,17 @@ class CheckpointSlices:
         """
         targets = _Targets()
         items: list[ReadItem] = []
-        for name, layer in wanted:
-            stored = self.tensors[name]
-            chunk = _chunk(stored, layer)
-            target = torch.empty(chunk.sizes, dtype=stored.properties.dtype)
-            targets.of_chunk[name, chunk.offsets] = target
-            items += create_read_items_for_chunk_list(name, stored, [chunk])
         try:
+            for name, layer in wanted:
+                stored = self.tensors[name]
+                chunk = _chunk(stored, layer)
+                target = torch.empty(chunk.sizes, dtype=stored.properties.dtype)
+                targets.of_chunk[name, chunk.offsets] = target
+                items += create_read_items_for_chunk_list(name, stored, [chunk])
             self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
             self._reader.read_data(LoadPlan(items), targets).wait()
+        except CheckpointError:
+            raise
         except _ERRORS as error:
             raise self._error(error) from error
         return [
@@ -168,6 +184,7 @@ def export_huggingface(
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    verify: bool = True,
 ) -> None:
     """Write a folder that transformers loads, from a run or a checkpoint, of any layout.
 
@@ -178,6 +195,7 @@ def export_huggingface(
         output: New or empty folder; it appears when it is complete.
         dtype: Dtype of the tensors; None for that of the checkpoint.
         max_shard_bytes: Largest size of a safetensors file; a tensor is never divided.
+        verify: Check every file against the checkpoint's manifest.
 
     Raises:
         CheckpointError: The checkpoint cannot be read, its model has no architecture of
@@ -185,7 +203,8 @@ def export_huggingface(
     """
     check_target(output)
     checkpoint = find_checkpoint(str(source), where="the checkpoint to export")
-    model, slices = checkpoint_model(checkpoint), CheckpointSlices(checkpoint)
+    model = checkpoint_model(checkpoint, verify=verify)
+    slices = CheckpointSlices(checkpoint, verify=verify)
     tokenizer = KeptTokenizer(checkpoint)
     settings = full_settings(model) | {"vocab_size": _rows(slices, model, tokenizer)}
     config, family = _config(checkpoint, model, settings)

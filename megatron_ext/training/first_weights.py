@@ -83,13 +83,16 @@ def _fill(chunk: GPTModel, tensors: TensorMap, reader: TensorReader) -> None:
         reader.fill(shard.data, tensor_of(shard, tensors), row=row, column=column)
 
 
-def load_first_weights(checkpoint: Path, chunks: ModelChunks, model: ModelConfig) -> None:
+def load_first_weights(
+    checkpoint: Path, chunks: ModelChunks, model: ModelConfig, *, verify: bool = True
+) -> None:
     """Load a model's weights alone, without a check of its tokenizer.
 
     Args:
         checkpoint: One iteration's folder, or one of HuggingFace.
         chunks: This rank's part of the model, under any layout.
         model: The configuration that it was built from.
+        verify: As in ``load_checkpoint``.
 
     Collectives: those of ``load_checkpoint`` for a checkpoint of ours, none for HuggingFace's.
 
@@ -99,7 +102,7 @@ def load_first_weights(checkpoint: Path, chunks: ModelChunks, model: ModelConfig
     if is_checkpoint_folder(checkpoint):
         load_huggingface(checkpoint, chunks, model)
     else:
-        load_weights(checkpoint, chunks)
+        load_weights(checkpoint, chunks, verify=verify)
 
 
 def frozen_teacher(
@@ -119,7 +122,9 @@ def frozen_teacher(
         parallel=teacher.parallel,
         training=teacher.training,
     )
-    load_first_weights(teacher.checkpoint, chunks, model)
+    load_first_weights(
+        teacher.checkpoint, chunks, model, verify=teacher.training.verify_checkpoints
+    )
     return freeze(chunks), shard
 
 

@@ -86,6 +86,7 @@ _MAY_CHANGE = (
     "training.tensorboard_dir",
     "training.wandb_project",
     "training.async_save",
+    "training.verify_checkpoints",
     "training.nan_policy",
     "training.max_consecutive_skips",
     "evaluation",

@@ -107,6 +107,9 @@ class CheckpointPlan:
     is_async: bool
     """Whether they are written in the background."""
 
+    verify: bool
+    """Whether files are checked against the checkpoint's manifest when it is loaded."""
+
     timeout_s: float
     """Longest time that a save in the background may take."""
 
@@ -167,6 +170,7 @@ def _checkpoint_plan(config: DistillConfig) -> CheckpointPlan:
         run_dir=Path(config.run_dir),
         keep=config.training.keep_checkpoints,
         is_async=config.training.async_save,
+        verify=config.training.verify_checkpoints,
         timeout_s=60.0 * config.parallel.distributed_timeout_minutes,
         seed=config.training.seed,
         projections=tuple(sorted({Path(path) for path in projections if path})),

@@ -173,12 +173,12 @@ class SavedRun:
         if checkpoint is None:
             self._groups.on_main(lambda: forget_refused(run_dir, last_iteration=0))
             return 0
-        common = load_common(checkpoint)
+        common = load_common(checkpoint, verify=self._plan.verify)
         iteration = int(common["iteration"])
         state = self._student.sharded_state(is_loading=True)
         if can_load(common, self._groups):
             state |= sharded_random_state(self._groups)
-        state = load_checkpoint(checkpoint, state)
+        state = load_checkpoint(checkpoint, state, verify=self._plan.verify)
         self._student.load_state(state)
         self._batches.load_state(common["data"])
         for name, part in self._parts.items():
