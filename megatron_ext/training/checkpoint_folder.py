@@ -43,10 +43,10 @@ def latest_checkpoint(folder: Path) -> Path | None:
     if not pointer.exists():
         return None
     name = _pointed(pointer)
-    checkpoint = folder / name
+    names = [path.name for path in _complete_checkpoints(folder)]
     # A name alone: a path may lead to a checkpoint of another run.
-    if not name.startswith(_PREFIX) or "/" in name or not checkpoint.is_dir():
-        present = ", ".join(path.name for path in _complete_checkpoints(folder)) or "none"
+    if name not in names:
+        present = ", ".join(names) or "none"
         raise CheckpointError(
             "the latest checkpoint is missing",
             where=pointer,
@@ -54,7 +54,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
             expected=f"one of {present}",
             fix=f"write the name of a checkpoint that exists into {pointer}",
         )
-    return checkpoint
+    return folder / name
 
 
 def _pointed(pointer: Path) -> str:

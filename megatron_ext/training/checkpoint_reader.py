@@ -40,6 +40,7 @@ INDEX_FILE: Final = ".metadata"
 FORMAT_FILE: Final = "metadata.json"
 _FORMAT: Final = "torch_dist"
 _FORMAT_KEYS: Final = {field.name for field in dataclasses.fields(CheckpointingConfig)}
+_ARCHIVE_READER: Final = "PytorchStreamReader"
 _DAMAGE: Final = "copy the checkpoint again, or go back to an earlier one"
 _STRANGE: Final = "use a checkpoint from a source that you trust"
 
@@ -237,6 +238,10 @@ def _plain(path: Path) -> Iterator[None]:
         if name := _refused_name(error):
             raise _foreign(path, name) from error
         raise _unreadable(path, "no tensors and plain values") from error
+    except RuntimeError as error:
+        if _ARCHIVE_READER not in str(error):
+            raise
+        raise _unreadable(path, "no archive of tensors") from error
 
 
 def _refused_name(error: pickle.UnpicklingError) -> str | None:

@@ -253,25 +253,28 @@ def run(seconds: float, seed: int) -> dict[str, Any]:
     number is not seen.
     """
     warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as folder, lone_process() as groups:
+        return attack_all(Victim(Path(folder), groups), seconds, seed)
+
+
+def attack_all(victim: Victim, seconds: float, seed: int) -> dict[str, Any]:
+    """``run`` of one checkpoint."""
     draw = random.Random(seed)
     counts: dict[str, Any] = dict.fromkeys(COUNTS, 0)
     found: list[str] = []
     end = time.monotonic() + seconds
-    with tempfile.TemporaryDirectory() as folder, lone_process() as groups:
-        victim = Victim(Path(folder), groups)
-        first = [*payload_cases(victim), *damage_cases(victim, draw)]
-        draw.shuffle(first)
-        for case in _until(end, first, victim, draw):
-            t0 = time.time()
-            kind, text = victim.attack(case)
-            is_quiet = kind == "silent" and not case.keeps_manifest
-            counts["cases"] += 1
-            if not is_quiet:
-                counts[kind] += 1
-            is_long = kind == "refused" and not (text.isprintable() and len(text) < 1000)
-            counts["long_lines"] += is_long
-            if (kind != "refused" and not is_quiet) or is_long:
-                found.append(f"{case.kind} of {case.file}: {kind}: {text[:300]}")
+    first = [*payload_cases(victim), *damage_cases(victim, draw)]
+    draw.shuffle(first)
+    for case in _until(end, first, victim, draw):
+        kind, text = victim.attack(case)
+        is_quiet = kind == "silent" and not case.keeps_manifest
+        counts["cases"] += 1
+        if not is_quiet:
+            counts[kind] += 1
+        is_long = kind == "refused" and not (text.isprintable() and len(text) < 1000)
+        counts["long_lines"] += is_long
+        if (kind != "refused" and not is_quiet) or is_long:
+            found.append(f"{case.kind} of {case.file}: {kind}: {text[:300]}")
     return counts | {"found": found[:10]}
 
 

@@ -63,6 +63,26 @@ def test_a_pointer_to_nothing_lists_what_there_is(tmp_path: Path, name: str) -> 
     assert f"got {name!r}; expected one of iter_0000020, iter_0000040; write" in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["../other/iter_0000020", "/{}/iter_0000020", ".", "..", "tmp"])
+def test_a_pointer_out_of_its_folder_is_refused(tmp_path: Path, name: str) -> None:
+    make(tmp_path / "run", 40)
+    make(tmp_path / "other", 20)
+    make(tmp_path / "run" / "tmp")
+    (tmp_path / "run" / "latest").write_text(name.format(tmp_path / "other"))
+    with pytest.raises(CheckpointError, match="expected one of iter_0000040"):
+        latest_checkpoint(tmp_path / "run")
+
+
+def test_a_pointer_that_is_no_text_is_refused_in_one_line(tmp_path: Path) -> None:
+    make(tmp_path, 20)
+    for content in (b"\xff\xfeiter", b"iter_\x00", b"\x1b]0;x\x07", b"iter_" * 99_999):
+        (tmp_path / "latest").write_bytes(content)
+        with pytest.raises(CheckpointError, match="latest") as caught:
+            latest_checkpoint(tmp_path)
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 500 + len(str(tmp_path)) * 2
+
+
 def test_a_checkpoint_is_found_by_its_own_folder_or_its_runs(tmp_path: Path) -> None:
     first, second = make(tmp_path / "checkpoints", 20, 40)
     set_latest_checkpoint(second, keep=2)
