@@ -35,10 +35,8 @@ from megatron_ext.huggingface.families import FAMILIES, Family
 from megatron_ext.huggingface.model_settings import model_config, settings_of, tensor_map
 from megatron_ext.huggingface.tensor_files import TensorPlan, check_target, shards, write_checkpoint
 from megatron_ext.huggingface.tensor_map import MegatronTensor, TensorMap
-from megatron_ext.training.checkpoint import checkpoint_model
-from megatron_ext.training.checkpoint_folder import find_checkpoint
-from megatron_ext.training.checkpoint_manifest import Manifest
-from megatron_ext.training.checkpoint_reader import CheckpointReader, check_format
+from megatron_ext.training.checkpoint import CheckpointReader, check_format, checkpoint_model
+from megatron_ext.training.checkpoint_folder import Manifest, find_checkpoint
 from megatron_ext.training.checkpoint_tokenizer import KeptTokenizer
 from megatron_ext.training.config import ModelConfig
 from megatron_ext.training.model_check import check_same_model, full_settings

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.errors import CheckpointError
-from megatron_ext.training.checkpoint_manifest import (
+from megatron_ext.training.checkpoint_folder import (
     MANIFEST_FILE,
     Manifest,
     summed_writes,
