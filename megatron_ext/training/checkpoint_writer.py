@@ -321,7 +321,7 @@ class CheckpointWriter:
         with noted, replaced:
             request = dist_checkpointing.save(state, str(partial), async_sharded_save=True)
         writer = TemporalAsyncCaller()
-        with noted.catch(), summed_writes(filesystem_async):
+        with noted.catch(), _summed_once():
             if self._is_async:
                 function = request.async_fn and functools.partial(_in_background, request.async_fn)
                 writer.schedule_async_call(request._replace(async_fn=function, finalize_fns=[]))
@@ -427,6 +427,21 @@ class CheckpointWriter:
             got=reason,
             fix="make room on the disk; the checkpoints before it are whole",
         )
+
+
+@contextmanager
+def _summed_once() -> Iterator[None]:
+    """Let writers sum whole files for the manifest, and no tensor in them.
+
+    Archives of torch have a sum for each tensor, which torch does not look at and which costs more.
+    """
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        with summed_writes(filesystem_async):
+            yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def _write(request: AsyncRequest) -> None:
