@@ -209,6 +209,7 @@ INDEX_FILE: Final = ".metadata"
 FORMAT_FILE: Final = "metadata.json"
 _FORMAT: Final = "torch_dist"
 _FORMAT_KEYS: Final = {field.name for field in dataclasses.fields(CheckpointingConfig)}
+_EXTRA_STATE: Final = "_extra_state"
 _ARCHIVE_READER: Final = "PytorchStreamReader"
 _DAMAGE: Final = "copy the checkpoint again, or go back to an earlier one"
 _STRANGE: Final = "use a checkpoint from a source that you trust"
@@ -467,7 +468,13 @@ class CheckpointReader(FileSystemReader):
 
 
 def _keep(planner: Any, name: str, value: Any) -> None:
-    """Store a loaded object, as torch's ``DefaultLoadPlanner.load_bytes`` does."""
+    """Store a loaded object, as torch's ``DefaultLoadPlanner.load_bytes`` does.
+
+    Transformer Engine unpickles the extra state of its layers, which is that of FP8 alone: they are
+    given none.
+    """
+    if _EXTRA_STATE in name and isinstance(value, list):
+        value = [None] * len(value)
     if planner.flatten_state_dict:
         set_element(planner.original_state_dict, planner.mappings[name], value)
     else:

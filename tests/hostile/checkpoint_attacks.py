@@ -129,6 +129,7 @@ class Victim:
 
     def __init__(self, folder: Path, groups: ProcessGroups) -> None:
         self.mark = folder / "ran"
+        self.groups = groups
         self._tensor = torch.arange(96, dtype=torch.float32).view(8, 12)
         files = folder / "tokenizer"
         files.mkdir()

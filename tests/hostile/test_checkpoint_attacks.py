@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from megatron.core.dist_checkpointing import ShardedObject
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_ext.errors import CheckpointError
-from megatron_ext.training.checkpoint import read_index
+from megatron_ext.training.checkpoint import load_checkpoint, read_index, save_checkpoint
 from megatron_ext.training.checkpoint_folder import Manifest
 from megatron_ext.training.import_checkpoint import lone_process
 from tests.hostile.checkpoint_attacks import (
@@ -81,6 +83,19 @@ def test_classes_of_an_index_cannot_be_changed(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="a change of Metadata"):
         read_index(Manifest.of(tmp_path))
     assert dict(vars(Metadata)) == before
+
+
+def test_extra_state_which_transformer_engine_unpickles_is_not_handed_on(
+    victim: Victim, tmp_path: Path
+) -> None:
+    state = {
+        name: ShardedObject(f"layer.{name}", torch.ones(3, dtype=torch.uint8), (1,), (0,))
+        for name in ("_extra_state", "other")
+    }
+    path = save_checkpoint(tmp_path, 1, dict(state), groups=victim.groups, keep=1)
+    loaded = load_checkpoint(path, dict(state))
+    assert loaded["_extra_state"] is None
+    assert torch.equal(loaded["other"], torch.ones(3, dtype=torch.uint8))
 
 
 def test_random_cases_are_counted(victim: Victim) -> None:
