@@ -103,6 +103,12 @@ class SegmentRing:
         """Numbers of the existing segments; the student closes all others."""
         return list(self._segments)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether ``take`` returns without waiting."""
+        with self._changed:
+            return bool(self._is_closed or self._free or len(self._segments) < _MOST_SEGMENTS)
+
     def take(self, size: int) -> LentSegment:
         """A free segment of at least ``size`` bytes; waits for one.
 

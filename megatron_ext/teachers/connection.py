@@ -224,7 +224,7 @@ class Connection:
 
     def _fields(self, frame: Frame, shapes: Sequence[Sequence[int]]) -> list[Fields]:
         payloads = list(frame.tensors.values())
-        if self._segments is not None:
+        if self._segments is not None and shapes:
             payloads = self._copied(self._segments, frame.values["segment"], shapes)
         self.received_tokens += sum(rows * length for rows, length in shapes)
         return [

@@ -35,6 +35,18 @@ _DTYPES: Final = {
 _NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
 
 
+_MOST_DIMENSIONS: Final = 8
+
+
+class FrameLimits(NamedTuple):
+    """Largest frame that is read."""
+
+    header_bytes: int
+    tensor_bytes: int
+    """Of all tensors together."""
+    tensors: int
+
+
 class Frame(NamedTuple):
     """One message."""
 
@@ -91,31 +103,54 @@ def _view(content: torch.Tensor) -> memoryview:
 
 
 def read_frame(
-    header: bytes, fill: Callable[[memoryview], None], allocate: Callable[[int], torch.Tensor]
+    header: bytes,
+    fill: Callable[[memoryview], None],
+    allocate: Callable[[int], torch.Tensor],
+    limits: FrameLimits | None = None,
 ) -> Frame:
     """Read the tensors of a frame with a given header.
 
     Args:
         fill: Reads the next bytes into memory, one tensor after the other.
         allocate: Allocates uint8 memory for a tensor's bytes.
+        limits: Checked before anything is allocated; None where the other side is trusted.
 
     Raises:
-        DistributedError: The header is malformed.
+        DistributedError: The header is malformed, or describes more than ``limits``.
     """
+    if limits is not None and len(header) > limits.header_bytes:
+        raise _too_large("bytes of a header", len(header), limits.header_bytes)
     try:
         values = json.loads(header)
         described = [(str(n), _DTYPES[d], [int(x) for x in s]) for n, d, s in values["tensors"]]
         kind, plain = str(values["kind"]), dict(values["values"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
         raise _no_frame(repr(bytes(header[:40]))) from error
-    tensors = {}
+    for _, _, shape in described:
+        # torch has no sizes of 2^63, nor shapes without elements of such ones.
+        is_long = len(shape) > _MOST_DIMENSIONS
+        if is_long or min(shape, default=1) < 0 or math.prod(max(n, 1) for n in shape) >> 48:
+            raise _no_frame(f"a tensor of shape {str(shape)[:80]}")
+    if limits is not None:
+        size = sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in described)
+        if size > limits.tensor_bytes:
+            raise _too_large("bytes of tensors", size, limits.tensor_bytes)
+        if len(described) > limits.tensors:
+            raise _too_large("tensors", len(described), limits.tensors)
+    tensors: dict[str, torch.Tensor] = {}
     for name, dtype, shape in described:
-        if min(shape, default=1) < 0:
-            raise _no_frame(f"a tensor of shape {shape}")
         content = allocate(math.prod(shape) * dtype.itemsize)
         fill(_view(content))
         tensors[name] = content.view(dtype).view(shape)
     return Frame(kind, plain, tensors)
+
+
+def _too_large(what: str, got: int, most: int) -> DistributedError:
+    return DistributedError(
+        f"a frame of a teacher's connection has too many {what}",
+        got=got,
+        expected=f"{most} at most",
+    )
 
 
 def empty(size: int) -> torch.Tensor:
@@ -142,6 +177,7 @@ __all__ = [
     "CLIENT_OPTIONS",
     "SCHEMA",
     "Frame",
+    "FrameLimits",
     "bytes_of",
     "empty",
     "fl",
@@ -183,6 +219,7 @@ def receive(
     *,
     on_bytes: Callable[[int], None] = lambda _: None,
     allocate: Callable[[int], torch.Tensor] = empty,
+    limits: FrameLimits | None = None,
 ) -> Frame:
     """Wait for the next frame of a stream.
 
@@ -190,6 +227,7 @@ def receive(
         reader: A ``FlightStreamReader``, or a server's ``MetadataRecordBatchReader``.
         on_bytes: Called with the number of bytes received, whenever some have arrived.
         allocate: Allocates uint8 memory for a tensor's bytes.
+        limits: See ``read_frame``.
 
     Raises:
         FlightError: The stream is broken.
@@ -198,6 +236,8 @@ def receive(
     """
     chunk = reader.read_chunk()
     content = _content(chunk)
+    if chunk.app_metadata is None:
+        raise _no_frame("a batch without a header")
     header = chunk.app_metadata.to_pybytes()
     on_bytes(len(header) + len(content))
 
@@ -212,10 +252,12 @@ def receive(
             room[place : place + len(part)] = part
             place += len(part)
 
-    return read_frame(header, fill, allocate)
+    return read_frame(header, fill, allocate, limits)
 
 
 def _content(chunk: Any) -> np.ndarray[Any, Any]:
+    if chunk.data is None or chunk.data.schema != SCHEMA or chunk.data.column(0).null_count:
+        raise _no_frame("a batch that is not of bytes")
     values: np.ndarray[Any, Any] = chunk.data.column(0).to_numpy()
     return values
 

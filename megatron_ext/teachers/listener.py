@@ -13,7 +13,10 @@ from types import TracebackType
 from typing import Any, Final, Protocol
 
 from megatron_ext.errors import ConfigError, DistributedError
-from megatron_ext.teachers.flight import SCHEMA, Frame, fl, to_bytes
+from megatron_ext.teachers.flight import SCHEMA, Frame, fl, to_bytes, to_chunks
+from megatron_ext.teachers.messages import ERROR, HELLO
+from megatron_ext.teachers.open_connections import ConnectionSweep, Peer, peer_of
+from megatron_ext.teachers.server_limits import ServerLimits
 from megatron_ext.teachers.student_session import StudentSession
 
 _END_S: Final = 5.0
@@ -23,6 +26,8 @@ _START_S: Final = 60.0
 
 class Desk(Protocol):
     """Handler of a listener's students; its methods are called from gRPC threads."""
+
+    limits: ServerLimits
 
     def hello(self) -> Frame:
         """The server's greeting."""
@@ -79,6 +84,9 @@ class TeacherListener:
         pair = tls and tls.contents()
         _check_bindable(host, port, address)
         self._desk: Desk | None = None
+        self._sweep: ConnectionSweep | None = None
+        self._running: dict[StudentSession, Peer] = {}
+        self._changing = threading.Lock()
         self._opened = threading.Event()
         where = fl.Location.for_grpc_tls if pair else fl.Location.for_grpc_tcp
         self._server: Any = _FlightServer(
@@ -93,6 +101,8 @@ class TeacherListener:
     def open(self, desk: Desk) -> None:
         """Accept students."""
         self._desk = desk
+        most, idle_s = desk.limits.most_strangers, desk.limits.handshake_s
+        self._sweep = ConnectionSweep(self.port, self._checked, most=most, idle_s=idle_s)
         self._opened.set()
 
     def desk(self) -> Desk:
@@ -102,10 +112,45 @@ class TeacherListener:
             raise fl.FlightUnavailableError("the server is not ready")
         return self._desk
 
+    def begin(self, peer: str) -> StudentSession:
+        """Begin the session of a student.
+
+        Raises:
+            DistributedError: There are too many.
+        """
+        desk = self.desk()
+        with self._changing:
+            most = desk.limits.most_students
+            if len(self._running) >= most:
+                raise DistributedError(
+                    "a teacher's server has as many students as it takes",
+                    got=len(self._running) + 1,
+                    expected=f"{most} at most",
+                    fix="start another server, or let its process open more files (ulimit -n)",
+                )
+            session = desk.begin(peer)
+            self._running[session] = peer_of(peer)
+        return session
+
+    def end(self, session: StudentSession) -> None:
+        """Forget a session that has ended."""
+        with self._changing:
+            self._running.pop(session, None)
+
+    def _checked(self) -> set[Peer]:
+        """The peers of running sessions, each of which has been checked."""
+        with self._changing:
+            running = dict(self._running)
+        for session in running:
+            session.check()
+        return set(running.values())
+
     def close(self) -> None:
         """Stop accepting students; idempotent."""
         self._desk = None
         self._opened.set()
+        if self._sweep is not None:
+            self._sweep.close()
         # ``shutdown`` waits for running calls, one of which may never end.
         thread = threading.Thread(target=self._server.shutdown, daemon=True)
         thread.start()
@@ -129,11 +174,22 @@ class _FlightServer(fl.FlightServerBase):  # type: ignore[misc]
         super().__init__(location, **options)
 
     def do_action(self, context: Any, action: Any) -> list[bytes]:
+        if action.type != HELLO:
+            raise fl.FlightUnavailableError("no such action")
         return [to_bytes(self._listener.desk().hello())]
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         writer.begin(SCHEMA)
-        self._listener.desk().begin(context.peer()).run(reader, writer)
+        try:
+            session = self._listener.begin(context.peer())
+        except DistributedError as error:
+            for batch, metadata in to_chunks(Frame(ERROR, {"reason": str(error)}, {})):
+                writer.write_with_metadata(batch, metadata)
+            return
+        try:
+            session.run(reader, writer)
+        finally:
+            self._listener.end(session)
 
 
 class _TokenCheck(fl.ServerMiddlewareFactory):  # type: ignore[misc]

@@ -20,6 +20,7 @@ from megatron_ext.errors import ConfigError, DistributedError
 from megatron_ext.teachers.base import TokenRows
 from megatron_ext.teachers.flight import Frame, bytes_of
 from megatron_ext.teachers.formed_targets import PRECISION_DTYPES, Fields, from_records, to_records
+from megatron_ext.teachers.server_limits import ServerLimits
 from megatron_ext.teachers.target_form import FormKind, TargetForm
 
 PROTOCOL: Final = 2
@@ -149,51 +150,111 @@ class Request(NamedTuple):
         return Frame(REQUEST, {"number": self.number, "count": len(self.rows)}, tensors)
 
     @classmethod
-    def of(cls, frame: Frame, kind: FormKind) -> Request:
+    def of(cls, frame: Frame, kind: FormKind, limits: ServerLimits | None = None) -> Request:
         """Decode a request.
 
+        Args:
+            limits: Largest request; the usual ones when left out.
+
         Raises:
-            DistributedError: The frame is no request for targets of this kind.
+            DistributedError: The frame is no request for targets of this kind, or is too large.
         """
-        try:
-            count = int(frame.values["count"])
-            rows = [_rows(frame.tensors, index, kind) for index in range(count)]
-            return cls(int(frame.values["number"]), rows)
-        except (KeyError, ValueError, RuntimeError) as error:
-            raise DistributedError(
-                "a student asked for targets in a way that cannot be understood", got=repr(error)
-            ) from error
+        limits = limits or ServerLimits()
+        number = _whole_number(frame, "number", 2**53)
+        count = _whole_number(frame, "count", limits.microbatches)
+        tensors = dict(frame.tensors)
+        rows = [_rows(tensors, index, kind, limits) for index in range(count)]
+        if tensors:
+            raise _not_understood(f"another tensor {next(iter(tensors))[:40]!r}")
+        tokens = sum(its.tokens.numel() for its in rows)
+        _check_most("positions of a request", tokens, limits.tokens)
+        return cls(number, rows)
 
     def check(self, vocab_size: int) -> None:
-        """Check shapes and ids, since a GPU does not survive an id out of the vocabulary.
+        """Check ids, since a GPU does not survive an id out of the vocabulary.
 
         Raises:
-            DistributedError: The request is malformed.
+            DistributedError: An id is not the teacher's.
         """
         for rows in self.rows:
-            tokens = rows.tokens
-            if tokens.dim() != 2 or not tokens.numel():
-                raise DistributedError(
-                    "a student asked for targets of tokens that are no rows",
-                    got=f"shape {list(tokens.shape)}",
-                )
-            first, last = int(tokens.min()), int(tokens.max())
+            first, last = int(rows.tokens.min()), int(rows.tokens.max())
             if first < 0 or last >= vocab_size:
                 raise DistributedError(
                     "a student asked for targets of tokens that the teacher does not have",
                     got=f"an id of {first if first < 0 else last}",
                     expected=f"0 to {vocab_size - 1}",
                 )
+            if rows.labels is not None:
+                _check_most("id of a label", int(rows.labels.max()), vocab_size - 1)
 
 
-def _rows(tensors: Mapping[str, torch.Tensor], index: int, kind: FormKind) -> TokenRows:
-    tokens = tensors[f"tokens/{index}"].long()
-    parts: dict[str, Any] = {"position_ids": tensors[f"position_ids/{index}"].long()}
-    if kind != "hidden":
-        parts["labels"] = tensors[f"labels/{index}"].long()
-    if any(part.shape != tokens.shape for part in parts.values()):
-        raise ValueError("parts of different shapes")
-    return TokenRows(tokens=tokens, cu_seqlens=tensors.get(f"cu_seqlens/{index}"), **parts)
+def _not_understood(got: str) -> DistributedError:
+    return DistributedError(
+        "a student asked for targets in a way that cannot be understood", got=got
+    )
+
+
+def _check_most(what: str, got: int, most: int) -> None:
+    if got > most:
+        raise DistributedError(
+            f"a student asked the teacher's server for too much: {what}",
+            got=got,
+            expected=f"{most} at most",
+            fix="start the server with the configuration of this run",
+        )
+
+
+def _whole_number(frame: Frame, name: str, most: int) -> int:
+    value = frame.values.get(name)
+    if type(value) is not int or value < 0:
+        raise _not_understood(f"{name} {str(value)[:40]}")
+    _check_most(name, value, most)
+    return value
+
+
+def _rows(
+    tensors: dict[str, torch.Tensor], index: int, kind: FormKind, limits: ServerLimits
+) -> TokenRows:
+    """The tensors of a microbatch, which are taken out of ``tensors``."""
+    names = ["tokens", "position_ids", *(() if kind == "hidden" else ("labels",))]
+    found = {name: tensors.pop(f"{name}/{index}", None) for name in names}
+    tokens = found["tokens"]
+    for name, part in found.items():
+        if part is None or tokens is None:
+            raise _not_understood(f"no {name} of microbatch {index}")
+        _check_ids(part, name)
+        if part.dim() != 2 or not part.numel() or part.shape != tokens.shape:
+            raise _not_understood(f"{name} of shape {list(part.shape)}")
+        _check_most("rows of a microbatch", part.shape[0], limits.rows)
+        _check_most("positions of a row", part.shape[1], limits.length)
+    parts = {name: part.long() for name, part in found.items() if part is not None}
+    first, last = int(parts["position_ids"].min()), int(parts["position_ids"].max())
+    if first < 0:
+        raise _not_understood(f"a position {first}")
+    _check_most("position", last, limits.length)
+    bounds = tensors.pop(f"cu_seqlens/{index}", None)
+    if bounds is not None:
+        _check_bounds(bounds, parts["tokens"].numel())
+    return TokenRows(
+        tokens=parts["tokens"],
+        position_ids=parts["position_ids"],
+        labels=parts.get("labels"),
+        cu_seqlens=bounds,
+    )
+
+
+def _check_ids(part: torch.Tensor, name: str) -> None:
+    if part.dtype not in (torch.int32, torch.int64):
+        raise _not_understood(f"{name} of dtype {part.dtype}")
+
+
+def _check_bounds(bounds: torch.Tensor, positions: int) -> None:
+    _check_ids(bounds, "cu_seqlens")
+    if bounds.dim() != 1 or not 0 < len(bounds) <= positions + 2:
+        raise _not_understood(f"cu_seqlens of shape {list(bounds.shape)}")
+    is_rising = bool((bounds[1:] >= bounds[:-1]).all())
+    if not is_rising or int(bounds[0]) < 0 or int(bounds[-1]) > positions:
+        raise _not_understood("cu_seqlens that are no bounds of texts")
 
 
 def payload_of(fields: Fields, form: TargetForm) -> torch.Tensor:

@@ -5,11 +5,12 @@ B rows, T positions, V vocabulary.
 
 from __future__ import annotations
 
+import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -21,7 +22,9 @@ from megatron_ext.teachers.flight import Frame, from_bytes, to_bytes
 from megatron_ext.teachers.formed_targets import FormedTargets
 from megatron_ext.teachers.listener import TeacherListener
 from megatron_ext.teachers.messages import HEAD, HELLO, REQUEST, Hello, Request, payload_of
-from megatron_ext.teachers.student_session import Event, StudentSession
+from megatron_ext.teachers.request_queue import RequestQueue
+from megatron_ext.teachers.server_limits import ServerLimits
+from megatron_ext.teachers.student_session import StudentSession
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -97,6 +100,7 @@ class TeacherServer:
         timeout: Longest time that a student may leave an answer unread, and with
             ``until_client_leaves`` that the first student may take to connect.
         on_idle: Called every few seconds without a request, and before each answer.
+        limits: What students may take; the usual ones when left out.
     """
 
     def __init__(
@@ -110,6 +114,7 @@ class TeacherServer:
         ranks: ReplicaRanks,
         timeout: timedelta,
         on_idle: Callable[[], object] = lambda: None,
+        limits: ServerLimits | None = None,
     ) -> None:
         self._teacher = teacher
         self._formed = formed
@@ -118,7 +123,8 @@ class TeacherServer:
         self._timeout_s = timeout.total_seconds()
         self._on_idle = on_idle
         self._hello = Hello(teacher=name, form=formed.form, identity=identity)
-        self._events: SimpleQueue[Event] = SimpleQueue()
+        self.limits = limits or ServerLimits()
+        self._requests = RequestQueue(self.limits)
         self._sessions: list[StudentSession] = []
         self._students: list[StudentSession] = []
 
@@ -162,7 +168,8 @@ class TeacherServer:
             peer,
             form=self._formed.form,
             device=self._ranks.device,
-            events=self._events,
+            requests=self._requests,
+            limits=self.limits,
             timeout_s=self._timeout_s,
         )
         self._sessions = [*(its for its in self._sessions if its.is_there), session]
@@ -171,11 +178,8 @@ class TeacherServer:
     def _serve_main(self, until_client_leaves: bool) -> None:
         has_come, started = False, time.monotonic()
         while True:
-            for session in self._students:
-                session.check_reads()
-            try:
-                event = self._events.get(timeout=_IDLE_S)
-            except Empty:
+            event = self._requests.next(_IDLE_S)
+            if event is None:
                 self._ranks.broadcast(b"")
                 self._on_idle()
                 if until_client_leaves and not has_come:
@@ -190,7 +194,7 @@ class TeacherServer:
                     return
             elif event.session in self._students:
                 assert event.frame is not None
-                self._answer(event.session, event.frame)
+                self._answer(event.session, event.frame, is_shared=not until_client_leaves)
 
     def _check_timeout(self, waited_s: float) -> None:
         if waited_s > self._timeout_s:
@@ -200,14 +204,22 @@ class TeacherServer:
                 fix="look at the student's log",
             )
 
-    def _answer(self, session: StudentSession, frame: Frame) -> None:
-        """Answer a frame, on the main rank."""
+    def _answer(self, session: StudentSession, frame: Frame, *, is_shared: bool) -> None:
+        """Answer a frame, on the main rank.
+
+        Args:
+            is_shared: Whether an error of the teacher ends this session alone. The ranks of a
+                replica cannot go on behind one, nor can a device or a process without memory.
+        """
         self._on_idle()
         try:
             request = self._parse_request(frame)
         except DistributedError as error:
             # The error concerns this student alone.
             session.fail(error)
+            return
+        if request is not None and not request.rows:
+            session.answer(request.number, [])
             return
         self._ranks.broadcast(to_bytes(frame))
         if request is None:
@@ -216,7 +228,16 @@ class TeacherServer:
             assert head is not None
             session.say(Frame(HEAD, {}, {"head": head.contiguous()}))
             return
-        session.answer(request.number, self._payloads(request.rows))
+        try:
+            payloads = self._payloads(request.rows)
+        except Exception as error:
+            if not is_shared or self._ranks.group is not None or _is_fatal(error):
+                raise
+            sys.stderr.write(f"the teacher {self._hello.teacher} failed for one request\n")
+            traceback.print_exc()
+            session.fail(error)
+            return
+        session.answer(request.number, payloads)
 
     def _serve_other(self) -> None:
         """Take part in the main rank's requests, on the other ranks."""
@@ -237,7 +258,7 @@ class TeacherServer:
             return None
         if frame.kind != REQUEST:
             raise DistributedError("a student asked for something unknown", got=frame.kind)
-        request = Request.of(frame, form.kind)
+        request = Request.of(frame, form.kind, self.limits)
         request.check(form.vocab_size)
         return request
 
@@ -261,3 +282,9 @@ class TeacherServer:
             if self._ranks.is_main:
                 payloads.append(payload_of(fields, self._formed.form))
         return payloads
+
+
+def _is_fatal(error: Exception) -> bool:
+    """Whether the next request would fail as well."""
+    fatal = (MemoryError, torch.OutOfMemoryError, getattr(torch, "AcceleratorError", MemoryError))
+    return isinstance(error, fatal) or "CUDA error" in str(error)

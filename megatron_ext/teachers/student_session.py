@@ -2,43 +2,35 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import closing, suppress
 from queue import Empty, SimpleQueue
-from typing import Any, Final, Literal, NamedTuple
-from urllib.parse import unquote
+from typing import Any, Final
 
 import torch
 
 from megatron_ext.errors import DistributedError
-from megatron_ext.teachers.channels import CHANNELS, ChannelOffers, SegmentRing, use_device
-from megatron_ext.teachers.flight import Frame, fl, receive, to_chunks
+from megatron_ext.teachers.channels import CHANNELS, FLIGHT, ChannelOffers, SegmentRing, use_device
+from megatron_ext.teachers.flight import Frame, FrameLimits, fl, receive, to_chunks
 from megatron_ext.teachers.messages import (
     ANSWER,
     BEAT,
     BEAT_S,
     BYE,
     ERROR,
+    HEAD,
     OFFERS,
     READY,
+    REQUEST,
     RETURNED,
 )
+from megatron_ext.teachers.open_connections import end_connection
+from megatron_ext.teachers.request_queue import RequestQueue, size_of
+from megatron_ext.teachers.server_limits import ServerLimits
 from megatron_ext.teachers.target_form import TargetForm
 
 _LAST_WORDS_S: Final = 2.0
-
-
-class Event(NamedTuple):
-    """An event of a session: joined, asked, or left."""
-
-    session: StudentSession
-    kind: Literal["joined", "asked", "left"]
-    frame: Frame | None = None
-    """The student's request, for ``asked``."""
 
 
 class StudentSession:
@@ -48,6 +40,8 @@ class StudentSession:
         peer: The student's address in gRPC's notation.
         form: Form of the targets.
         device: The server's device.
+        requests: Queue that the session adds its requests to.
+        limits: What the student may take.
         timeout_s: Longest time that the student may leave an answer unread.
     """
 
@@ -57,17 +51,27 @@ class StudentSession:
         *,
         form: TargetForm,
         device: torch.device,
-        events: SimpleQueue[Event],
+        requests: RequestQueue,
+        limits: ServerLimits,
         timeout_s: float,
     ) -> None:
         self._peer = peer
         self._form = form
         self._device = device
-        self._events = events
+        self._requests = requests
+        self._limits = limits
         self._timeout_s = timeout_s
         self._outbox: SimpleQueue[Frame | None] = SimpleQueue()
         self._ring: SegmentRing | None = None
+        self._began = time.monotonic()
         self._writing_since: float | None = None
+        self._reading_since: float | None = None
+        self._blocked_since: float | None = None
+        self._failed_since: float | None = None
+        self._offered: set[str] = {FLIGHT}
+        self._heads = 0
+        self._unread = 0
+        self._counting = threading.Lock()
         self._has_joined = False
         self._has_failed = False
         self._has_left = threading.Event()
@@ -90,9 +94,11 @@ class StudentSession:
         try:
             use_device(self._device)
             offers = ChannelOffers(self._form, self._device)
+            self._offered |= set(offers.values)
             self._write(writer, Frame(OFFERS, {"channels": offers.values}, {}))
             while (frame := self._next()) is not None:
                 self._write(writer, frame)
+                self._count(-size_of(frame))
         except fl.FlightError:
             # The death of a student does not concern the teacher.
             pass
@@ -104,13 +110,12 @@ class StudentSession:
             if self._ring is not None:
                 self._ring.close()
             self._has_ended.set()
-            if self._has_joined:
-                self._events.put(Event(self, "left"))
+            self._requests.leave(self)
 
     def answer(self, number: int, payloads: Sequence[torch.Tensor]) -> None:
         """Send payloads, uint8; does nothing if the student is gone."""
         values: dict[str, Any] = {"number": number}
-        if self._ring is None:
+        if self._ring is None or not payloads:
             tensors = {str(index): payload.cpu() for index, payload in enumerate(payloads)}
             self.say(Frame(ANSWER, values, tensors))
             return
@@ -123,6 +128,7 @@ class StudentSession:
 
     def say(self, frame: Frame) -> None:
         """Queue a frame."""
+        self._count(size_of(frame))
         self._outbox.put(frame)
 
     def fail(self, error: BaseException) -> None:
@@ -131,6 +137,7 @@ class StudentSession:
         is_own = isinstance(error, DistributedError)
         reason = text if is_own else f"{type(error).__name__}: {text}".removesuffix(": ")
         self._has_failed = True
+        self._failed_since = self._failed_since or time.monotonic()
         self.say(Frame(ERROR, {"reason": reason}, {}))
         self._outbox.put(None)
 
@@ -144,11 +151,34 @@ class StudentSession:
             end_connection(self._peer)
             self._has_ended.wait(_LAST_WORDS_S)
 
-    def check_reads(self) -> None:
-        """End the session of a student that has left a frame unread for ``timeout_s``."""
-        since = self._writing_since
-        if since is not None and time.monotonic() - since > self._timeout_s:
-            end_connection(self._peer)
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes of frames that the student has not read."""
+        return self._unread
+
+    @property
+    def can_take(self) -> bool:
+        """Whether an answer can be sent without waiting for the student."""
+        is_free = self._ring is None or self._ring.has_room
+        is_read = not self._unread or self._unread < self._limits.unread_bytes
+        return is_free and is_read and not self._has_failed
+
+    def check(self) -> None:
+        """End the connection of a student that has passed a deadline; called every moment."""
+        now = time.monotonic()
+        is_blocked = self._requests.is_waiting(self) and not self.can_take
+        self._blocked_since = (self._blocked_since or now) if is_blocked else None
+        joining_since = None if self._has_joined else self._began
+        for since, most_s in (
+            (joining_since, self._limits.handshake_s),
+            (self._reading_since, self._limits.frame_s),
+            (self._writing_since, self._timeout_s),
+            (self._blocked_since, self._timeout_s),
+            (self._failed_since, 2 * _LAST_WORDS_S),
+        ):
+            if since is not None and now - since > most_s:
+                end_connection(self._peer)
+                return
 
     def _next(self) -> Frame | None:
         """The next frame to send; None at the end."""
@@ -166,30 +196,67 @@ class StudentSession:
     def _read(self, reader: Any) -> None:
         """Handle the student's frames until it leaves."""
         try:
-            while (frame := receive(reader)).kind != BYE:
+            while (frame := self._received(reader)).kind != BYE:
                 self._handle(frame)
-        except DistributedError as error:
-            self.fail(error)
         except (fl.FlightError, StopIteration, OSError):
             pass
+        except Exception as error:
+            # Whatever a student sends ends its own session alone.
+            self.fail(error)
         finally:
             self._has_left.set()
             if self._ring is not None:
                 self._ring.close()
             self._outbox.put(None)
 
+    def _received(self, reader: Any) -> Frame:
+        limits = self._limits
+
+        def begin(_: int) -> None:
+            self._reading_since = self._reading_since or time.monotonic()
+
+        most = FrameLimits(limits.header_bytes, limits.frame_bytes, limits.frame_tensors)
+        try:
+            return receive(reader, on_bytes=begin, limits=most)
+        finally:
+            self._reading_since = None
+
+    def _count(self, size: int) -> None:
+        with self._counting:
+            self._unread += size
+        if size < 0:
+            self._requests.wake()
+
     def _handle(self, frame: Frame) -> None:
         if frame.kind == READY:
-            channel = CHANNELS.get(str(frame.values.get("channel")))
-            if channel is not None:
-                self._ring = SegmentRing(channel, self._device, timeout_s=self._timeout_s)
-            self._has_joined = True
-            self._events.put(Event(self, "joined"))
+            self._join(frame.values.get("channel"))
         elif frame.kind == RETURNED:
-            if self._ring is not None:
-                self._ring.give_back(int(frame.values["segment"]))
+            number = frame.values.get("segment")
+            if self._ring is None or type(number) is not int:
+                raise _unexpected(f"{RETURNED} of segment {str(number)[:40]}")
+            self._ring.give_back(number)
+            self._requests.wake()
+        elif frame.kind not in (REQUEST, HEAD) or not self._has_joined:
+            raise _unexpected(frame.kind[:40])
         elif not self._has_failed:
-            self._events.put(Event(self, "asked", frame))
+            self._heads += frame.kind == HEAD
+            if self._heads > self._limits.heads:
+                raise _unexpected(f"{HEAD} {self._heads} times")
+            self._requests.ask(self, frame)
+
+    def _join(self, channel: object) -> None:
+        if self._has_joined or not isinstance(channel, str) or channel not in self._offered:
+            raise _unexpected(f"{READY} for the channel {str(channel)[:40]}")
+        if channel != FLIGHT:
+            self._ring = SegmentRing(CHANNELS[channel], self._device, timeout_s=self._timeout_s)
+        self._has_joined = True
+        self._requests.join(self)
+
+
+def _unexpected(got: str) -> DistributedError:
+    return DistributedError(
+        "a student sent what the teacher's server does not expect", got=ascii(got)[:80]
+    )
 
 
 def _filled(payloads: Sequence[torch.Tensor], ring: SegmentRing) -> dict[str, Any]:
@@ -202,28 +269,3 @@ def _filled(payloads: Sequence[torch.Tensor], ring: SegmentRing) -> dict[str, An
     if segment.memory.device.type == "cuda":
         torch.cuda.current_stream(segment.memory.device).synchronize()
     return {"number": number, "numbers": ring.numbers, "description": dict(segment.description)}
-
-
-def end_connection(peer: str) -> None:
-    """Shut down a student's socket, connection by its address: gRPC has no call for it.
-
-    Args:
-        peer: The student's address in gRPC's notation, ``ipv4:127.0.0.1:41234``.
-    """
-    host, _, port = unquote(peer).partition(":")[2].rpartition(":")
-    for name in os.listdir("/dev/fd"):
-        try:
-            copy = os.dup(int(name))
-        except OSError:
-            continue
-        try:
-            connection = socket.socket(fileno=copy)
-        except OSError:
-            os.close(copy)
-            continue
-        with closing(connection), suppress(OSError):
-            if connection.family not in (socket.AF_INET, socket.AF_INET6):
-                continue
-            host_found, found_port, *_ = connection.getpeername()
-            if (host_found.removeprefix("::ffff:"), found_port) == (host.strip("[]"), int(port)):
-                connection.shutdown(socket.SHUT_RDWR)

@@ -156,8 +156,10 @@ def test_strangers_and_bad_requests_harm_no_other_student():
         silent.close()
 
 
-def test_a_teacher_that_fails_says_why_to_all_its_students():
-    with serving(server_of(TableTeacher())) as address:
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_teacher_that_fails_for_one_request_says_why(is_shared):
+    """A server goes on with its other students; a run's own teacher ends with the error."""
+    with serving(server_of(TableTeacher()), until_client_leaves=not is_shared) as address:
         students = connected(address), connected(address)
         rows = rows_of(1)
         poisoned = TokenRows(
@@ -169,9 +171,14 @@ def test_a_teacher_that_fails_says_why_to_all_its_students():
         reason = "the teacher table is gone; got ArithmeticError: a number that no one; "
         with pytest.raises(DistributedError, match=reason):
             students[0].answer(numbers[1])
-        for student in students:
+        if is_shared:
+            (fields,) = students[1].answer(students[1].ask([rows]))
+            assert torch.equal(fields["hidden"], expected(rows))
+        else:
             with pytest.raises(DistributedError, match=reason):
-                student.answer(student.ask([rows]))
+                students[1].answer(students[1].ask([rows]))
+        for student in students:
+            student.close()
 
 
 def test_a_server_that_no_student_comes_to_gives_up():

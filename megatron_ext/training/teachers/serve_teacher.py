@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.distributed import process_groups
+from megatron_ext.distributed.layout import launched_processes
 from megatron_ext.errors import ConfigError
 from megatron_ext.teachers.listener import ServerTls, TeacherListener, split_address
 from megatron_ext.teachers.server import ReplicaRanks
@@ -24,7 +26,11 @@ from megatron_ext.training.teachers.identity import (
 )
 from megatron_ext.training.teachers.served_teacher import ServedTeacher
 from megatron_ext.training.teachers.target_checks import described, served_form
-from megatron_ext.training.teachers.teacher_process import ParentSocket, server_token
+from megatron_ext.training.teachers.teacher_process import (
+    TOKEN_VARIABLE,
+    ParentSocket,
+    server_token,
+)
 from megatron_ext.training.watchdog import GRACE, Watchdog
 
 
@@ -48,7 +54,7 @@ def serve_at(
     """
     host, port = split_address(address)
     serving = teacher.config.serving
-    token = server_token(serving, [address])
+    set_token = server_token(serving, [address], makes_own=True)
     if tls is None and not (is_local(address) or serving.plain_connection):
         raise ConfigError(
             "a teacher's server that other machines can reach needs TLS",
@@ -57,6 +63,8 @@ def serve_at(
             expected="--tls-cert and --tls-key",
             fix="pass them, or set serving.plain_connection where the network is trusted",
         )
+
+    token = _made_token(teacher) if set_token is None else set_token
 
     def listen(ranks: ReplicaRanks, replica: int) -> TeacherListener:
         at = port + replica if port else 0
@@ -112,6 +120,25 @@ def _serve(
         )
     if dist.is_initialized():
         process_groups.finalize()
+
+
+def _made_token(teacher: TeacherPlan) -> str:
+    """A new token, printed by the first rank and the same on all.
+
+    Collectives: those of ``process_groups.join`` and one broadcast, under torchrun.
+    """
+    tokens = [secrets.token_hex(32)]
+    is_first = True
+    if launched_processes() > 1:
+        if not torch.cuda.is_available():
+            cpu_megatron.install()
+        timeout = timedelta(minutes=teacher.parallel.distributed_timeout_minutes)
+        process_groups.join(timeout + GRACE)
+        dist.broadcast_object_list(tokens, src=0)
+        is_first = dist.get_rank() == 0
+    if is_first:
+        _say(f"token, made for this start: {TOKEN_VARIABLE}={tokens[0]}")
+    return tokens[0]
 
 
 def _say(line: str) -> None:

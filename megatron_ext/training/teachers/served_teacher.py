@@ -17,6 +17,7 @@ from megatron_ext.losses import BoundaryColumns
 from megatron_ext.teachers.formed_targets import FormedTargets, whole_head
 from megatron_ext.teachers.listener import TeacherListener
 from megatron_ext.teachers.server import ReplicaRanks, TeacherServer
+from megatron_ext.teachers.server_limits import ServerLimits
 from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.token_bytes import TokenBytes
@@ -81,6 +82,7 @@ class ServedTeacher:
             identity=self.identity() if ranks.is_main else {},
             ranks=ranks,
             timeout=self.timeout,
+            limits=ServerLimits(length=self.teacher.config.model.seq_length),
             on_idle=lambda: rank_phase.enter(f"serving the teacher {name}"),
         )
         rank_phase.enter(f"serving the teacher {name}")

@@ -160,19 +160,21 @@ def _last_line(log: Path) -> str:
 TOKEN_VARIABLE: Final = "MEGATRON_EXT_TEACHER_KEY"
 """Environment variable with the token, for a server and its students."""
 
-_LOCAL: Final = "megatron-ext"
-"""Token of servers that no other machine can reach, which need no secret."""
+_FEWEST_CHARACTERS: Final = 16
 
 
-def server_token(serving: ServingConfig, addresses: Sequence[str]) -> str:
+def server_token(
+    serving: ServingConfig, addresses: Sequence[str], *, makes_own: bool = False
+) -> str | None:
     """Read a server's token from ``serving.token_file``, or else from the environment.
 
     Args:
         addresses: Addresses of the server, HOST:PORT.
+        makes_own: Whether the result is None, for a token to be made, where none is set and only
+            this machine can reach the server.
 
     Raises:
-        ConfigError: It cannot be read or sent, or there is none, and other machines can reach the
-            server.
+        ConfigError: It cannot be read or sent, is short, or there is none.
     """
     where = serving.token_file or TOKEN_VARIABLE
     token = os.environ.get(TOKEN_VARIABLE, "").strip()
@@ -186,16 +188,27 @@ def server_token(serving: ServingConfig, addresses: Sequence[str]) -> str:
             expected="one line of printable ASCII",
             fix="make another one, for example with: openssl rand -hex 32",
         )
+    is_set = serving.token_file is not None or TOKEN_VARIABLE in os.environ
+    if is_set and len(token) < _FEWEST_CHARACTERS:
+        raise ConfigError(
+            "the token of a teacher's server is too short",
+            where=where,
+            got=f"{len(token)} characters",
+            expected=f"{_FEWEST_CHARACTERS} characters or more",
+            fix="make another one, for example with: openssl rand -hex 32",
+        )
     for address in addresses:
-        if not token and not is_local(address):
+        if not token and not (makes_own and is_local(address)):
             raise ConfigError(
-                "a teacher's server that other machines can reach needs a token",
+                "a teacher's server needs a token"
+                if is_local(address)
+                else "a teacher's server that other machines can reach needs a token",
                 where=address,
                 got=f"no environment variable {TOKEN_VARIABLE}, and no serving.token_file",
                 expected="the same secret where the server and its students start",
-                fix="set one of them",
+                fix="set one of them; a server that only its machine can reach prints its own",
             )
-    return token or _LOCAL
+    return token or None
 
 
 def _read(path: Path) -> str:

@@ -23,15 +23,27 @@ def test_a_server_that_others_reach_needs_a_token(
     monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     with pytest.raises(ConfigError, match=TOKEN_VARIABLE) as refused:
-        server_token(ENVIRONMENT, ["127.0.0.1:7000", address])
+        server_token(ENVIRONMENT, ["127.0.0.1:7000", address], makes_own=True)
     assert str(refused.value).startswith(address)
-    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
-    assert server_token(ENVIRONMENT, [address]) == "secret"
+    monkeypatch.setenv(TOKEN_VARIABLE, "0123456789abcdef")
+    assert server_token(ENVIRONMENT, [address]) == "0123456789abcdef"
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:7000", "localhost:7000", "[::1]:7000"])
-def test_one_machine_does_without(address: str) -> None:
-    assert server_token(ENVIRONMENT, [address])
+def test_a_server_of_one_machine_makes_its_own(address: str) -> None:
+    assert server_token(ENVIRONMENT, [address], makes_own=True) is None
+    with pytest.raises(ConfigError, match=TOKEN_VARIABLE):
+        server_token(ENVIRONMENT, [address])
+
+
+@pytest.mark.parametrize("token", [" ", "short", "a" * 15])
+def test_a_token_that_can_be_guessed_is_refused(
+    monkeypatch: pytest.MonkeyPatch, token: str
+) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, token)
+    with pytest.raises(ConfigError, match="16 characters") as refused:
+        server_token(ENVIRONMENT, ["127.0.0.1:7000"], makes_own=True)
+    assert f"got {token}" not in str(refused.value)
 
 
 def test_a_file_goes_before_the_environment(
@@ -39,8 +51,8 @@ def test_a_file_goes_before_the_environment(
 ) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, "another")
     file = tmp_path / "token"
-    file.write_text("secret\n")
-    assert server_token(ServingConfig(token_file=str(file)), ["node7:7000"]) == "secret"
+    file.write_text("0123456789abcdef\n")
+    assert server_token(ServingConfig(token_file=str(file)), ["node7:7000"]) == "0123456789abcdef"
 
 
 @pytest.mark.parametrize(
