@@ -17,7 +17,7 @@ from megatron_ext.training.teacher_config import EvaluationConfig, EvaluationTas
 
 if TYPE_CHECKING:
     from megatron_ext.evaluation.megatron_language_model import MegatronLanguageModel
-    from megatron_ext.training.evaluator import StudentToEvaluate
+    from megatron_ext.training.distill import StudentToEvaluate
 
 _RUN_CODE: Final = ("humaneval_plus", "mbpp_plus")
 

@@ -15,8 +15,7 @@ from typing import Any, Final, Protocol
 from megatron_ext.errors import ConfigError, DistributedError
 from megatron_ext.teachers.flight import SCHEMA, Frame, fl, to_bytes, to_chunks
 from megatron_ext.teachers.messages import ERROR, HELLO
-from megatron_ext.teachers.open_connections import ConnectionSweep, Peer, peer_of
-from megatron_ext.teachers.server_limits import ServerLimits
+from megatron_ext.teachers.server_limits import ConnectionSweep, Peer, ServerLimits, peer_of
 from megatron_ext.teachers.student_session import StudentSession
 
 _END_S: Final = 5.0

@@ -22,8 +22,7 @@ from megatron_ext.teachers.flight import Frame, from_bytes, to_bytes
 from megatron_ext.teachers.formed_targets import FormedTargets
 from megatron_ext.teachers.listener import TeacherListener
 from megatron_ext.teachers.messages import HEAD, HELLO, REQUEST, Hello, Request, payload_of
-from megatron_ext.teachers.request_queue import RequestQueue
-from megatron_ext.teachers.server_limits import ServerLimits
+from megatron_ext.teachers.server_limits import RequestQueue, ServerLimits
 from megatron_ext.teachers.student_session import StudentSession
 
 if TYPE_CHECKING:

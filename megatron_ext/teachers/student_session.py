@@ -25,9 +25,7 @@ from megatron_ext.teachers.messages import (
     REQUEST,
     RETURNED,
 )
-from megatron_ext.teachers.open_connections import end_connection
-from megatron_ext.teachers.request_queue import RequestQueue, size_of
-from megatron_ext.teachers.server_limits import ServerLimits
+from megatron_ext.teachers.server_limits import RequestQueue, ServerLimits, end_connection, size_of
 from megatron_ext.teachers.target_form import TargetForm
 
 _LAST_WORDS_S: Final = 2.0

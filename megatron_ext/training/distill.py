@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,12 +18,13 @@ from megatron_ext.data.global_batches import Replica
 from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.errors import ConfigError
 from megatron_ext.huggingface.checkpoint_files import SIDE_FOLDER, copy_side_files
 from megatron_ext.losses import LOSS_REGISTRY
+from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training import cpu_megatron, rank_phase
 from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
 from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.evaluator import Evaluator, measurement
 from megatron_ext.training.faults import StopRequest
 from megatron_ext.training.first_weights import load_first_weights, model_part
 from megatron_ext.training.forward_step import StudentStep
@@ -38,8 +42,61 @@ from megatron_ext.training.start_agreement import check_same_start
 from megatron_ext.training.student import Student
 from megatron_ext.training.teachers.run_teachers import make_run_teachers
 from megatron_ext.training.teachers.teacher_parts import StudentParts
-from megatron_ext.training.trainer import Trainer
+from megatron_ext.training.trainer import Measurement, Trainer
 from megatron_ext.training.watchdog import GRACE, Watchdog
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudentToEvaluate:
+    """A student between two steps."""
+
+    chunk: GPTModel
+    """This rank's part, not wrapped, as it trains."""
+
+    shard: VocabShard
+    tokenizer: MegatronTokenizerText
+    groups: ProcessGroups
+
+    max_length: int
+    """Longest sequence, in tokens."""
+
+
+class Evaluator(Protocol):
+    """Measures a student between steps; it leaves weights, modes and random states as they were."""
+
+    def __call__(self, student: StudentToEvaluate) -> dict[str, float]:
+        """``eval/TASK/METRIC``, the same on every rank; all ranks call it together."""
+
+
+def measurement(
+    trainer: Trainer, evaluator: Evaluator | None, tokenizer: MegatronTokenizerText
+) -> Measurement | None:
+    """The measurement of the student by the tasks of its configuration; None without tasks.
+
+    Args:
+        tokenizer: The student's.
+
+    Raises:
+        ConfigError: There are tasks, but no evaluator.
+    """
+    if not trainer.plan.evaluation.tasks:
+        return None
+    if evaluator is None:
+        raise ConfigError(
+            "there is no evaluator for the tasks of this run",
+            where="evaluation.tasks",
+            got=", ".join(trainer.plan.evaluation.tasks),
+            expected="an evaluator, such as that of megatron-ext distill",
+            fix="pass one to distill, or remove the tasks",
+        )
+    student = StudentToEvaluate(
+        chunk=trainer.student.chunks[-1],
+        shard=trainer.step.shard,
+        tokenizer=tokenizer,
+        groups=trainer.groups,
+        max_length=trainer.plan.student.seq_length,
+    )
+    return partial(evaluator, student)
 
 
 def distill(config: DistillConfig, inputs: Inputs, *, evaluator: Evaluator | None = None) -> Path:

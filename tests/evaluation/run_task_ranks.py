@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron_ext.evaluation.run_tasks import RunTasks
 from megatron_ext.tokenizers import build_tokenizer
 from megatron_ext.training.config import LossConfig
-from megatron_ext.training.evaluator import measurement
+from megatron_ext.training.distill import measurement
 from megatron_ext.training.metrics import read_metrics
 from megatron_ext.training.teacher_config import EvaluationConfig, EvaluationTaskConfig
 from tests.training.rank_functions import _trainer
