@@ -121,10 +121,12 @@ def connected(address, *, form=HIDDEN, identity=IDENTITY, **server):
 class ServerProcess:
     """The same server in a process, which can be killed and stopped."""
 
-    def __init__(self, folder, *, delay_s=0.0, name="server"):
+    def __init__(self, folder, *, delay_s=0.0, name="server", is_shared=False):
         context = fork_server()
         self._path = folder / name
-        self.process = context.Process(target=_serve, args=(self._path, delay_s), daemon=True)
+        self.process = context.Process(
+            target=_serve, args=(self._path, delay_s, is_shared), daemon=True
+        )
         self.process.start()
 
     @property
@@ -154,11 +156,11 @@ class ServerProcess:
         self.process.join()
 
 
-def _serve(path, delay_s):
+def _serve(path, delay_s, is_shared):
     torch.set_num_threads(1)
     listener = TeacherListener("127.0.0.1:0", TOKEN)
     partial = path.with_suffix(".partial")
     partial.write_text(listener.address)
     partial.rename(path)
-    server_of(TableTeacher(delay_s)).serve(listener, until_client_leaves=True)
+    server_of(TableTeacher(delay_s)).serve(listener, until_client_leaves=not is_shared)
     os._exit(0)
