@@ -20,7 +20,7 @@ _BEGUN: Final = b"begun\n"
 _SAID_BYTES: Final = 1 << 16
 _PRINTED_BYTES: Final = 4096
 _SHOWN: Final = 300
-_PROPORTIONAL: Final = re.compile(r"^Pss: +(\d+) kB", re.MULTILINE)
+_PROPORTIONAL: Final = re.compile(r"^(?:Swap)?Pss: +(\d+) kB", re.MULTILINE)
 _START_S: Final = 60.0
 """Longest time for the start of the jail and the Python in it, on a busy machine."""
 
@@ -138,8 +138,8 @@ def _memory_of(process: int) -> int:
         with contextlib.suppress(OSError, IndexError):
             for task in (place / "task").iterdir():
                 waiting += map(int, (task / "children").read_text().split())
-            line = _PROPORTIONAL.search((place / "smaps_rollup").read_text())
-            total += int(line[1]) << 10 if line else 0
+            sizes = _PROPORTIONAL.findall((place / "smaps_rollup").read_text())
+            total += sum(map(int, sizes)) << 10
     return total
 
 

@@ -33,6 +33,7 @@ from megatron_ext.training.learning_step import learning_step
 from megatron_ext.training.run_folder import (
     CHECKPOINTS,
     TOKENIZER_FOLDER,
+    disown_run_folder,
     own_run_folder,
     record_run,
 )
@@ -118,7 +119,11 @@ def distill(config: DistillConfig, inputs: Inputs, *, evaluator: Evaluator | Non
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     process_groups.join(timeout + GRACE)
     with Watchdog(timeout):
-        trainer = _start(config, inputs, timeout + GRACE)
+        try:
+            trainer = _start(config, inputs, timeout + GRACE)
+        except BaseException:
+            disown_run_folder(Path(config.run_dir))
+            raise
         with StopRequest(process_groups.launch_place().store) as trainer.stop:
             trainer.train(measurement(trainer, evaluator, inputs.tokenizer))
     # Only now: a rank that failed must not wait in the teardown for peers that wait for it.

@@ -8,6 +8,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -160,8 +161,10 @@ def check_still_there(folder: Path) -> None:
 
 
 def disown_run_folder(folder: Path) -> None:
-    """Let other processes run in a folder that this process owns; otherwise do nothing."""
+    """Let other processes run in a folder that this process owns; an empty one is removed."""
     disown(folder / LOCK_FILE)
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def check_same_text(folder: Path, data_summary: Mapping[str, Any]) -> None:
