@@ -1,41 +1,14 @@
-"""Chat templates that try to take all time or memory, a fuzzer of more, and what each came to.
+"""Chat templates that try to take all time or memory.
 
-``ATTACKS`` has a name, a source and variables for each. The long table is made of expressions that
-are evaluated again and again on large values; what a stranger would write by hand stands first.
-``python -m tests.hostile.template_attacks SECONDS SEED`` runs the table, then random templates.
+The long table is made of expressions that are evaluated again and again on large values; what a
+stranger would write by hand stands first.
 """
 
 from __future__ import annotations
 
-import gc
-import json
-import os
-import random
-import resource
-import sys
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
-
-from megatron_ext.conversation import render
-from megatron_ext.errors import MegatronExtError
-
-SECONDS: Final = 2.0
-"""Processor time that a hostile template may take."""
-MEMORY: Final = 300 * 2**20
-"""Bytes by which a process may grow with it."""
-_LAST_RESORT: Final = 20
-"""Seconds of processor time after which the kernel ends an attack."""
-NAME: Final = "template of a stranger"
-_MARK: Final = "leaked 5c1f"
-"""Text that no template gets at."""
-
-
-class Given:
-    """A variable with attributes that no template may read."""
-
-    secret = real = hex = runs = name = _MARK
 
 
 @dataclass(frozen=True)
@@ -44,42 +17,6 @@ class Attack:
 
     source: str
     variables: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What became of an attack."""
-
-    kind: str
-    """``refused``, ``rendered``, ``escaped``, or the name of an exception that is not ours."""
-    text: str
-    """The error, or the beginning of the text."""
-    seconds: float
-    """Processor time."""
-    growth: int
-    """Bytes by which the process grew."""
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether it took too much processor time."""
-        return self.seconds >= SECONDS
-
-    @property
-    def is_large(self) -> bool:
-        """Whether it took too much memory."""
-        return self.growth >= MEMORY
-
-    @property
-    def is_clean(self) -> bool:
-        """Whether an error is ours, in one line that can be printed, and names the template."""
-        if self.kind == "rendered":
-            return True
-        return (
-            self.kind == "refused"
-            and NAME in self.text
-            and self.text.isprintable()
-            and len(self.text) <= 2000
-        )
 
 
 def _doubling(start: str, step: str, turns: int = 99) -> str:
@@ -752,7 +689,7 @@ BY_HAND: Final[dict[str, str]] = {
 }
 """Name -> template."""
 
-_TEXTS: Final = {
+TEXTS: Final = {
     "a long text": "'a' * 1000000",
     "words": "'ab ' * 100000",
     "lines": "'a\\n' * 100000",
@@ -761,7 +698,7 @@ _TEXTS: Final = {
     "marks": "'&%{\\t' * 20000",
     "a middling text": "'ab c\\n&' * 500",
 }
-_OPERATIONS_ON_TEXTS: Final = (
+_OPERATIONS_ONTEXTS: Final = (
     *("v | upper", "v | lower", "v | title", "v | capitalize", "v | trim", "v | trim('ab')"),
     *("v | list", "v | reverse", "v | first", "v | last", "v | length", "v | random"),
     *("v | join('-')", "v | replace('a', 'b')", "v | replace('', 'b')", "v | indent(1)"),
@@ -793,7 +730,7 @@ _OPERATIONS_ON_TEXTS: Final = (
     *("strftime_now(v)", "range(v)", "messages[v ~ '']", "messages[0][v ~ '']", "n[v ~ '']"),
     *("v is filter", "v is test", "v is mapping", "v is iterable", "v is sequence", "not v"),
 )
-_LISTS: Final = {
+LISTS: Final = {
     "a list of numbers": "range(90000) | list",
     "a list of texts": "('ab ' * 20000).split()",
     "a list of long texts": "['x' * 99999] * 9000",
@@ -807,7 +744,7 @@ _LISTS: Final = {
     "a tuple": "(1,) * 99999",
     "views": "dict.fromkeys(range(50000), 'a').items()",
 }
-_OPERATIONS_ON_LISTS: Final = (
+_OPERATIONS_ONLISTS: Final = (
     *("v | list", "v | reverse | list", "v | first", "v | last", "v | length", "v | random"),
     *("v | join", "v | join(',', attribute='a.b.c.d')", "v | map('string') | list"),
     *("v | map(attribute='a.b.c') | list", "v | map('default', 1) | sum", "v | select | list"),
@@ -836,8 +773,8 @@ _OPERATIONS_ON_LISTS: Final = (
 def _table() -> dict[str, Attack]:
     table = {name: Attack(source) for name, source in BY_HAND.items()}
     for values, operations in (
-        (_TEXTS, _OPERATIONS_ON_TEXTS),
-        (_LISTS, _OPERATIONS_ON_LISTS),
+        (TEXTS, _OPERATIONS_ONTEXTS),
+        (LISTS, _OPERATIONS_ONLISTS),
     ):
         for name, value in values.items():
             for operation in operations:
@@ -851,203 +788,3 @@ def _table() -> dict[str, Attack]:
 
 ATTACKS: Final = _table()
 """Name -> template and variables."""
-
-
-def outcome(attack: Attack) -> Outcome:
-    """What becomes of an attack in a child of this process, which should be warm."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reading)
-        try:
-            os.write(writing, json.dumps(_attacked(attack)).encode())
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        written = pipe.read()
-    _, status, usage = os.wait4(child, 0)
-    if not written:
-        kind = f"ended by signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else "ended"
-        growth = usage.ru_maxrss * 1024
-        return Outcome(kind=kind, text="", seconds=usage.ru_utime + usage.ru_stime, growth=growth)
-    return Outcome(**json.loads(written))
-
-
-def _attacked(attack: Attack) -> dict[str, Any]:
-    resource.setrlimit(resource.RLIMIT_CPU, (_LAST_RESORT, _LAST_RESORT))
-    resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))
-    gc.collect()
-    memory, start = _peak(), time.process_time()
-    try:
-        kind, text = "rendered", rendered(attack)
-    except MegatronExtError as error:
-        kind, text = "refused", str(error)
-    except BaseException as error:
-        kind, text = type(error).__name__, str(error)[:200]
-    seconds = time.process_time() - start
-    if _MARK in text or "root:x:0" in text:
-        kind = "escaped"
-    return {
-        "kind": kind,
-        "text": text[:2001],
-        "seconds": seconds,
-        "growth": _peak() - memory,
-    }
-
-
-def _peak() -> int:
-    """Bytes of memory that the process has had at most."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-QUESTION: Final = [{"role": "user", "content": "hi", "tags": ["a"]}]
-
-
-def rendered(attack: Attack) -> str:
-    """The text that a template renders."""
-    return render(
-        attack.source,
-        QUESTION,
-        special_tokens={"bos_token": "<s>"},
-        variables={"given": Given(), **attack.variables},
-        name=NAME,
-        keep_unknown=True,
-    ).text
-
-
-def warm_up() -> None:
-    """Load what the first render loads, so that it is not counted."""
-    for source in ("{{ 'a' | tojson | wordwrap | pprint | urlize }}{{ strftime_now('%Y') }}",):
-        rendered(Attack(source))
-
-
-# Random templates.
-
-_NAMES: Final = ("given", "v", "w", "n.x", "n.y", "i", "messages", "messages[0]")
-_FEW: Final = ("0", "1", "-1", "2.5", "true", "none", "'a'", "''", "'{}'", "'%s'", "999", "10 ** 9")
-
-
-class Grammar:
-    """Random templates of everything that a template can write.
-
-    Args:
-        seed: The same seed makes the same templates.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        environment = ImmutableSandboxedEnvironment()
-        self._filters = sorted({*environment.filters, "tojson"})
-        self._tests = sorted(name for name in environment.tests if name.isalpha())
-        self._values = [*_TEXTS.values(), *_LISTS.values(), "2 ** 2000", "[]", "{}", "()"]
-        kinds = (str, list, dict, bytes, int, range)
-        names = {name for kind in kinds for name in dir(kind) if not name.startswith("_")}
-        self._methods = sorted({*names, "secret", "__class__"})
-
-    def template(self) -> str:
-        """The next template."""
-        pick = self._random
-        body = "".join(self._statement(0) for _ in range(pick.randint(1, 4)))
-        turns = pick.choice((99, 9999, 99999))
-        return (
-            f"{{% set v = {pick.choice(self._values)} %}}"
-            f"{{% set w = {pick.choice(self._values)} %}}"
-            f"{{% set n = namespace(x={pick.choice(self._values)}, y=1) %}}"
-            f"{{% macro f(a=1, b=2) %}}{{{{ a }}}}{{% endmacro %}}"
-            f"{{% for i in range({turns}) %}}{body}{{% endfor %}}"
-            f"{{% set z = {self._expression(0)} %}}"
-        )
-
-    def _statement(self, depth: int) -> str:
-        pick = self._random
-        value = self._expression(0)
-        kind = pick.randrange(8 if depth < 2 else 5)
-        if kind == 0:
-            return f"{{{{ {value} }}}}"
-        if kind in (1, 2):
-            return f"{{% set n.{pick.choice('xy')} = {value} %}}"
-        if kind in (3, 4):
-            return f"{{% set z = {value} %}}"
-        inner = self._statement(depth + 1)
-        if kind == 5:
-            return f"{{% for j in {value} %}}{inner}{{% endfor %}}"
-        if kind == 6:
-            return f"{{% set z %}}{inner}{{% endset %}}"
-        return f"{{% if {value} %}}{inner}{{% endif %}}"
-
-    def _expression(self, depth: int) -> str:
-        pick = self._random
-        if depth > 3 or pick.random() < 0.2:
-            return pick.choice(_NAMES if pick.random() < 0.7 else _FEW)
-        parts = [self._expression(depth + 1) for _ in range(2)]
-        kind = pick.randrange(12)
-        if kind < 4:
-            arguments = ", ".join(parts[1:] if pick.random() < 0.4 else [])
-            return f"({parts[0]} | {pick.choice(self._filters)}({arguments}))"
-        if kind < 6:
-            arguments = ", ".join(parts[1:] if pick.random() < 0.5 else [])
-            return f"({parts[0]}).{pick.choice(self._methods)}({arguments})"
-        if kind == 6:
-            name = pick.choice(self._filters)
-            return f"({parts[0]} | map('{name}', {parts[1]}) | list)"
-        if kind == 7:
-            operator = pick.choice(("+", "~", "*", "%", "**", "//", "-", "==", "<", "in"))
-            return f"({parts[0]} {operator} {parts[1]})"
-        if kind == 8:
-            return f"({parts[0]} is {pick.choice(self._tests)}({parts[1]}))"
-        if kind == 9:
-            return pick.choice(("[{}, {}]", "({}, {})", "{{'a': {}, 'b': {}}}")).format(*parts)
-        if kind == 10:
-            return pick.choice(("({})[{}]", "({})[:{}]", "({})[::{}]")).format(*parts)
-        function = pick.choice(
-            ("f", "dict", "range", "cycler", "namespace", "dict.fromkeys", "strftime_now")
-        )
-        return f"{function}({parts[0]})"
-
-
-def attacks(seed: int) -> Iterator[tuple[str, Attack]]:
-    """The table, then random templates without end."""
-    yield from ATTACKS.items()
-    grammar = Grammar(seed)
-    number = 0
-    while True:
-        yield f"random {seed}-{number}", Attack(grammar.template())
-        number += 1
-
-
-def run(seconds: float, seed: int) -> dict[str, Any]:
-    """Counts of what became of the table and then of random templates, until the time is over.
-
-    What took too much time or memory, or gave another error than ours, is named under ``found``.
-    """
-    warm_up()
-    counts: dict[str, Any] = dict.fromkeys(
-        ("cases", "refused", "rendered", "escapes", "over_time", "over_memory", "tracebacks"), 0
-    )
-    counts["found"] = []
-    end = time.monotonic() + seconds
-    for name, attack in attacks(seed):
-        if time.monotonic() > end:
-            break
-        result = outcome(attack)
-        faults = {
-            "over_time": result.is_slow,
-            "over_memory": result.is_large,
-            "escapes": result.kind == "escaped",
-            "tracebacks": not (result.is_clean or result.is_slow or result.kind == "escaped"),
-        }
-        counts["cases"] += 1
-        for key, is_found in faults.items():
-            counts[key] += is_found
-        if result.kind in counts:
-            counts[result.kind] += 1
-        if any(faults.values()):
-            counts["found"].append([name, attack.source[:300], *vars(result).values()])
-    return counts
-
-
-if __name__ == "__main__":
-    print(json.dumps(run(float(sys.argv[1]), int(sys.argv[2])), indent=1))
