@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, NamedTuple, Protocol
 
 from tqdm import tqdm
@@ -214,15 +213,13 @@ class MetricsLog:
     def __enter__(self) -> MetricsLog:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         try:
-            if error is None and self._unwritten:
+            if self._unwritten:
                 self._append()
+        except OSError:
+            if error is None:
+                raise
         finally:
             self._file.close()
             for writer in self._writers:

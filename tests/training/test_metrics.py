@@ -70,8 +70,22 @@ def test_rows_that_no_disk_takes_are_an_error_at_the_end(tmp_path: Path) -> None
     log._file.close()
     log._file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115
     log.write(iteration=1, loss=1.0)
-    with pytest.raises(OSError, match="No space left"):
-        log.__exit__(None, None, None)
+    with pytest.raises(OSError, match="No space left"), log:
+        pass
+
+
+def test_rows_are_written_at_the_end_of_a_run_that_fails(tmp_path: Path) -> None:
+    def fail() -> None:
+        with MetricsLog(tmp_path, last_iteration=0) as log:
+            file, log._file = log._file, Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115
+            log.write(iteration=1, loss=1.0)
+            log._file.close()
+            log._file = file
+            raise KeyError("the run's own error")
+
+    with pytest.raises(KeyError, match="the run's own error"):
+        fail()
+    assert [row["iteration"] for row in read_metrics(tmp_path)] == [1]
 
 
 def test_a_line_that_a_crash_cut_short_is_left_out_and_written_over(tmp_path: Path) -> None:
