@@ -189,7 +189,7 @@ def write_buckets(
                 written[index] = result
             rank_phase.tick()
         results.put(written)
-    except (OSError, RuntimeError) as error:
+    except Exception as error:  # The queue carries it: no result at all would be waited for.
         results.put(error)
     finally:
         for connection, process in writers.items():
