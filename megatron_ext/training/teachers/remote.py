@@ -142,7 +142,7 @@ def _on_server(name: str, run: StudentParts) -> _Processes:
     root = serving.root_certificate
     return _Processes(
         serving.address,
-        server_token(serving, serving.address) or "",
+        server_token(serving, serving.address[0]),
         None if root is None else Path(root),
     )
 

@@ -30,6 +30,7 @@ from megatron_ext.training.teachers.teacher_process import (
     TOKEN_VARIABLE,
     ParentSocket,
     server_token,
+    set_token,
 )
 from megatron_ext.training.watchdog import GRACE, Watchdog
 
@@ -54,7 +55,7 @@ def serve_at(
     """
     host, port = split_address(address)
     serving = teacher.config.serving
-    set_token = server_token(serving, [address], makes_own=True)
+    token = set_token(serving) if is_local(address) else server_token(serving, address)
     if tls is None and not (is_local(address) or serving.plain_connection):
         raise ConfigError(
             "a teacher's server that other machines can reach needs TLS",
@@ -64,11 +65,11 @@ def serve_at(
             fix="pass them, or set serving.plain_connection where the network is trusted",
         )
 
-    token = _made_token(teacher) if set_token is None else set_token
+    secret = _made_token(teacher) if token is None else token
 
     def listen(ranks: ReplicaRanks, replica: int) -> TeacherListener:
         at = port + replica if port else 0
-        listener = TeacherListener(f"[{host}]:{at}" if ":" in host else f"{host}:{at}", token, tls)
+        listener = TeacherListener(f"[{host}]:{at}" if ":" in host else f"{host}:{at}", secret, tls)
         form = served_form(teacher, tokenizer)
         _say(f"{described(teacher.name, f'replica {replica} at {listener.address}', form)}")
         return listener

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -163,52 +163,57 @@ TOKEN_VARIABLE: Final = "MEGATRON_EXT_TEACHER_KEY"
 _FEWEST_CHARACTERS: Final = 16
 
 
-def server_token(
-    serving: ServingConfig, addresses: Sequence[str], *, makes_own: bool = False
-) -> str | None:
-    """Read a server's token from ``serving.token_file``, or else from the environment.
-
-    Args:
-        addresses: Addresses of the server, HOST:PORT.
-        makes_own: Whether the result is None, for a token to be made, where none is set and only
-            this machine can reach the server.
+def set_token(serving: ServingConfig) -> str | None:
+    """Read a token from ``serving.token_file``, or else from the environment; None without one.
 
     Raises:
-        ConfigError: It cannot be read or sent, is short, or there is none.
+        ConfigError: It cannot be read or sent, or is short.
     """
-    where = serving.token_file or TOKEN_VARIABLE
-    token = os.environ.get(TOKEN_VARIABLE, "").strip()
     if serving.token_file is not None:
         token = _read(Path(serving.token_file))
+    elif TOKEN_VARIABLE in os.environ:
+        token = os.environ[TOKEN_VARIABLE].strip()
+    else:
+        return None
+    where = serving.token_file or TOKEN_VARIABLE
+    fix = "make another one, for example with: openssl rand -hex 32"
     if not (token.isascii() and token.isprintable()):
         raise ConfigError(
             "the token of a teacher's server cannot be sent",
             where=where,
             got="characters that are not printable ASCII",
             expected="one line of printable ASCII",
-            fix="make another one, for example with: openssl rand -hex 32",
+            fix=fix,
         )
-    is_set = serving.token_file is not None or TOKEN_VARIABLE in os.environ
-    if is_set and len(token) < _FEWEST_CHARACTERS:
+    if len(token) < _FEWEST_CHARACTERS:
         raise ConfigError(
             "the token of a teacher's server is too short",
             where=where,
             got=f"{len(token)} characters",
             expected=f"{_FEWEST_CHARACTERS} characters or more",
-            fix="make another one, for example with: openssl rand -hex 32",
+            fix=fix,
         )
-    for address in addresses:
-        if not token and not (makes_own and is_local(address)):
-            raise ConfigError(
-                "a teacher's server needs a token"
-                if is_local(address)
-                else "a teacher's server that other machines can reach needs a token",
-                where=address,
-                got=f"no environment variable {TOKEN_VARIABLE}, and no serving.token_file",
-                expected="the same secret where the server and its students start",
-                fix="set one of them; a server that only its machine can reach prints its own",
-            )
-    return token or None
+    return token
+
+
+def server_token(serving: ServingConfig, address: str) -> str:
+    """The token that is set, for a server at an address HOST:PORT.
+
+    Raises:
+        ConfigError: It cannot be read or sent, is short, or there is none.
+    """
+    token = set_token(serving)
+    if token is None:
+        raise ConfigError(
+            "a teacher's server needs a token"
+            if is_local(address)
+            else "a teacher's server that other machines can reach needs a token",
+            where=address,
+            got=f"no environment variable {TOKEN_VARIABLE}, and no serving.token_file",
+            expected="the same secret where the server and its students start",
+            fix="set one of them; a server that only its machine can reach prints its own",
+        )
+    return token
 
 
 def _read(path: Path) -> str:

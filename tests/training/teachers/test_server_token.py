@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.training.teacher_config import ServingConfig
-from megatron_ext.training.teachers.teacher_process import TOKEN_VARIABLE, server_token
+from megatron_ext.training.teachers.teacher_process import TOKEN_VARIABLE, server_token, set_token
 
 ENVIRONMENT = ServingConfig()
 
@@ -23,17 +23,17 @@ def test_a_server_that_others_reach_needs_a_token(
     monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     with pytest.raises(ConfigError, match=TOKEN_VARIABLE) as refused:
-        server_token(ENVIRONMENT, ["127.0.0.1:7000", address], makes_own=True)
+        server_token(ENVIRONMENT, address)
     assert str(refused.value).startswith(address)
     monkeypatch.setenv(TOKEN_VARIABLE, "0123456789abcdef")
-    assert server_token(ENVIRONMENT, [address]) == "0123456789abcdef"
+    assert server_token(ENVIRONMENT, address) == "0123456789abcdef"
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:7000", "localhost:7000", "[::1]:7000"])
 def test_a_server_of_one_machine_makes_its_own(address: str) -> None:
-    assert server_token(ENVIRONMENT, [address], makes_own=True) is None
+    assert set_token(ENVIRONMENT) is None
     with pytest.raises(ConfigError, match=TOKEN_VARIABLE):
-        server_token(ENVIRONMENT, [address])
+        server_token(ENVIRONMENT, address)
 
 
 @pytest.mark.parametrize("token", [" ", "short", "a" * 15])
@@ -42,7 +42,7 @@ def test_a_token_that_can_be_guessed_is_refused(
 ) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, token)
     with pytest.raises(ConfigError, match="16 characters") as refused:
-        server_token(ENVIRONMENT, ["127.0.0.1:7000"], makes_own=True)
+        set_token(ENVIRONMENT)
     assert f"got {token}" not in str(refused.value)
 
 
@@ -52,7 +52,7 @@ def test_a_file_goes_before_the_environment(
     monkeypatch.setenv(TOKEN_VARIABLE, "another")
     file = tmp_path / "token"
     file.write_text("0123456789abcdef\n")
-    assert server_token(ServingConfig(token_file=str(file)), ["node7:7000"]) == "0123456789abcdef"
+    assert server_token(ServingConfig(token_file=str(file)), "node7:7000") == "0123456789abcdef"
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_file_that_has_no_token_is_named_and_what_it_has_is_not(
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(ConfigError) as refused:
-        server_token(ServingConfig(token_file=str(file)), ["127.0.0.1:7000"])
+        set_token(ServingConfig(token_file=str(file)))
     assert str(refused.value).startswith(str(file))
     assert words in str(refused.value)
     assert "schl" not in str(refused.value)
