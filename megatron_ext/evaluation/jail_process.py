@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import re
 import select
@@ -135,12 +136,20 @@ def _memory_of(process: int) -> int:
     waiting = [process]
     while waiting:
         place = Path(f"/proc/{waiting.pop()}")
-        with contextlib.suppress(OSError, IndexError):
+        with contextlib.suppress(OSError):
             for task in (place / "task").iterdir():
                 waiting += map(int, (task / "children").read_text().split())
-            sizes = _PROPORTIONAL.findall((place / "smaps_rollup").read_text())
-            total += sum(map(int, sizes)) << 10
+        with contextlib.suppress(OSError, IndexError):
+            total += _bytes_of(place)
     return total
+
+
+def _bytes_of(place: Path) -> int:
+    try:
+        sizes = _PROPORTIONAL.findall((place / "smaps_rollup").read_text())
+    except OSError:  # A process may hide its maps, and an old kernel does not sum them.
+        return int((place / "statm").read_text().split()[1]) * mmap.PAGESIZE
+    return sum(map(int, sizes)) << 10
 
 
 def _last_lines(printed: bytes) -> str:

@@ -84,6 +84,8 @@ PROGRAMS = {
     f"    {_PAGES.replace(chr(10), chr(10) + '    ', 1)}    time.sleep(9)\ntime.sleep(9)",
     "memory shared by children": f"import mmap, os, time\n{_PAGES}if os.fork(): {_PAGES.splitlines()[0]}\n"
     "for i in range(0, len(block), 4096): block[i] = 1\ntime.sleep(1)",
+    "memory of hidden children": f"{_LIBC}import mmap, time\nlibc.prctl(4, 0)\nfor i in range(4):\n"
+    f"  if not os.fork():\n    {_PAGES.replace(chr(10), chr(10) + '    ', 1)}    time.sleep(9)\ntime.sleep(9)",
     "memory in files": "import os\nfor i in range(24): os.memfd_create(str(i))",
     "memory of System V": f"{_LIBC}assert libc.shmget(0, 1 << 30, 0o1777) >= 0",
     "memory in pipes": "import os\nfor i in range(99): os.pipe()",

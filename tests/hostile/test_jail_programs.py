@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.evaluation import jail_process
 from megatron_ext.evaluation.sandbox import Limits, run_program
 from tests.hostile.jail_programs import CORE, HONEST, PROGRAMS, left_behind, surroundings, tried
 
@@ -37,7 +40,15 @@ def test_an_honest_program_runs(words: dict[str, str], name: str) -> None:
     assert outcome.passed, outcome
 
 
-def test_memory_of_all_processes_has_one_limit(words: dict[str, str]) -> None:
+@pytest.mark.parametrize("name", ["memory of children", "memory of hidden children"])
+def test_memory_of_all_processes_has_one_limit(words: dict[str, str], name: str) -> None:
     limits = Limits(seconds=20, memory_bytes=300 << 20)
-    program = PROGRAMS["memory of children"]
+    program = PROGRAMS[name]
     assert run_program(program, limits).reason == "out of memory"
+
+
+def test_a_process_that_hides_its_maps_counts_its_resident_pages(tmp_path: Path) -> None:
+    (tmp_path / "statm").write_text("900 300 200 1 0 500 0\n")
+    assert jail_process._bytes_of(tmp_path) == 300 * mmap.PAGESIZE
+    (tmp_path / "smaps_rollup").write_text("Rss: 9 kB\nPss: 7 kB\nSwapPss: 1 kB\n")
+    assert jail_process._bytes_of(tmp_path) == 8 << 10
