@@ -118,14 +118,18 @@ def _by_class(
     }
 
 
+ONE_TEACHER: Final = ("the teacher",)
+"""The names of the teachers of a run with one or none."""
+
+
 class FiniteCheck(NamedTuple):
     """Flags of non-finite numbers in one microbatch, on the device until they are asked for."""
 
     bad: torch.Tensor
-    """int32 [1 + teachers], the same on every rank of the group: 1 where the numbers of the
-    student, or of a teacher, are bad on any rank."""
+    """int32 [teachers, 2], the same on every rank of the group: 1 where the student's numbers, or
+    the teacher's, are bad on any rank."""
 
-    teachers: tuple[str, ...] = ("the teacher",)
+    teachers: tuple[str, ...] = ONE_TEACHER
     """Names for the error."""
 
     def merged(self, other: FiniteCheck) -> FiniteCheck:
@@ -141,8 +145,9 @@ class FiniteCheck(NamedTuple):
         Raises:
             LossError: A number was bad.
         """
-        names = ("the student", *self.teachers)
-        sides = [f"{name}'s" for name, bad in zip(names, self.bad.tolist(), strict=True) if bad]
+        of_student, of_teachers = self.bad.T.tolist()
+        bad = zip(("the student", *self.teachers), (any(of_student), *of_teachers), strict=True)
+        sides = [f"{name}'s" for name, is_bad in bad if is_bad]
         if sides:
             raise LossError(
                 f"{' and '.join(sides)} predictions hold NaN or infinity",
@@ -167,8 +172,8 @@ def check_finite(inputs: DistillationInputs) -> FiniteCheck:
     if alignment is not None:
         rows = rows | (alignment.student_chunk_id != NO_CHUNK)
     device = inputs.student_logits.device
-    bad = torch.zeros(2, dtype=torch.int32, device=device)
-    bad[0] = _is_bad(inputs.student_logits, rows, inputs.student_shard)
+    bad = torch.zeros(1, 2, dtype=torch.int32, device=device)
+    bad[0, 0] = _is_bad(inputs.student_logits, rows, inputs.student_shard)
     if teacher is not None:
         teacher_rows = torch.ones(teacher.positions, dtype=torch.bool, device=device)
         if alignment is not None:
@@ -176,10 +181,10 @@ def check_finite(inputs: DistillationInputs) -> FiniteCheck:
         for tensor in (teacher.logits, teacher.hidden, teacher.topk_logits):
             if tensor is not None:
                 shard = teacher.shard if tensor is teacher.logits else None
-                bad[1] |= _is_bad(tensor, teacher_rows, shard)
+                bad[0, 1] |= _is_bad(tensor, teacher_rows, shard)
         for vector in (teacher.log_normaliser, teacher.label_log_probs):
             if vector is not None:
-                bad[1] |= _is_bad(vector[..., None], teacher_rows, None)
+                bad[0, 1] |= _is_bad(vector[..., None], teacher_rows, None)
     return FiniteCheck(all_reduce_max(bad, inputs.student_shard.group))
 
 

@@ -13,7 +13,7 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -27,7 +27,7 @@ from megatron_ext.data.packed_dataset import RefusedDocument
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.files import whole_lines, write_bytes
-from megatron_ext.losses.diagnostics import FiniteCheck
+from megatron_ext.losses.diagnostics import ONE_TEACHER, FiniteCheck
 from megatron_ext.training.config import TrainingConfig
 from megatron_ext.training.run_folder import QUARANTINE_FILE
 
@@ -103,7 +103,7 @@ class NonFinitePolicy:
     counts: FaultCounts
     """Counts that a skip is added to."""
 
-    teachers: Sequence[str] = ()
+    teachers: tuple[str, ...] = ONE_TEACHER
     """Names of the teachers, in the order of the checks."""
 
     def check_loss(self, loss: float, predictions: FiniteCheck, *, iteration: int) -> bool:
@@ -115,17 +115,17 @@ class NonFinitePolicy:
             LossError: A model predicts NaN or infinity, and no more skips are allowed.
             DivergedError: The loss is not finite; likewise.
         """
-        shared = torch.zeros(2 + len(self.teachers), dtype=torch.float64, device=self.groups.device)
+        flags = 2 * len(self.teachers)
+        shared = torch.zeros(1 + flags, dtype=torch.float64, device=self.groups.device)
         shared[0] = loss
         if self.groups.is_last_stage:
-            shared[1:] = predictions.bad
-        value, *bad = self.groups.broadcast_from_last_stage(shared).tolist()
-        if not any(bad) and math.isfinite(value):
+            shared[1:] = predictions.bad.flatten()
+        shared = self.groups.broadcast_from_last_stage(shared).cpu()
+        value, bad = shared[0].item(), shared[1:].view(-1, 2)
+        if not bad.any() and math.isfinite(value):
             return True
         if not self._skips():
-            FiniteCheck(torch.tensor(bad), tuple(self.teachers)).raise_if_bad(
-                where=f"iteration {iteration}"
-            )
+            FiniteCheck(bad, self.teachers).raise_if_bad(where=f"iteration {iteration}")
             raise self._error("loss", value, iteration)
         return False
 

@@ -29,7 +29,7 @@ from megatron_ext.losses import (
     Objective,
     SumCount,
 )
-from megatron_ext.losses.diagnostics import FiniteCheck, check_finite
+from megatron_ext.losses.diagnostics import ONE_TEACHER, FiniteCheck, check_finite
 from megatron_ext.losses.linear import LinearDistillation, no_logits
 from megatron_ext.training.microbatch import MicrobatchWithTargets
 from megatron_ext.training.models import has_head
@@ -195,9 +195,7 @@ class StudentStep:
             check_finite(self._checkable(inputs)).bad
             for inputs in of_teachers.values() or [student]
         ]
-        of_student = torch.stack([bad[0] for bad in checks]).amax(dim=0, keepdim=True)
-        of_each = [bad[1:] for bad in checks] if of_teachers else []
-        finite = FiniteCheck(torch.cat([of_student, *of_each]), tuple(of_teachers))
+        finite = FiniteCheck(torch.cat(checks), tuple(of_teachers) or ONE_TEACHER)
         parts = {
             "ce": LossPart(objective=self.next_token, inputs=student, term="ce", count_name="ce")
         }
@@ -253,16 +251,16 @@ def reduce_reports(
     already. Every microbatch has the same metrics.
     """
     if not reports:
-        return {}, FiniteCheck(torch.zeros(1, dtype=torch.int32, device=groups.device), ())
+        return {}, FiniteCheck(torch.zeros(1, 2, dtype=torch.int32, device=groups.device))
     names = list(reports[0].metrics)
     sums = [
         torch.stack([torch.stack([value.double() for value in r.metrics[name]]) for r in reports])
         for name in names
     ]
     bad = torch.stack([report.finite.bad for report in reports]).double().sum(dim=0)
-    totals = torch.cat([*(metric.sum(dim=0) for metric in sums), bad])
+    totals = torch.cat([*(metric.sum(dim=0, keepdim=True) for metric in sums), bad])
     dist.all_reduce(totals, group=groups.dp_cp)
-    values, bad = totals[: -len(bad)].view(-1, 2), totals[-len(bad) :]
+    values, bad = totals[: len(names)], totals[len(names) :]
     means = {
         name: total if count == 0 else total / count
         for name, (total, count) in zip(names, values.tolist(), strict=True)

@@ -16,6 +16,7 @@ from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import LossError
 from megatron_ext.losses import LossWeighting, TeacherTargets
+from megatron_ext.losses.diagnostics import ONE_TEACHER
 from megatron_ext.teachers import Teacher
 from megatron_ext.teachers.remote_teacher import leave, remote_teachers
 from megatron_ext.training import rank_phase
@@ -249,12 +250,12 @@ class Trainer:
             **(dataclasses.asdict(counts.chunk_counts) if self.step.term else {}),
         }
 
-    def _teacher_names(self) -> list[str]:
+    def _teacher_names(self) -> tuple[str, ...]:
         """Names of the teachers for errors, in the order of their terms."""
         term = self.step.term
-        if term is None:
-            return []
-        return ["the teacher"] if term.is_single else [f"teacher {name}" for name in term.names]
+        if term is None or term.is_single:
+            return ONE_TEACHER
+        return tuple(f"teacher {name}" for name in term.names)
 
     def with_targets(self, batches: list[Microbatch]) -> list[MicrobatchWithTargets]:
         """Add to each microbatch the teachers' targets, which the last stage has."""

@@ -33,7 +33,7 @@ def test_a_number_that_one_rank_alone_holds_is_an_error_on_both() -> None:
 def test_every_form_of_teacher_targets_is_looked_at(kind: TargetKind, poison: float) -> None:
     batch = Microbatch.random()
     inputs = as_kind(inputs_of(batch, (3, 1)), kind, top_k=5)
-    assert check_finite(inputs).bad.tolist() == [0, 0]
+    assert check_finite(inputs).bad.tolist() == [[0, 0]]
     used = inputs.alignment.teacher_chunk_id >= 0
     teacher = inputs.teacher
     name = {"logits": "logits", "hidden": "hidden", "topk": "topk_logits"}.get(
@@ -42,11 +42,11 @@ def test_every_form_of_teacher_targets_is_looked_at(kind: TargetKind, poison: fl
     values = getattr(teacher, name).clone()
     values[~used] = poison
     unused = replace(inputs, teacher=replace(teacher, **{name: values}))
-    assert check_finite(unused).bad.tolist() == [0, 0]
+    assert check_finite(unused).bad.tolist() == [[0, 0]]
     values = getattr(teacher, name).clone()
     values[used] = poison
     bad = replace(inputs, teacher=replace(teacher, **{name: values}))
-    assert check_finite(bad).bad.tolist() == [0, 1]
+    assert check_finite(bad).bad.tolist() == [[0, 1]]
 
 
 def test_masked_tokens_padding_and_rows_that_nobody_reads_are_good() -> None:
@@ -57,18 +57,18 @@ def test_masked_tokens_padding_and_rows_that_nobody_reads_are_good() -> None:
     unread = (inputs.labels == IGNORE_INDEX) & (inputs.alignment.student_chunk_id < 0)
     assert unread.any()
     logits[unread] = torch.nan
-    assert check_finite(replace(inputs, student_logits=logits)).bad.tolist() == [0, 0]
+    assert check_finite(replace(inputs, student_logits=logits)).bad.tolist() == [[0, 0]]
     read = (~unread).nonzero()[0]
     logits[read[0], read[1], 2] = torch.inf
-    assert check_finite(replace(inputs, student_logits=logits)).bad.tolist() == [1, 0]
+    assert check_finite(replace(inputs, student_logits=logits)).bad.tolist() == [[1, 0]]
 
 
 def test_checks_of_several_microbatches_are_one_question() -> None:
-    good, bad = (FiniteCheck(torch.tensor(flags)) for flags in ([0, 0], [0, 1]))
+    good, bad = (FiniteCheck(torch.tensor([flags])) for flags in ([0, 0], [0, 1]))
     good.merged(good).raise_if_bad()
     with pytest.raises(LossError, match="the teacher's predictions hold NaN"):
         good.merged(bad).merged(good).raise_if_bad()
-    several = FiniteCheck(torch.tensor([0, 0, 1]), ("teacher code", "teacher maths"))
+    several = FiniteCheck(torch.tensor([[0, 0], [0, 1]]), ("teacher code", "teacher maths"))
     with pytest.raises(LossError, match=r"^teacher maths's predictions hold NaN"):
         several.raise_if_bad()
 
