@@ -12,7 +12,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,15 +45,14 @@ def options(token: str = TOKEN, timeout: float = _ANSWER_S) -> Any:
 @contextmanager
 def exchange(address: str, token: str = TOKEN) -> Iterator[tuple[Any, Any]]:
     """Writer and reader of a call, ended without a word."""
-    client = fl.FlightClient(f"grpc://{address}")
-    writer, reader = client.do_exchange(fl.FlightDescriptor.for_command(b""), options(token))
-    with suppress(fl.FlightError, OSError, StopIteration, pa.ArrowException):
-        try:
-            yield writer, reader
-        finally:
-            with suppress(fl.FlightError, OSError):
-                reader.cancel()
-    client.close()
+    with closing(fl.FlightClient(f"grpc://{address}")) as client:
+        writer, reader = client.do_exchange(fl.FlightDescriptor.for_command(b""), options(token))
+        with suppress(fl.FlightError, OSError, StopIteration, pa.ArrowException):
+            try:
+                yield writer, reader
+            finally:
+                with suppress(fl.FlightError, OSError):
+                    reader.cancel()
 
 
 def say(writer: Any, frame: Frame) -> None:
