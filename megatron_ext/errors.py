@@ -1,8 +1,42 @@
 """Errors for users: what failed, what was found, what was expected, and how to fix it."""
 
+import re
+from typing import Final
+
+_CONTROLS: Final = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]"
+)
+"""Characters that a terminal obeys, that change the order of others, or that it cannot be sent."""
+
+_HEAD: Final = 1300
+_TAIL: Final = 600
+
+
+def printable(text: str) -> str:
+    """One line of at most 2,000 characters that a terminal shows and does not obey.
+
+    Line ends become spaces and other control characters their escapes, as ``\\x1b``. Of a longer
+    text, the middle is left out.
+    """
+    if len(text) > _HEAD + _TAIL:
+        left_out = len(text) - _HEAD - _TAIL
+        # Escapes are longer than what they stand for, so what stays is cut once more below.
+        text = f"{text[:_HEAD]} [... {left_out:,} characters ...] {text[-_TAIL:]}"
+    shown = escape_controls(text.replace("\n", " "))
+    if len(shown) > 2000:
+        shown = f"{shown[:_HEAD]} [...] {shown[-_TAIL:]}"
+    return shown
+
+
+def escape_controls(text: str, allowed: str = "") -> str:
+    """``text`` with escapes in place of control characters other than those ``allowed``."""
+    return _CONTROLS.sub(
+        lambda found: found[0] if found[0] in allowed else repr(found[0])[1:-1], text
+    )
+
 
 class MegatronExtError(Exception):
-    """Base of every error raised on purpose; its text is one line for a terminal.
+    """Base of every error raised on purpose; its text is one line for a terminal (``printable``).
 
     Args:
         what: The failure, as a clause without a full stop.
@@ -32,7 +66,7 @@ class MegatronExtError(Exception):
         if fix is not None:
             parts.append(fix)
         self.where = where
-        super().__init__("; ".join(str(part).replace("\n", " ") for part in parts))
+        super().__init__(printable("; ".join(map(str, parts))))
 
     def __str__(self) -> str:
         return str(self.args[0])

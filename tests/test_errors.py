@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from megatron_ext import errors
-from megatron_ext.errors import MegatronExtError, MissingDependencyError
+from megatron_ext.errors import MegatronExtError, MissingDependencyError, printable
 
 KINDS = [
     kind
@@ -19,6 +19,34 @@ def test_the_text_says_where_what_got_expected_and_fix_in_one_line() -> None:
         "the key is wrong", where="run.yaml:3", got="a\nb", expected=0, fix="mend it"
     )
     assert str(error) == "run.yaml:3: the key is wrong; got a b; expected 0; mend it"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\x1b]0;title\x07",
+        "\x9b2J",
+        "\r over it",
+        "\u202egnp.exe",
+        "\u2066\u061c",
+        "\ud800",
+        "\x00" * 9000,
+        "word " * 9000,
+    ],
+    ids=["title", "C1", "return", "order", "isolates", "surrogate", "many", "long"],
+)
+def test_a_terminal_shows_a_text_and_does_not_obey_it(text: str) -> None:
+    shown = str(MegatronExtError("it failed", got=text, fix="mend it"))
+    assert shown.isprintable()
+    assert len(shown) <= 2000
+    assert shown.startswith("it failed; got ")
+    assert shown.endswith("; mend it")
+
+
+def test_text_of_any_script_is_shown_as_it_is() -> None:
+    text = "naïve Ελληνικά हिन्दी 日本語 👩‍👩‍👧 \u00a0\u3000"
+    assert printable(text) == text
+    assert "[... 1,100 characters ...]" in printable("a" * 3000)
 
 
 def test_parts_that_are_not_given_leave_no_trace() -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import re
 import select
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
-from megatron_ext.errors import ConfigError, MegatronExtError
+from megatron_ext.errors import ConfigError, MegatronExtError, escape_controls, printable
 from megatron_ext.extras import needed_packages
 from megatron_ext.registry import did_you_mean
 from megatron_ext.version import __version__
@@ -43,6 +44,42 @@ _EXIT_INTERRUPTED = 128 + 2
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
+_COLOUR: Final = re.compile("(\x1b\\[[0-9;]{0,16}m)")
+_LINES_UP: Final = re.compile("(?:\n|\x1b\\[A)+")
+"""All that several progress bars write to go from one to another."""
+
+
+class TerminalText:
+    """A stream whose text moves no cursor, sets no title and runs nothing in a terminal.
+
+    Control characters are written as their escapes, but for the ends of lines, tabs and colours.
+
+    Args:
+        stream: The stream that is written to; everything else is its own.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write text; see ``TextIO.write``."""
+        shown = text
+        if not _LINES_UP.fullmatch(text):
+            # Every second part is a colour.
+            parts = _COLOUR.split(text)
+            parts[::2] = [escape_controls(part, allowed="\n\r\t") for part in parts[::2]]
+            shown = "".join(parts)
+        self._stream.write(shown)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write each of them."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one verb; on a ``MegatronExtError`` exit with 2 and one line on standard error.
@@ -50,6 +87,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     If the reader of standard output stops early, as ``head`` does, the verb ends silently with the
     exit code of SIGPIPE.
     """
+    if argv is None:
+        sys.stderr = TerminalText(sys.stderr)
+        # What is piped is data, and stays what it is.
+        sys.stdout = TerminalText(sys.stdout) if sys.stdout.isatty() else sys.stdout
     try:
         _run(sys.argv[1:] if argv is None else list(argv))
         sys.stdout.flush()
@@ -73,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
-        where = f"{error.filename}: " if error.filename else ""
+        where = f"{printable(str(error.filename))}: " if error.filename else ""
         sys.stderr.write(
             f"megatron-ext: error: {where}{error.strerror}; fix: make room there and run the "
             "command again; a run goes on from its last checkpoint\n"

@@ -179,8 +179,7 @@ def _reason(error: BaseException) -> str:
     """First line of an error, on whichever rank it occurred."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    line = (str(error).splitlines() or [type(error).__name__])[0][:300]
-    return "".join(sign if sign.isprintable() else "?" for sign in line)
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
 def checkpoint_model(checkpoint: Path, *, verify: bool = True) -> ModelConfig:

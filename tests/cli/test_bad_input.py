@@ -1,8 +1,11 @@
 """Whatever a user gets wrong is one line on standard error, a non-zero exit, and no output."""
 
 import copy
+import io
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from megatron_ext.cli.main import main
+from megatron_ext.cli.main import TerminalText, main
 from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.training.arguments import config_flags
@@ -348,6 +351,33 @@ def test_a_run_folder_of_another_configuration_is_refused(values, refused, tmp_p
 )
 def test_a_wrong_command_line_is_refused(capsys, arguments, words):
     assert words in one_line(refusal(capsys, *arguments))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspect", "--\x1b]0;x\x07"],
+        ["\x9b2J"],
+        ["distill", "--config", "\u202e\x1b[2J.yaml"],
+        ["tokenize", "--input", os.fsdecode(b"\xff\r\x1b[2K"), "--output-prefix", "x"],
+    ],
+    ids=["flag", "verb", "file", "bytes"],
+)
+def test_no_argument_is_obeyed_by_a_terminal(arguments, tmp_path):
+    command = [sys.executable, "-m", "megatron_ext", *arguments]
+    ended = subprocess.run(command, capture_output=True, cwd=tmp_path, check=False)
+    assert ended.returncode == 2
+    assert one_line(ended.stderr.decode()).isprintable()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_libraries_write_is_shown_but_for_colours_and_progress_bars():
+    stream = io.StringIO()
+    terminal = TerminalText(stream)
+    terminal.writelines(["\x1b[1;31mred\x1b[0m\n", "\r 50%|##", "\n\n", "\x1b[A\x1b[A"])
+    assert stream.getvalue() == "\x1b[1;31mred\x1b[0m\n\r 50%|##\n\n\x1b[A\x1b[A"
+    terminal.write("of a file: \x1b[A\x1b[2K\x1b]52;c;cm0=\x07\x9b")
+    assert stream.getvalue().endswith("of a file: \\x1b[A\\x1b[2K\\x1b]52;c;cm0=\\x07\\x9b")
 
 
 def test_a_run_that_needs_a_gpu_does_not_start_on_a_cpu(refused, monkeypatch):

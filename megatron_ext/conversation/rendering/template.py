@@ -78,7 +78,7 @@ def render(
         # A template is a program: besides Jinja's errors it can raise any that Python has.
         raise ConversationError(
             f"the {name} refuses the conversation",
-            got=_printable(f"{type(error).__name__}: {error}"),
+            got=_start(f"{type(error).__name__}: {error}"),
             where=place(progress.turn),
         ) from error
     assert isinstance(text, TrackedText)
@@ -100,7 +100,7 @@ def compiled(source: str, name: str) -> tuple[Template, bool]:
     except TemplateSyntaxError as error:
         raise ConfigError(
             f"the {name} is not a Jinja template",
-            got=_printable(error.message or ""),
+            got=_start(error.message or ""),
             where=f"line {error.lineno}",
         ) from error
 
@@ -129,11 +129,9 @@ def _spans(text: TrackedText) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def _printable(text: str) -> str:
-    """A template's own words as the end of a line: an escape sequence must not reach a terminal."""
-    start = text[:_ERROR_LENGTH].replace("\n", " ")
-    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in start)
-    return shown if len(text) <= _ERROR_LENGTH else f"{shown} ..."
+def _start(text: str) -> str:
+    """The first words that a template says itself, for the end of an error."""
+    return text if len(text) <= _ERROR_LENGTH else f"{text[:_ERROR_LENGTH]} ..."
 
 
 def _refuse_surrogates(rendered: Rendered, name: str) -> None:
