@@ -111,6 +111,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="stop at the first record that cannot be used, instead of listing it",
     )
+    run.add_argument(
+        "--max-record-mib",
+        type=int,
+        default=256,
+        metavar="N",
+        help="MiB of a record; a longer one cannot be used (default: 256)",
+    )
     add_tokenizer_arguments(parser)
 
 
@@ -134,6 +141,7 @@ def run(arguments: argparse.Namespace) -> None:
         shard_indices=tuple(arguments.shard_indices),
         overwrite=arguments.overwrite,
         strict=arguments.strict,
+        max_record_mib=arguments.max_record_mib,
     )
     sys.stdout.write(_settings(config))
     sys.stdout.flush()

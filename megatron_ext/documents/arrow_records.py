@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from megatron_ext.documents.lines import BLOCK_BYTES
-from megatron_ext.documents.record_fields import BadRecord, RecordBlock, RecordFields
+from megatron_ext.documents.record_fields import (
+    BadRecord,
+    RecordBlock,
+    RecordFields,
+    check_record_size,
+)
 from megatron_ext.documents.source_file import InputSlice
 from megatron_ext.errors import DataError, MegatronExtError
 from megatron_ext.extras import needed_packages
@@ -22,22 +27,25 @@ def arrow_block(batch: Any, fields: RecordFields, first_line: int) -> RecordBloc
     """The records of an Arrow record batch whose first row is row ``first_line`` of its slice."""
     block = RecordBlock.empty(fields)
     block.line_count = batch.num_rows
-    try:
-        rows = batch.to_pylist()
-    except UnicodeDecodeError:
-        rows = [None] * batch.num_rows
+    rows = [None] * batch.num_rows
+    with suppress(UnicodeDecodeError):
+        rows = rows if batch.nbytes > fields.most_bytes else batch.to_pylist()
     for offset, row in enumerate(rows):
         try:
-            values = _decode_row(batch, offset) if row is None else row
+            values = _decode_row(batch, offset, fields.most_bytes) if row is None else row
             block.add(first_line + offset, fields.values_of(values))
         except DataError as error:
             block.bad.append(BadRecord.of(first_line + offset, error))
     return block
 
 
-def _decode_row(batch: Any, offset: int) -> Any:
+def _decode_row(batch: Any, offset: int, most_bytes: int) -> Any:
+    row = batch.slice(offset, 1)
+    # A dictionary belongs to all rows.
+    whole = [getattr(column, "dictionary_decode", lambda c=column: c)() for column in row.columns]
+    check_record_size(sum(column.nbytes for column in whole), most_bytes)
     try:
-        return batch.slice(offset, 1).to_pylist()[0]
+        return row.to_pylist()[0]
     except UnicodeDecodeError as error:
         raise DataError(
             "the row is not UTF-8", got=f"{error.reason} at byte {error.start}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -14,7 +15,7 @@ from megatron_ext.conversation.records import ConversationRecord
 from megatron_ext.documents.documents import CorpusReport
 from megatron_ext.documents.index import corpus_index
 from megatron_ext.documents.reader import READ_IN_PLACE, RecordReader, changed
-from megatron_ext.documents.record_fields import RecordFields
+from megatron_ext.documents.record_fields import MOST_RECORD_BYTES, RecordFields
 from megatron_ext.documents.records import check_fields
 from megatron_ext.documents.source_file import find_sources
 from megatron_ext.errors import DataError
@@ -53,6 +54,7 @@ class ArrowTextDataset(Dataset[dict[str, Any] | ConversationRecord]):
         cache_dir: Folder of the index; None for a hidden folder beside the first file.
         strict: Raise at the first row that is empty or bad (holds no text).
         refuse_bad: Raise at the first bad row, and leave empty ones out.
+        most_bytes: Bytes that a row may have; one with more is bad.
         called: Names of the arguments in error messages.
 
     Raises:
@@ -71,6 +73,7 @@ class ArrowTextDataset(Dataset[dict[str, Any] | ConversationRecord]):
         cache_dir: str | Path | None = None,
         strict: bool = False,
         refuse_bad: bool = False,
+        most_bytes: int = MOST_RECORD_BYTES,
         called: CorpusNames = _ARGUMENTS,
     ) -> None:
         names = [data_files] if isinstance(data_files, str | Path) else data_files
@@ -83,6 +86,7 @@ class ArrowTextDataset(Dataset[dict[str, Any] | ConversationRecord]):
                 called.messages_key,
                 are_default=messages_key is None,
             )
+        fields = replace(fields, most_bytes=most_bytes)
         check_fields(files, fields)
         beside = Path(files[0].path).parent / ".text_cache"
         self.cache_dir = beside if cache_dir is None else Path(cache_dir)

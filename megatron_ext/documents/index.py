@@ -26,7 +26,12 @@ from megatron_ext.conversation.records import ConversationRecord
 from megatron_ext.documents.documents import CorpusReport, add_place
 from megatron_ext.documents.lines import read_lines
 from megatron_ext.documents.reader import READ_IN_PLACE
-from megatron_ext.documents.record_fields import BadRecord, RecordBlock, RecordFields
+from megatron_ext.documents.record_fields import (
+    MOST_RECORD_BYTES,
+    BadRecord,
+    RecordBlock,
+    RecordFields,
+)
 from megatron_ext.documents.records import cut_into_shards, file_records
 from megatron_ext.documents.source_file import SourceFile
 from megatron_ext.errors import DataError
@@ -145,6 +150,8 @@ def corpus_index(
         "files": [asdict(file) for file in files],
         "text_key": fields.keys[0],
         **({} if fields.content == "text" else {"content": fields.content}),
+        # Not in indices of before, which knew no limit.
+        **({} if fields.most_bytes == MOST_RECORD_BYTES else {"most_bytes": fields.most_bytes}),
     }
     _check_kinds(files, fields)
 

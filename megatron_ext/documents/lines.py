@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, BinaryIO, Final
 
-from megatron_ext.documents.record_fields import BadRecord, RecordBlock, RecordFields
+from megatron_ext.documents.record_fields import (
+    MOST_RECORD_BYTES,
+    BadRecord,
+    RecordBlock,
+    RecordFields,
+    check_record_size,
+)
 from megatron_ext.documents.source_file import InputSlice, whole_text
 from megatron_ext.errors import DataError
 
@@ -26,7 +32,8 @@ class LineBlock:
     """Consecutive lines.
 
     Attributes:
-        lines: Bytes of each without the newline; a carriage return stays.
+        lines: Bytes of each without the newline; a carriage return stays. A line that is too long
+            for a record is cut off behind the limit.
         size: Bytes of the file that were read for the block.
         bad: Error of a file that breaks off behind the lines.
         starts: Byte offset of each line; empty for a compressed file.
@@ -38,15 +45,15 @@ class LineBlock:
     starts: list[int] = field(default_factory=list)
 
 
-def read_lines(piece: InputSlice) -> Iterator[LineBlock]:
-    """The lines of a slice of a JSON lines file.
+def read_lines(piece: InputSlice, most_bytes: int = MOST_RECORD_BYTES) -> Iterator[LineBlock]:
+    """The lines of a slice of a JSON lines file; no more of a line is held than ``most_bytes``.
 
     Raises:
         DataError: The file cannot be read, or was truncated since it was listed.
     """
     read = _gzip_blocks if piece.kind == "json-lines-gzip" else _plain_blocks
     try:
-        for index, block in enumerate(read(piece)):
+        for index, block in enumerate(read(piece, most_bytes)):
             if index == 0 and piece.start == 0 and block.lines:
                 block.lines[0] = block.lines[0].removeprefix(_BYTE_ORDER_MARK)
             yield block
@@ -54,10 +61,10 @@ def read_lines(piece: InputSlice) -> Iterator[LineBlock]:
         raise _unreadable(piece, error) from error
 
 
-def read_line(stream: BinaryIO, start: int) -> bytes:
-    """The line that begins at byte ``start`` of ``stream``."""
+def read_line(stream: BinaryIO, start: int, most_bytes: int = MOST_RECORD_BYTES) -> bytes:
+    """The line that begins at byte ``start``, cut off behind the limit of ``most_bytes``."""
     stream.seek(start)
-    line = stream.readline()
+    line = stream.readline(most_bytes + 1)
     return line if start else line.removeprefix(_BYTE_ORDER_MARK)
 
 
@@ -82,14 +89,14 @@ def newlines_before(piece: InputSlice) -> int:
     return count
 
 
-def _plain_blocks(piece: InputSlice) -> Iterator[LineBlock]:
+def _plain_blocks(piece: InputSlice, most_bytes: int) -> Iterator[LineBlock]:
     with open(piece.path, "rb") as stream:
         position = piece.start
         if position:
             # A line that begins before the slice belongs to the slice before; reading from one byte
             # earlier tells whether a line begins exactly at ``start``.
             stream.seek(position - 1)
-            position += len(stream.readline()) - 1
+            position += _skip_line(stream) - 1
         while position < piece.stop:
             content = stream.read(min(BLOCK_BYTES, piece.stop - position))
             if not content:
@@ -100,14 +107,25 @@ def _plain_blocks(piece: InputSlice) -> Iterator[LineBlock]:
                     expected=f"{piece.stop}",
                 )
             if not content.endswith(b"\n"):
-                content += stream.readline()
+                content += stream.readline(most_bytes + 1)
+            size = len(content) + (0 if content.endswith(b"\n") else _skip_line(stream))
             lines = _split(content)
             starts = list(accumulate((len(line) + 1 for line in lines[:-1]), initial=position))
-            position += len(content)
-            yield LineBlock(lines, len(content), starts=starts)
+            position += size
+            yield LineBlock(lines, size, starts=starts)
 
 
-def _gzip_blocks(piece: InputSlice) -> Iterator[LineBlock]:
+def _skip_line(stream: BinaryIO) -> int:
+    """Bytes to the end of the line, newline included, or of the file; they are read."""
+    size = 0
+    while part := stream.readline(BLOCK_BYTES):
+        size += len(part)
+        if part.endswith(b"\n"):
+            break
+    return size
+
+
+def _gzip_blocks(piece: InputSlice, most_bytes: int) -> Iterator[LineBlock]:
     with open(piece.path, "rb") as raw, gzip.open(raw) as stream:
         rest, count, position = b"", 0, 0
         while True:
@@ -117,7 +135,7 @@ def _gzip_blocks(piece: InputSlice) -> Iterator[LineBlock]:
             rest = b""
             if not at_end or problem is not None:
                 whole = content.rfind(b"\n") + 1
-                content, rest = content[:whole], content[whole:]
+                content, rest = content[:whole], content[whole : whole + most_bytes + 1]
             lines = _split(content)
             count += len(lines)
             bad = None if problem is None else BadRecord.of(count + 1, problem)
@@ -176,7 +194,7 @@ def read_json_lines(piece: InputSlice, fields: RecordFields) -> Iterator[RecordB
         DataError: The file cannot be read.
     """
     line = 1
-    for lines in read_lines(piece):
+    for lines in read_lines(piece, fields.most_bytes):
         block = parse_lines(lines.lines, fields, first_line=line)
         block.size, block.starts = lines.size, lines.starts
         line += len(lines.lines)
@@ -195,22 +213,28 @@ def parse_lines(lines: Sequence[bytes], fields: RecordFields, *, first_line: int
         if not line or line.isspace():
             continue
         try:
-            block.add(number, fields.values_of(parse(line, as_it_is=fields.are_unread)))
+            block.add(number, fields.values_of(_parsed(line, fields)))
         except DataError as error:
             block.bad.append(BadRecord.of(number, error))
     return block
 
 
-def parse(line: bytes, *, as_it_is: bool = False) -> Any:
+def _parsed(line: bytes, fields: RecordFields) -> Any:
+    return parse(line, as_it_is=fields.are_unread, most_bytes=fields.most_bytes)
+
+
+def parse(line: bytes, *, as_it_is: bool = False, most_bytes: int = MOST_RECORD_BYTES) -> Any:
     """The JSON value in ``line``, with strings that can be encoded as UTF-8.
 
     Args:
         line: UTF-8 bytes.
         as_it_is: Allow strings with unpaired surrogates.
+        most_bytes: Bytes that a record may have.
 
     Raises:
-        DataError: The line is not UTF-8, not JSON, or holds an unpaired surrogate.
+        DataError: The line is not UTF-8, not JSON, too long, or holds an unpaired surrogate.
     """
+    check_record_size(len(line), most_bytes)
     if _fast_loads is not None:
         try:
             return _fast_loads(line)
@@ -289,7 +313,7 @@ def read_json_document(piece: InputSlice, fields: RecordFields) -> Iterator[Reco
 
 def _add(block: RecordBlock, fields: RecordFields, record: bytes, line: int) -> None:
     try:
-        block.add(line, fields.values_of(parse(record, as_it_is=fields.are_unread)))
+        block.add(line, fields.values_of(_parsed(record, fields)))
     except DataError as error:
         block.bad.append(BadRecord.of(line, error))
 

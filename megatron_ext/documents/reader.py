@@ -75,10 +75,12 @@ class _Lines:
 
     def __init__(self, file: SourceFile, fields: RecordFields) -> None:
         self._file = file
+        self._most_bytes = fields.most_bytes
 
     def record(self, row: int, start: int) -> Any:
         with _opened(self._file) as stream:
-            return parse(read_line(stream, start))
+            line = read_line(stream, start, self._most_bytes)
+        return parse(line, most_bytes=self._most_bytes)
 
 
 class _ArrowRows:

@@ -16,6 +16,8 @@ from megatron_ext.errors import ConversationError, DataError
 FieldContent = Literal["text", "sentences", "conversation", "record"]
 """A text; a text or a list of texts; a ``ConversationRecord``; the record itself, unchecked."""
 _KEYS_SHOWN = 12
+MOST_RECORD_BYTES: Final = 256 << 20
+"""Bytes of a record, unless another limit is given."""
 _CONVERSATION_KEYS = ("messages", "conversations")
 """Usual names of the field that holds a conversation."""
 
@@ -66,6 +68,7 @@ class RecordFields:
             it in each record.
         are_default: Whether ``keys`` are the default, so that a conversation is read from the
             record as a whole.
+        most_bytes: Bytes of a record; one with more is bad.
     """
 
     keys: tuple[str, ...]
@@ -74,6 +77,7 @@ class RecordFields:
     conversation_flag: str | None = None
     schema: RecordSchemaName = "auto"
     are_default: bool = False
+    most_bytes: int = MOST_RECORD_BYTES
 
     @property
     def are_unread(self) -> bool:
@@ -152,6 +156,21 @@ class RecordFields:
         if name == "text" and is_conversation and self.conversation_flag is not None:
             return f"pass {self.conversation_flag} to read the conversations there, or {fix}"
         return fix
+
+
+def check_record_size(size: int, most_bytes: int) -> None:
+    """Check the number of bytes of a record.
+
+    Raises:
+        DataError: It is above ``most_bytes``.
+    """
+    if size > most_bytes:
+        raise DataError(
+            "the record is too long",
+            got=f"more than {most_bytes:,} bytes",
+            fix="cut it into several, or raise data.max_record_mib of a run, --max-record-mib of "
+            "tokenize",
+        )
 
 
 AS_THEY_ARE: Final = RecordFields(("record",), "record")

@@ -13,7 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final, Literal
 
-from megatron_ext.documents.record_fields import BadRecord, RecordBlock, RecordFields
+from megatron_ext.documents.record_fields import (
+    BadRecord,
+    RecordBlock,
+    RecordFields,
+    check_record_size,
+)
 from megatron_ext.errors import ConfigError, DataError
 
 SourceKind = Literal[
@@ -181,7 +186,12 @@ def _is_list(raw: IO[bytes], kind: SourceKind) -> bool:
             return False
         stream.seek(len(head) - len(head.lstrip(b"\xef\xbb\xbf \t\r\n")))
         # JSON lines whose records are lists close the bracket on the first line.
-        goes_on = not stream.readline().rstrip().endswith(b"]")
+        last = b""
+        for part in iter(lambda: stream.readline(_HEAD_BYTES), b""):
+            last = part.rstrip()[-1:] or last
+            if part.endswith(b"\n"):
+                break
+        goes_on = last != b"]"
         rest = iter(lambda: stream.readline(_HEAD_BYTES), b"")
         return goes_on or not any(line.strip() for line in rest)
     except (EOFError, gzip.BadGzipFile, zlib.error):
@@ -254,7 +264,7 @@ def read_text_file(piece: InputSlice, fields: RecordFields) -> Iterator[RecordBl
     check_text_fields(piece.path, fields)
     block = RecordBlock.empty(fields)
     block.line_count, block.size = 1, piece.size
-    text = whole_text(piece)
+    text = whole_text(piece, fields.most_bytes)
     if isinstance(text, BadRecord):
         block.bad.append(text)
     else:
@@ -262,15 +272,24 @@ def read_text_file(piece: InputSlice, fields: RecordFields) -> Iterator[RecordBl
     yield block
 
 
-def whole_text(piece: InputSlice) -> str | BadRecord:
-    """All text of a file, or a bad record where it is not UTF-8.
+def whole_text(piece: InputSlice, most_bytes: int | None = None) -> str | BadRecord:
+    """All text of a file, or a bad record where it is not UTF-8 or too long.
+
+    Args:
+        most_bytes: Bytes of the text; None: any number.
 
     Raises:
         DataError: The file cannot be read.
     """
+    is_packed = piece.kind.endswith("-gzip")
     try:
-        content = Path(piece.path).read_bytes()
-        return (gzip.decompress(content) if piece.kind.endswith("-gzip") else content).decode()
+        with gzip.open(piece.path) if is_packed else open(piece.path, "rb") as stream:
+            content = stream.read(-1 if most_bytes is None else most_bytes + 1)
+        if most_bytes is not None:
+            check_record_size(len(content), most_bytes)
+        return content.decode()
+    except DataError as error:
+        what = error
     except UnicodeDecodeError as error:
         what = DataError("the text is not UTF-8", got=f"{error.reason} at byte {error.start}")
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:

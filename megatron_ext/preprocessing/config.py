@@ -64,6 +64,9 @@ class PreprocessConfig:
     strict: bool = False
     """Stop at the first record that cannot be used, instead of reporting it and going on."""
 
+    max_record_mib: int = 256
+    """MiB of a record; a longer one cannot be used, and no more of it is held in memory."""
+
     def __post_init__(self) -> None:
         if not self.inputs:
             raise ConfigError("no input is named", where="--input")
@@ -92,6 +95,10 @@ class PreprocessConfig:
         self._check_schema()
         if self.workers is not None and self.workers < 1:
             raise ConfigError("too few", got=self.workers, expected=">= 1", where="--workers")
+        if self.max_record_mib < 1:
+            raise ConfigError(
+                "too small", got=self.max_record_mib, expected=">= 1", where="--max-record-mib"
+            )
         self._check_keys()
         self._check_shards()
 
@@ -132,6 +139,7 @@ class PreprocessConfig:
             content,
             schema=self.conversation_schema,
             are_default=not self.json_keys,
+            most_bytes=self.max_record_mib << 20,
             conversation_flag="--tokenizer-mode sft",
         )
 

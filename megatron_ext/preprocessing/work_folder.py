@@ -115,6 +115,8 @@ def _settings(config: PreprocessConfig, tokenizer: MegatronTokenizerText) -> dic
         "json_keys": list(config.fields.keys),
         **({"conversation_schema": config.conversation_schema} if is_sft else {}),
         "append_eod": config.append_eod,
+        # Not in plans of before, which knew no limit.
+        **({} if config.max_record_mib == 256 else {"max_record_mib": config.max_record_mib}),
         **{f"tokenizer_{name}": value for name, value in tokenizer_identity(tokenizer).items()},
     }
 

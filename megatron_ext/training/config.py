@@ -426,10 +426,14 @@ class DataConfig:
     """Treatment of a document that cannot be read: an error with its place, or a line in
     ``quarantine.jsonl`` of the run."""
 
+    max_record_mib: int = 256
+    """MiB of a record; a longer one cannot be read, and no more of it is held in memory."""
+
     def __post_init__(self) -> None:
         if not self.train:
             raise ConfigError("no training data", expected="at least one file in data.train")
         _check_not_negative(self, "num_workers")
+        _check_positive(self, "max_record_mib")
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)

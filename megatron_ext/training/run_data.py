@@ -141,6 +141,7 @@ def _texts(data: DataConfig, paths: list[str], where: str) -> ArrowTextDataset:
         messages_key=data.messages_key,
         cache_dir=data.index_cache,
         refuse_bad=data.bad_documents == "stop",
+        most_bytes=data.max_record_mib << 20,
         called=CorpusNames(
             where,
             "data.text_key",

@@ -58,6 +58,7 @@ _MAY_CHANGE = (
     "data.index_cache",
     "data.alignment_cache",
     "data.bad_documents",
+    "data.max_record_mib",
     "initial_checkpoint",
     "allow_other_tokenizer",
     "teacher.allow_other_tokenizer",

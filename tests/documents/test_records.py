@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import tracemalloc
 from itertools import pairwise
 from pathlib import Path
 
@@ -224,6 +225,71 @@ def test_what_is_no_parquet_is_refused_before_anything_is_read(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"PAR1 and nothing more")
     with pytest.raises(DataError, match=r"a\.parquet: the Parquet file cannot be read"):
         cut_into_shards([source_file(tmp_path / "a.parquet", "parquet")], 1)
+
+
+def _write_rows(path, texts):
+    rows = [{"text": text} for text in texts]
+    if path.suffix == ".parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".arrow":
+        table = pyarrow.Table.from_pylist(rows)
+        with pyarrow.ipc.new_file(path, table.schema) as file:
+            file.write_table(table)
+    else:
+        lines = "\n".join(map(json.dumps, rows))
+        content = f"[\n{lines.replace('}', '},', 2)}\n]" if "list" in path.name else lines
+        write = gzip.open if path.suffix == ".gz" else open
+        with write(path, "wb") as file:
+            file.write(content.encode())
+
+
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.jsonl.gz", "list.json", "list.json.gz", "a.parquet", "a.arrow"]
+)
+@pytest.mark.parametrize("size", [999, 5000])
+def test_a_record_that_is_too_long_is_bad_and_its_neighbours_are_read(
+    tmp_path, small_blocks, name, size
+):
+    _write_rows(tmp_path / name, ["first", "x" * size, "last"])
+    values, bad = read(tmp_path / name, RecordFields(("text",), most_bytes=900))
+    assert values == ["first", "last"]
+    ((line, problem),) = bad
+    assert line == (3 if "list" in name else 2)
+    assert problem.startswith("the record is too long; got more than 900 bytes; cut it")
+
+
+def test_slices_that_begin_in_a_record_that_is_too_long_skip_it(tmp_path, small_blocks):
+    path = tmp_path / "a.jsonl"
+    _write_rows(path, ["first", "x" * 5000, "last"])
+    fields = RecordFields(("text",), most_bytes=900)
+    shards = cut_into_shards([source_file(path, "json-lines")], 7)
+    blocks = [block for shard in shards for piece in shard for block in read_records(piece, fields)]
+    assert [value for block in blocks for value in block.columns[0]] == ["first", "last"]
+    assert sum(len(block.bad) for block in blocks) == 1
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_a_text_that_is_too_long_is_bad(tmp_path, name):
+    write = gzip.open if name.endswith(".gz") else open
+    with write(tmp_path / name, "wb") as file:
+        file.write(b"x" * 901)
+    assert read(tmp_path / name, RecordFields(("text",), most_bytes=901)) == (["x" * 901], [])
+    values, bad = read(tmp_path / name, RecordFields(("text",), most_bytes=900))
+    assert values == []
+    assert "too long" in bad[0][1]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_no_more_of_a_record_is_held_than_its_limit(tmp_path, name):
+    write = gzip.open if name.endswith(".gz") else open
+    with write(tmp_path / name, "wb") as file:
+        for _ in range(96):
+            file.write(bytes(1 << 20))
+    tracemalloc.start()
+    assert len(read(tmp_path / name, RecordFields(("text",), most_bytes=1 << 20))[1]) == 1
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 48 << 20
 
 
 def test_a_file_that_became_shorter_is_refused(tmp_path):
