@@ -197,6 +197,8 @@ def test_a_record_sets_variables_of_the_template() -> None:
     variables = {"chat_template_kwargs": {"enable_thinking": False}, "documents": [{"text": "d"}]}
     record = conversation_record({"messages": [USER], **variables, "id": 7})
     assert record.template_variables == {"enable_thinking": False, "documents": [{"text": "d"}]}
+    without = {"chat_template_kwargs": {"eos_token": None}}
+    assert conversation_record({"messages": [USER], **without}).template_variables == {}
 
 
 @pytest.mark.parametrize(
@@ -266,8 +268,16 @@ def test_a_turn_that_cannot_be_read_is_named(turn: Any, problem: str) -> None:
         ({"tools": "weather"}, "tools: the text is not JSON"),
         ({"tools": [FUNCTION, 3]}, "tools[1]: the value is no mapping; got int"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs: the value is no mapping; got list"),
+        (
+            {"chat_template_kwargs": {"enable_thinking": True, "eos_token": "</s>"}},
+            "chat_template_kwargs: a record cannot replace a special token; got eos_token",
+        ),
+        (
+            {"chat_template_kwargs": '{"image_token": ""}'},
+            "chat_template_kwargs: a record cannot replace a special token; got image_token",
+        ),
     ],
-    ids=["system", "tools", "tool", "variables"],
+    ids=["system", "tools", "tool", "variables", "special token", "empty special token"],
 )
 def test_a_field_of_the_record_that_cannot_be_read_is_named(
     fields: dict[str, Any], problem: str

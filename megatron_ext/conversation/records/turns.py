@@ -297,6 +297,8 @@ def _train(turn: Mapping[str, Any], where: str) -> bool | None:
 _SYSTEM: Final = ("system", "system_prompt")
 _TOOLS: Final = ("tools", "functions")
 _VARIABLES: Final = "chat_template_kwargs"
+_OF_TOKENIZER: Final = ("_token", "_tokens")
+"""Ends of the names of special tokens: ``bos_token``, ``eos_token``, ``image_token``."""
 
 SURROUNDING_KEYS: Final = (*_SYSTEM, *_TOOLS, "documents", _VARIABLES)
 """Fields that are read from a record of any schema."""
@@ -329,11 +331,22 @@ def template_variables(record: Mapping[str, Any]) -> dict[str, Any]:
     An empty list of tools counts as none: some templates test for None, others for emptiness.
 
     Raises:
-        ConversationError: A field does not hold what it should.
+        ConversationError: A field does not hold what it should, or a variable would take the place
+            of a special token, which the tokenizer alone names.
     """
     variables: dict[str, Any] = {}
     if record.get(_VARIABLES) is not None:
         variables |= mapping_of(record[_VARIABLES], _VARIABLES)
+    for name in [name for name in variables if name.endswith(_OF_TOKENIZER)]:
+        # Columns of Arrow have None in rows without the variable.
+        if variables.pop(name) is not None:
+            raise ConversationError(
+                "a record cannot replace a special token",
+                got=name,
+                expected="variables of the template, such as enable_thinking",
+                fix="leave it out: the tokenizer's is used",
+                where=_VARIABLES,
+            )
     key = first_key(record, _TOOLS)
     tool_list = [] if key is None else tools(record[key], key)
     if tool_list:
