@@ -24,6 +24,7 @@ from megatron_ext.tokenizers.config import ConversationOptions
 from megatron_ext.tokenizers.libraries import library_of
 from megatron_ext.tokenizers.special_ids import SpecialIds
 from megatron_ext.tokenizers.token_ids import ByteEnds, IdArray
+from megatron_ext.tokenizers.tokenizer_files import names_template, read_template
 
 
 class ChatTokenizer(SpecialIds):
@@ -59,8 +60,9 @@ class ChatTokenizer(SpecialIds):
     def _set_chat_template(self, given: str | None) -> None:
         own = self.own_chat_template
         named = self.config.get("chat_template")
-        template = next((t for t in (given, named, own) if t is not None), None)
-        self.chat_template = None if template is None else _source(template)
+        # Only a path that the user gives is followed anywhere; others were read in their folder.
+        template = next((t for t in (given, named) if t is not None), None)
+        self.chat_template = own if template is None else _source(template)
         self._tokenizer.served_by = self
 
     def _set_prompt_format(self, given: str | None) -> None:
@@ -267,11 +269,6 @@ def _source(template: str) -> str:
             got=type(template).__name__,
             expected="Jinja source, or the path of a file that ends in .jinja",
         )
-    if not template.endswith(".jinja") or "\n" in template:
+    if not names_template(template):
         return template
-    try:
-        return Path(template).read_text(encoding="utf-8")
-    except OSError as error:
-        raise TokenizerError(
-            "cannot read the chat template", got=error.strerror, where=template
-        ) from error
+    return read_template(Path(template))

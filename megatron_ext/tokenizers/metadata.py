@@ -16,11 +16,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, get_args
 
+from megatron_ext.conversation.prompt_format import TEMPLATE_FILE
 from megatron_ext.errors import TokenizerError
 from megatron_ext.files import write_text
 from megatron_ext.tokenizers.legacy_types import TokenizerMode
 from megatron_ext.tokenizers.libraries import TOKENIZER_LIBRARIES, library_of
-from megatron_ext.tokenizers.tokenizer_files import read_json
+from megatron_ext.tokenizers.tokenizer_files import names_template, path_inside, read_json
 
 METADATA_FILE: Final = "tokenizer_metadata.json"
 """Name of the file beside a tokenizer."""
@@ -71,10 +72,11 @@ def metadata_file(tokenizer_path: str | os.PathLike[str]) -> Path:
 
 
 def read_metadata(file: str | os.PathLike[str]) -> dict[str, Any]:
-    """The metadata in ``file``, checked.
+    """The metadata in ``file``, checked; templates that it names by path are in its folder.
 
     Raises:
-        TokenizerError: It is missing, broken, or ``check_metadata`` refuses it.
+        TokenizerError: It is missing, broken, names a template outside its folder, or
+            ``check_metadata`` refuses it.
     """
     path = Path(file)
     if not path.is_file():
@@ -88,7 +90,14 @@ def read_metadata(file: str | os.PathLike[str]) -> dict[str, Any]:
         raise TokenizerError(
             "the tokenizer metadata is no JSON object", got=type(document).__name__, where=path
         )
-    return check_metadata(document, where=path)
+    metadata = check_metadata(document, where=path)
+    template, prompt_format = metadata.get("chat_template"), metadata.get("prompt_format")
+    if names_template(template):
+        metadata["chat_template"] = str(path_inside(path.parent, template, path))
+    if prompt_format is not None and prompt_format.startswith(TEMPLATE_FILE):
+        place = path_inside(path.parent, prompt_format.removeprefix(TEMPLATE_FILE), path)
+        metadata["prompt_format"] = f"{TEMPLATE_FILE}{place}"
+    return metadata
 
 
 def check_metadata(metadata: Mapping[str, Any], *, where: object = None) -> dict[str, Any]:

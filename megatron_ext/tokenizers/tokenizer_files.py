@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeGuard
 
 from megatron_ext.errors import TokenizerError
 
@@ -204,6 +204,53 @@ def read_file(file: Path) -> bytes:
         raise TokenizerError("cannot read the file", got=error.strerror, where=file) from error
 
 
+def read_template(file: Path) -> str:
+    """The Jinja source in a file.
+
+    Raises:
+        TokenizerError: It cannot be read, or is not UTF-8.
+    """
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(
+            "cannot read the chat template",
+            got=error.strerror if isinstance(error, OSError) else "text that is not UTF-8",
+            where=file,
+        ) from error
+
+
+def names_template(text: object) -> TypeGuard[str]:
+    """Whether a chat template is the path of a file, and no Jinja source."""
+    return isinstance(text, str) and text.endswith(".jinja") and "\n" not in text
+
+
+def path_inside(folder: Path, name: str, where: Path) -> Path:
+    """The path of a template that a file of a tokenizer's folder names.
+
+    Whoever made the tokenizer says which file is read, so only its own files are.
+
+    Args:
+        folder: The tokenizer's folder.
+        name: Relative to it, or absolute.
+        where: The file that names it, for the error.
+
+    Raises:
+        TokenizerError: The path leaves the folder.
+    """
+    folder = folder.absolute()
+    place = Path(os.path.normpath(folder / name))
+    if not place.is_relative_to(folder):
+        raise TokenizerError(
+            "a tokenizer names a template outside its folder",
+            got=name,
+            expected=f"a file in {folder}",
+            fix="if it is yours, pass it by --chat-template or --tokenizer-prompt-format",
+            where=where,
+        )
+    return place
+
+
 def parse_json(contents: bytes, file: Path) -> object:
     """The JSON document ``contents``, which were read from ``file``.
 
@@ -212,7 +259,7 @@ def parse_json(contents: bytes, file: Path) -> object:
     """
     try:
         return json.loads(contents.decode())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(
             "the file is not valid JSON",
             got=str(error),

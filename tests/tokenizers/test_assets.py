@@ -549,3 +549,35 @@ def test_the_configuration_finds_a_saved_folder(tokenizer, tmp_path):
     ours.save_pretrained(tmp_path / "saved")
     theirs = build_tokenizer(TokenizerConfig(model=str(tmp_path / "saved")))
     assert theirs.fingerprint() == ours.fingerprint()
+
+
+@pytest.mark.parametrize("key", ["chat_template", "prompt_format", "config"])
+@pytest.mark.parametrize("leaves", [True, False], ids=["outside", "inside"])
+def test_a_template_that_a_tokenizer_names_is_read_in_its_folder_alone(
+    tokenizer_path, tmp_path, key, leaves
+):
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(tokenizer_path("huggingface-byte-level"), folder)
+    source = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (tmp_path / "secret.jinja").write_text(source, encoding="utf-8")
+    (folder / "own.jinja").write_text(source, encoding="utf-8")
+    for name in ("../secret.jinja", str(tmp_path / "secret.jinja")) if leaves else ("own.jinja",):
+        if key == "config":
+            file, values = folder / "tokenizer_config.json", {"chat_template": name}
+        else:
+            file = folder / METADATA
+            named = name if key == "chat_template" else f"file:{name}"
+            values = {"library": "huggingface", key: named}
+        file.write_text(json.dumps(values), encoding="utf-8")
+        if leaves:
+            with pytest.raises(
+                TokenizerError, match="names a template outside its folder"
+            ) as raised:
+                build_tokenizer(TokenizerConfig(model=str(folder)))
+            assert str(raised.value).startswith(str(file))
+            continue
+        tokenizer = build_tokenizer(TokenizerConfig(model=str(folder)))
+        if key == "prompt_format":
+            assert tokenizer.prompt_config.custom_chat_template == source
+        else:
+            assert tokenizer.chat_template == source

@@ -19,7 +19,14 @@ from megatron_ext.tokenizers.special_tokens import (
     names_to_add,
 )
 from megatron_ext.tokenizers.token_bytes import DummyPrefix, byte_of_character
-from megatron_ext.tokenizers.tokenizer_files import parse_json, read_file, read_json
+from megatron_ext.tokenizers.tokenizer_files import (
+    names_template,
+    parse_json,
+    path_inside,
+    read_file,
+    read_json,
+    read_template,
+)
 
 _METASPACE = "▁"
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -395,11 +402,14 @@ class HuggingFaceSource:
         """The template in ``chat_template.jinja``, else the default one of the configuration."""
         file = self._beside(_TEMPLATE)
         if file is not None:
-            return file.read_text(encoding="utf-8")
+            return read_template(file)
         template = (self.config or {}).get("chat_template")
         if isinstance(template, list):
             named = {row.get("name"): row.get("template") for row in template}
             template = named.get("default")
+        if self._folder is not None and names_template(template):
+            config = self._folder / _CONFIG
+            return read_template(path_inside(self._folder, template, config))
         return template if isinstance(template, str) else None
 
     def _beside(self, name: str) -> Path | None:
