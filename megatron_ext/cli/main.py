@@ -42,7 +42,12 @@ _EXIT_WITHOUT_READER = 128 + 13
 _EXIT_INTERRUPTED = 128 + 2
 """Exit code of a program ended by SIGINT."""
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
+_NOT_OURS: Final = (
+    *(errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR),
+    *(errno.EPERM, errno.EROFS),
+)
+"""Errors of a path, which are the user's to mend wherever the path is met."""
 
 _COLOUR: Final = re.compile("(\x1b\\[[0-9;]{0,16}m)")
 _LINES_UP: Final = re.compile("(?:\n|\x1b\\[A)+")
@@ -112,13 +117,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stderr.write("megatron-ext: interrupted\n")
         sys.exit(_EXIT_INTERRUPTED)
     except OSError as error:
-        if error.errno not in _NO_ROOM:
+        is_full = error.errno in _NO_ROOM
+        if not is_full and (error.errno not in _NOT_OURS or error.filename is None):
             raise
-        where = f"{printable(str(error.filename))}: " if error.filename else ""
-        sys.stderr.write(
-            f"megatron-ext: error: {where}{error.strerror}; fix: make room there and run the "
-            "command again; a run goes on from its last checkpoint\n"
-        )
+        line = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
+        if is_full:
+            line += "; make room there and run the command again; a run goes on from its last "
+            line += "checkpoint"
+        sys.stderr.write(f"megatron-ext: error: {printable(line)}\n")
         sys.exit(2)
 
 

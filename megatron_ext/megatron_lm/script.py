@@ -178,7 +178,7 @@ def run_script(script: str | os.PathLike[str], arguments: Sequence[str] = ()) ->
     not before ``PYTHONPATH``.
 
     Raises:
-        ConfigError: The script does not exist.
+        ConfigError: The script does not exist, or is not Python.
     """
     file = Path(script)
     if not file.is_file():
@@ -187,6 +187,14 @@ def run_script(script: str | os.PathLike[str], arguments: Sequence[str] = ()) ->
             expected="a Python file, such as pretrain_gpt.py of a Megatron-LM checkout",
             where=file,
         )
+    try:
+        compile(file.read_bytes(), script, "exec")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ConfigError(
+            "the script is not Python",
+            got=getattr(error, "msg", None) or error,
+            where=f"{file}:{getattr(error, 'lineno', None) or 1}",
+        ) from error
     install()
     _prepare_processes(file.resolve())
     sys.argv = [os.fspath(script), *arguments]
