@@ -1,7 +1,5 @@
 """What may import what, and how soon the package and the command line answer."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
@@ -45,9 +43,7 @@ print(seconds, *{{name.split(".")[0] for name in sys.modules}}, file=sys.stderr)
 
 
 @pytest.mark.parametrize("contract", CONTRACTS)
-def test_the_import_contract_is_kept(
-    contract: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_import_contract_is_kept(contract, tmp_path, capsys):
     status = lint_imports(
         config_filename=PYPROJECT, limit_to_contracts=(contract,), cache_dir=str(tmp_path)
     )
@@ -59,27 +55,27 @@ def test_the_import_contract_is_kept(
     [_IMPORT, _HELP.format(arguments=["--help"]), _HELP.format(arguments=["--version"])],
     ids=["import", "help", "version"],
 )
-def test_the_package_and_its_help_answer_at_once_and_load_nothing_heavy(code: str) -> None:
+def test_the_package_and_its_help_answer_at_once_and_load_nothing_heavy(code):
     runs = [_fresh_interpreter(code) for _ in range(3)]
     assert min(seconds for seconds, _ in runs) < SECONDS
     assert runs[0][1].isdisjoint(HEAVY)
 
 
-def test_the_help_of_a_verb_does_not_wait_for_torch() -> None:
+def test_the_help_of_a_verb_does_not_wait_for_torch():
     _, modules = _fresh_interpreter(_HELP.format(arguments=["distill", "--help"]))
     assert modules.isdisjoint({"torch", "megatron", "transformers", "triton"})
 
 
-def test_every_flag_has_a_name_of_its_own() -> None:
+def test_every_flag_has_a_name_of_its_own():
     names = [flag.name for flag in config_flags()]
     assert len(names) == len(set(names))
 
 
-def test_every_configuration_key_says_what_it_is() -> None:
+def test_every_configuration_key_says_what_it_is():
     assert [flag.name for flag in config_flags() if not flag.help.endswith(".")] == []
 
 
-def test_no_function_but_a_kernel_has_more_than_ten_parameters() -> None:
+def test_no_function_but_a_kernel_has_more_than_ten_parameters():
     long = set()
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -91,24 +87,24 @@ def test_no_function_but_a_kernel_has_more_than_ten_parameters() -> None:
     assert long == LONG_CONSTRUCTORS
 
 
-def test_no_module_imports_itself_through_others() -> None:
+def test_no_module_imports_itself_through_others():
     """Imports inside functions count; those for a type checker alone do not."""
     graph = grimp.build_graph("megatron_ext", exclude_type_checking_imports=True, cache_dir=None)
     imports = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
     TopologicalSorter(imports).prepare()
 
 
-def test_the_package_stays_small_enough_to_find_ones_way_in() -> None:
+def test_the_package_stays_small_enough_to_find_ones_way_in():
     files = [*PACKAGE.rglob("*.py")]
     assert len(files) <= MOST_FILES
     assert len({file.parent for file in files}) <= MOST_FOLDERS
 
 
-def _is_kernel(node: ast.FunctionDef) -> bool:
+def _is_kernel(node):
     return any(ast.unparse(decorator) == "triton.jit" for decorator in node.decorator_list)
 
 
-def _fresh_interpreter(code: str) -> tuple[float, set[str]]:
+def _fresh_interpreter(code):
     """Seconds that ``code`` takes in a new interpreter, and the packages it has loaded then."""
     finished = subprocess.run(
         [sys.executable, "-c", _MEASURE.format(code=code)],
@@ -160,7 +156,7 @@ READS_CONFIGURATION = {
 """Where a function may take the whole configuration; everything below takes a part of it."""
 
 
-def test_no_function_below_the_reading_of_inputs_takes_the_whole_configuration() -> None:
+def test_no_function_below_the_reading_of_inputs_takes_the_whole_configuration():
     takers = {
         path.relative_to(PACKAGE).as_posix()
         for path in PACKAGE.rglob("*.py")
@@ -170,7 +166,7 @@ def test_no_function_below_the_reading_of_inputs_takes_the_whole_configuration()
     assert takers == READS_CONFIGURATION
 
 
-def _takes_all(node: ast.AST) -> bool:
+def _takes_all(node):
     """Whether a function has a parameter that is a ``DistillConfig``."""
     if not isinstance(node, ast.FunctionDef):
         return False

@@ -1,9 +1,5 @@
 """The benchmark of whole steps measures what it says, in small."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from benchmarks.end_to_end import measure, parse
@@ -16,11 +12,11 @@ TINY = (
 )
 
 
-def measure_tiny(rank: int) -> dict[str, Any]:
+def measure_tiny(rank):
     return measure(parse(TINY))
 
 
-def test_a_result_has_three_times_and_shares_of_a_whole_step() -> None:
+def test_a_result_has_three_times_and_shares_of_a_whole_step():
     (found,) = run_ranks(1, measure_tiny)
     samples = {row["kind"]: row["seconds"] for row in found["samples"]}
     assert {kind: len(seconds) for kind, seconds in samples.items()} == {

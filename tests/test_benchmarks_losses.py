@@ -1,45 +1,33 @@
 """The benchmark of losses: what it counts, what it compares with, and when it says nothing."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import runpy
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.loss_cost import (
-    cases,
-    counted_bytes,
-    counting,
-    eager_recipe,
-    gate,
-    heads,
-    pairs,
-)
+from benchmarks.loss_cost import cases, counted_bytes, counting, eager_recipe, gate, heads, pairs
 from benchmarks.loss_cost.heads import Heads
 from benchmarks.loss_cost.microbatch import RankVocabulary, Shape, same_vocabulary
 from benchmarks.loss_cost.traffic import Traffic
-from megatron_ext.losses import DistillationInputs, ProjectedKLLoss, TeacherTargets
+from megatron_ext.losses import ProjectedKLLoss, TeacherTargets
 
 ROOT = Path(__file__).parents[1]
 LOGITS = torch.ones(4, 8, dtype=torch.bfloat16)
 
 
 @pytest.fixture(scope="module")
-def vocabulary() -> RankVocabulary:
+def vocabulary():
     return gate.small_vocabulary()
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def script(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     module = importlib.import_module("losses")
     yield module
@@ -47,28 +35,28 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         del sys.modules[name]
 
 
-def test_an_operator_reads_its_tensors_and_writes_its_results() -> None:
+def test_an_operator_reads_its_tensors_and_writes_its_results():
     with Traffic() as traffic:
         wide = LOGITS.float()
         wide.view(8, 4).add_(torch.ones(4))
     assert (traffic.read, traffic.written) == (64 + 128 + 16, 128 + 16 + 128)
 
 
-def test_picking_reads_what_is_picked() -> None:
+def test_picking_reads_what_is_picked():
     index = torch.zeros(4, 1, dtype=torch.int64)
     with Traffic() as traffic:
         LOGITS.gather(-1, index)
     assert (traffic.read, traffic.written) == (8 + 32, 8)
 
 
-def test_a_broadcast_tensor_is_read_at_its_own_size() -> None:
+def test_a_broadcast_tensor_is_read_at_its_own_size():
     vector = torch.ones(8)
     with Traffic() as traffic:
         vector.expand(100, 8).sum()
     assert traffic.read == 32
 
 
-def test_peak_is_what_lives_at_once() -> None:
+def test_peak_is_what_lives_at_once():
     with Traffic() as traffic:
         for _ in range(3):
             held = torch.zeros(100)
@@ -79,9 +67,7 @@ def test_peak_is_what_lives_at_once() -> None:
 
 
 @pytest.mark.parametrize("implementation", ["torch", "eager"])
-def test_counts_at_few_rows_tell_those_at_many(
-    vocabulary: RankVocabulary, implementation: str
-) -> None:
+def test_counts_at_few_rows_tell_those_at_many(vocabulary, implementation):
     objective = cases.OBJECTIVES[1]
     excerpt = replace(vocabulary, pair=vocabulary.pair.excerpt(counting.EXCERPT))
     bytes_at, _ = counting._recorded(objective, implementation, excerpt)
@@ -91,7 +77,7 @@ def test_counts_at_few_rows_tell_those_at_many(
     assert bytes_at(84) == pytest.approx(recorded.moved, rel=1e-3)
 
 
-def test_the_floors_are_those_of_the_published_shape() -> None:
+def test_the_floors_are_those_of_the_published_shape():
     shape = Shape(
         student_rows=8192,
         teacher_rows=8192,
@@ -110,7 +96,7 @@ def test_the_floors_are_those_of_the_published_shape() -> None:
     assert counted_bytes.floors(shape, 2, "none") == (4 * 8192 * 128_256, 6 * 8192 * 128_256)
 
 
-def test_the_eager_recipe_is_the_published_loss(vocabulary: RankVocabulary) -> None:
+def test_the_eager_recipe_is_the_published_loss(vocabulary):
     inputs = vocabulary.microbatch(24, dtype=torch.float32)
     objective = ProjectedKLLoss(numerics="nemo", vocab_topk=150)
     published, ours = [
@@ -123,7 +109,7 @@ def test_the_eager_recipe_is_the_published_loss(vocabulary: RankVocabulary) -> N
     torch.testing.assert_close(ours, published, rtol=1e-4, atol=1e-5)
 
 
-def test_the_compiled_formula_is_the_loss(vocabulary: RankVocabulary) -> None:
+def test_the_compiled_formula_is_the_loss(vocabulary):
     inputs = vocabulary.microbatch(24, dtype=torch.float32)
     of_formula = _value_and_gradient(cases.plain_projected_kl, inputs)
     of_op = _value_and_gradient(lambda given: ProjectedKLLoss()(given).loss_sum, inputs)
@@ -131,9 +117,7 @@ def test_the_compiled_formula_is_the_loss(vocabulary: RankVocabulary) -> None:
 
 
 @pytest.mark.parametrize("name", ["vocab_kl", "next_token"])
-def test_eager_losses_of_one_vocabulary_are_the_losses(
-    vocabulary: RankVocabulary, name: str
-) -> None:
+def test_eager_losses_of_one_vocabulary_are_the_losses(vocabulary, name):
     (objective,) = (one for one in cases.OBJECTIVES if one.name == name)
     inputs = same_vocabulary(vocabulary.microbatch(24, dtype=torch.float32))
     eager, ours = (
@@ -143,9 +127,7 @@ def test_eager_losses_of_one_vocabulary_are_the_losses(
     torch.testing.assert_close(eager, ours, rtol=1e-4, atol=1e-5)
 
 
-def test_the_linear_form_is_the_loss_on_the_logits_of_the_heads(
-    vocabulary: RankVocabulary,
-) -> None:
+def test_the_linear_form_is_the_loss_on_the_logits_of_the_heads(vocabulary):
     text = vocabulary.text(24)
     widths = [shard.width for shard in vocabulary.shards]
     columns = (widths[0], widths[1])
@@ -166,7 +148,7 @@ def test_the_linear_form_is_the_loss_on_the_logits_of_the_heads(
     torch.testing.assert_close(given.student_hidden.grad, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_pair_of_files_is_the_pair_that_was_saved(tmp_path: Path) -> None:
+def test_a_pair_of_files_is_the_pair_that_was_saved(tmp_path):
     name = "Llama 3.2 x Qwen 3"
     made = replace(pairs.synthetic_pair(*gate.SMALL, length=60), name=name)
     made.save(tmp_path)
@@ -176,7 +158,7 @@ def test_a_pair_of_files_is_the_pair_that_was_saved(tmp_path: Path) -> None:
     assert np.array_equal(read.teacher_chunk, made.teacher_chunk)
 
 
-def test_a_text_is_repeated_and_cut_between_chunks(vocabulary: RankVocabulary) -> None:
+def test_a_text_is_repeated_and_cut_between_chunks(vocabulary):
     pair = vocabulary.pair
     longer = pair.of_rows(len(pair.student_ids) + 7)
     assert len(longer.student_ids) == len(pair.student_ids) + 7
@@ -185,7 +167,7 @@ def test_a_text_is_repeated_and_cut_between_chunks(vocabulary: RankVocabulary) -
     assert longer.student_chunk[-1] == -1
 
 
-def test_a_rank_has_its_share_of_both_vocabularies(vocabulary: RankVocabulary) -> None:
+def test_a_rank_has_its_share_of_both_vocabularies(vocabulary):
     rank = RankVocabulary.of(vocabulary.pair, 4)
     assert [shard.width for shard in rank.shards] == [128, 256]
     assert len(rank.match.common_student) == len(vocabulary.match.common_student) / 4
@@ -197,13 +179,8 @@ def test_a_rank_has_its_share_of_both_vocabularies(vocabulary: RankVocabulary) -
         assert gradient.abs().max() > 0, objective.name
 
 
-def test_a_wrong_kernel_ends_it_with_nothing_written(
-    script: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def loss(self: object, implementation: str) -> object:
+def test_a_wrong_kernel_ends_it_with_nothing_written(script, monkeypatch, tmp_path, capsys):
+    def loss(self, implementation):
         factor = 1.1 if implementation == "triton" else 1.0
         return lambda given: factor * given.student_logits.float().square().sum()
 
@@ -216,14 +193,11 @@ def test_a_wrong_kernel_ends_it_with_nothing_written(
 
 
 def test_everything_is_measured_that_can_be_and_the_rest_has_a_reason(
-    script: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    vocabulary: RankVocabulary,
-) -> None:
+    script, monkeypatch, tmp_path, vocabulary
+):
     timing = sys.modules["loss_cost.timing"].Timing
 
-    def timed(run: Callable[[], object], *, clear: Callable[[], None], budget_ms: float) -> object:
+    def timed(run, *, clear, budget_ms):
         run()
         clear()
         return timing(ms_median=2.0, ms_min=1.0, ms_max=3.0, repeats=3, peak_bytes=100)
@@ -268,9 +242,7 @@ def test_everything_is_measured_that_can_be_and_the_rest_has_a_reason(
     assert "1.00 times the bare products" in text
 
 
-def test_times_are_refused_without_a_gpu(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_times_are_refused_without_a_gpu(script, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["losses.py", "--output", str(tmp_path / "times.json")])
     with pytest.raises(SystemExit, match="2"):
@@ -279,13 +251,11 @@ def test_times_are_refused_without_a_gpu(
 
 @pytest.mark.parametrize("gpu", [True, False], ids=["gpu", "no gpu"])
 @pytest.mark.parametrize("failing", [True, False], ids=["tests fail", "tests pass"])
-def test_one_command_tests_and_then_measures(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpu: bool, failing: bool
-) -> None:
+def test_one_command_tests_and_then_measures(script, monkeypatch, tmp_path, gpu, failing):
     command = importlib.import_module("gpu")
-    ran: list[tuple[str, ...]] = []
+    ran = []
 
-    def run(*arguments: str, gpu: bool, timeout: float | None = None) -> int:
+    def run(*arguments, gpu, timeout=None):
         ran.append(arguments)
         return int(failing)
 
@@ -301,7 +271,7 @@ def test_one_command_tests_and_then_measures(
         assert ran[1][:3] == ("benchmarks/losses.py", option, str(tmp_path / written))
 
 
-def test_results_have_a_row_a_line(tmp_path: Path) -> None:
+def test_results_have_a_row_a_line(tmp_path):
     from benchmarks.loss_cost.machine import write_results
 
     results = {"commit": "abc", "rows": [{"a": 1}, {"a": 2}], "not_run": []}
@@ -311,16 +281,14 @@ def test_results_have_a_row_a_line(tmp_path: Path) -> None:
     assert len(text.splitlines()) == 8
 
 
-def test_the_page_on_performance_is_current() -> None:
+def test_the_page_on_performance_is_current():
     page = runpy.run_path(str(ROOT / "docs" / "generate_performance.py"))
     assert page["PAGE"].read_text(encoding="utf-8") == page["performance_page"](), (
         "run: python docs/generate_performance.py"
     )
 
 
-def _value_and_gradient(
-    loss: cases.Loss, inputs: DistillationInputs
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _value_and_gradient(loss, inputs):
     inputs.student_logits.grad = None
     value = loss(inputs)
     value.backward()

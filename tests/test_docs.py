@@ -1,7 +1,5 @@
 """The documentation says what is so: programs run, links lead somewhere, references are current."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -9,7 +7,6 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,7 +29,7 @@ SOURCE = re.compile(r"`([a-z_]+/[\w./-]+\.py)`")
 CODE = re.compile(r"^```.*?^```\n", re.DOTALL | re.MULTILINE)
 
 
-def programs() -> list[Any]:
+def programs():
     return [
         pytest.param(*match.groups(), id=f"{page.relative_to(ROOT)}-{number}")
         for page in PAGES
@@ -40,7 +37,7 @@ def programs() -> list[Any]:
     ]
 
 
-def links() -> list[Any]:
+def links():
     return [
         pytest.param(page, link, id=f"{page.relative_to(ROOT)}-{link}")
         for page in PAGES
@@ -50,9 +47,7 @@ def links() -> list[Any]:
 
 
 @pytest.mark.parametrize(("program", "output"), programs())
-def test_a_program_in_the_documentation_prints_what_is_said(
-    program: str, output: str | None, tmp_path: Path
-) -> None:
+def test_a_program_in_the_documentation_prints_what_is_said(program, output, tmp_path):
     finished = subprocess.run(
         [sys.executable, "-c", program],
         cwd=tmp_path,
@@ -67,7 +62,7 @@ def test_a_program_in_the_documentation_prints_what_is_said(
 
 
 @pytest.mark.parametrize(("page", "link"), links())
-def test_a_link_leads_to_a_file_and_a_heading(page: Path, link: str) -> None:
+def test_a_link_leads_to_a_file_and_a_heading(page, link):
     path, _, anchor = link.partition("#")
     target = page.parent / path if path else page
     assert target.exists()
@@ -75,14 +70,14 @@ def test_a_link_leads_to_a_file_and_a_heading(page: Path, link: str) -> None:
         assert anchor in headings(target.read_text(encoding="utf-8"))
 
 
-def test_the_tables_of_the_tokenizer_page_are_current() -> None:
+def test_the_tables_of_the_tokenizer_page_are_current():
     script = runpy.run_path(str(ROOT / "docs" / "generate_tokenizer_tables.py"))
     assert script["PAGE"].read_text(encoding="utf-8") == script["tokenizers_page"](), (
         "run: python docs/generate_tokenizer_tables.py"
     )
 
 
-def test_the_configuration_reference_is_current() -> None:
+def test_the_configuration_reference_is_current():
     script = runpy.run_path(str(ROOT / "docs" / "generate_configuration.py"))
     assert script["PAGE"].read_text(encoding="utf-8") == script["configuration_page"](), (
         "run: python docs/generate_configuration.py"
@@ -90,7 +85,7 @@ def test_the_configuration_reference_is_current() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_a_source_file_that_a_page_names_is_there(page: Path) -> None:
+def test_a_source_file_that_a_page_names_is_there(page):
     named = set(SOURCE.findall(CODE.sub("", page.read_text(encoding="utf-8"))))
     # A folder that is not ours is one of Megatron-LM's.
     homes = [(path, home) for path in named for home in HOMES if (home / path).parents[0].exists()]
@@ -101,12 +96,12 @@ def test_a_source_file_that_a_page_names_is_there(page: Path) -> None:
     "feature",
     ["ensembles", "lockstep", "LoRA", "hypernetworks", "on-policy", "experts", "data sets by name"],
 )
-def test_the_readme_names_what_related_projects_have_and_this_one_lacks(feature: str) -> None:
+def test_the_readme_names_what_related_projects_have_and_this_one_lacks(feature):
     _, _, rest = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Not yet\n")
     assert feature in rest.partition("\n## ")[0]
 
 
-def test_the_figures_of_the_readme_are_those_of_the_raw_results() -> None:
+def test_the_figures_of_the_readme_are_those_of_the_raw_results():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     results = {
         name: json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["rows"]
@@ -123,7 +118,7 @@ def test_the_figures_of_the_readme_are_those_of_the_raw_results() -> None:
 
 
 @pytest.mark.parametrize("page", ["losses.md", "distillation_data.md"])
-def test_a_name_that_takes_the_place_of_one_of_nemo_rl_can_be_imported(page: str) -> None:
+def test_a_name_that_takes_the_place_of_one_of_nemo_rl_can_be_imported(page):
     import megatron_ext
     import megatron_ext.losses
 
@@ -137,7 +132,7 @@ def test_a_name_that_takes_the_place_of_one_of_nemo_rl_can_be_imported(page: str
     assert not {name for name in classes - elsewhere if not any(hasattr(h, name) for h in homes)}
 
 
-def test_an_error_that_the_quickstart_explains_is_raised_somewhere() -> None:
+def test_an_error_that_the_quickstart_explains_is_raised_somewhere():
     page = (ROOT / "docs" / "quickstart.md").read_text("utf-8")
     _, _, table = page.partition("## When it does not start")
     explained = re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)
@@ -147,14 +142,14 @@ def test_an_error_that_the_quickstart_explains_is_raised_somewhere() -> None:
     assert not [error for error in explained if not re.search(written(error), texts)]
 
 
-def written(error: str) -> str:
+def written(error):
     """Pattern of an error as it is in the source, where any word may be in braces."""
     braces = r"\{[^{}]*\}\S*"
     words = (re.escape(word) for word in error.split())
     return " ".join(braces if r"\.\.\." in word else f"(?:{word}|{braces})" for word in words)
 
 
-def headings(markdown: str) -> set[str]:
+def headings(markdown):
     """Anchors of the headings, as GitHub makes them."""
     titles = re.findall(r"^#+ (.+)$", CODE.sub("", markdown), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}

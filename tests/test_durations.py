@@ -1,13 +1,7 @@
 """What files of tests take is recorded, and decides their order."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
-
-import pytest
 
 from tests.durations import DurationRecorder, Seconds, longest_first, write_durations
 
@@ -29,14 +23,14 @@ def test_waiting():
 class Recording:
     """Registers the recorder as ``conftest.py`` does."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self._path = path
 
-    def pytest_configure(self, config: pytest.Config) -> None:
+    def pytest_configure(self, config):
         config.pluginmanager.register(DurationRecorder(config, self._path))
 
 
-def test_a_file_takes_what_its_children_take(pytester: pytest.Pytester) -> None:
+def test_a_file_takes_what_its_children_take(pytester):
     pytester.makepyfile(test_busy=BUSY, test_idle="def test_nothing(): pass")
     path = pytester.path / "durations.json"
     pytester.inline_run("-p", "no:cacheprovider", plugins=[Recording(path)]).assertoutcome(passed=3)
@@ -47,9 +41,9 @@ def test_a_file_takes_what_its_children_take(pytester: pytest.Pytester) -> None:
     assert table["test_idle.py"]["cpu"] < table["test_busy.py"]["cpu"]
 
 
-def test_parts_of_a_file_on_several_workers_add_up(tmp_path: Path) -> None:
+def test_parts_of_a_file_on_several_workers_add_up(tmp_path):
     (tmp_path / "test_a.py").touch()
-    config: Any = SimpleNamespace()
+    config = SimpleNamespace()
     recorder = DurationRecorder(config, tmp_path / "durations.json")
     for seconds in ([1.0, 2.0], [0.5, 3.0]):
         recorder.pytest_testnodedown(
@@ -62,14 +56,14 @@ def test_parts_of_a_file_on_several_workers_add_up(tmp_path: Path) -> None:
     }
 
 
-def test_a_worker_reports_and_writes_nothing(tmp_path: Path) -> None:
-    config: Any = SimpleNamespace(workeroutput={})
+def test_a_worker_reports_and_writes_nothing(tmp_path):
+    config = SimpleNamespace(workeroutput={})
     DurationRecorder(config, tmp_path / "durations.json").pytest_sessionfinish()
     assert config.workeroutput == {"durations": {}}
     assert not any(tmp_path.iterdir())
 
 
-def test_long_files_come_first_and_unknown_ones_before_them(tmp_path: Path) -> None:
+def test_long_files_come_first_and_unknown_ones_before_them(tmp_path):
     path = tmp_path / "durations.json"
     assert longest_first(path) is None
     for name in ("short", "long"):
@@ -79,7 +73,5 @@ def test_long_files_come_first_and_unknown_ones_before_them(tmp_path: Path) -> N
     assert list(json.loads(path.read_text())) == ["long.py", "short.py"]
     key = longest_first(path)
     assert key is not None
-    items: list[Any] = [
-        SimpleNamespace(path=tmp_path / f"{name}.py") for name in ("short", "long", "new")
-    ]
+    items = [SimpleNamespace(path=tmp_path / f"{name}.py") for name in ("short", "long", "new")]
     assert [item.path.stem for item in sorted(items, key=key)] == ["new", "long", "short"]

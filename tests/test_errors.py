@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pickle
 
 import pytest
@@ -14,7 +12,7 @@ KINDS = [
 ]
 
 
-def test_the_text_says_where_what_got_expected_and_fix_in_one_line() -> None:
+def test_the_text_says_where_what_got_expected_and_fix_in_one_line():
     error = MegatronExtError(
         "the key is wrong", where="run.yaml:3", got="a\nb", expected=0, fix="mend it"
     )
@@ -35,7 +33,7 @@ def test_the_text_says_where_what_got_expected_and_fix_in_one_line() -> None:
     ],
     ids=["title", "C1", "return", "order", "isolates", "surrogate", "many", "long"],
 )
-def test_a_terminal_shows_a_text_and_does_not_obey_it(text: str) -> None:
+def test_a_terminal_shows_a_text_and_does_not_obey_it(text):
     shown = str(MegatronExtError("it failed", got=text, fix="mend it"))
     assert shown.isprintable()
     assert len(shown) <= 2000
@@ -43,29 +41,29 @@ def test_a_terminal_shows_a_text_and_does_not_obey_it(text: str) -> None:
     assert shown.endswith("; mend it")
 
 
-def test_text_of_any_script_is_shown_as_it_is() -> None:
+def test_text_of_any_script_is_shown_as_it_is():
     text = "naïve Ελληνικά हिन्दी 日本語 👩‍👩‍👧 \u00a0\u3000"
     assert printable(text) == text
     assert "[... 1,100 characters ...]" in printable("a" * 3000)
 
 
-def test_parts_that_are_not_given_leave_no_trace() -> None:
+def test_parts_that_are_not_given_leave_no_trace():
     assert str(MegatronExtError("it failed")) == "it failed"
 
 
 @pytest.mark.parametrize("value", [0, "", False, 0.0], ids=repr)
-def test_a_false_value_is_still_shown(value: object) -> None:
+def test_a_false_value_is_still_shown(value):
     assert str(MegatronExtError("it failed", got=value)) == f"it failed; got {value}"
 
 
-def test_a_missing_package_says_what_to_install() -> None:
+def test_a_missing_package_says_what_to_install():
     error = MissingDependencyError("tiktoken", extra="tiktoken", feature="this tokenizer")
     assert isinstance(error, ImportError)
     assert 'pip install "megatron-ext[tiktoken]"' in str(error)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_every_error_reaches_another_process_with_its_text(kind: type[MegatronExtError]) -> None:
+def test_every_error_reaches_another_process_with_its_text(kind):
     error = (
         kind("torch", extra="train", feature="training")
         if kind is MissingDependencyError

@@ -1,7 +1,5 @@
 """Without a package that an extra brings, one line says which extra to install."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -49,7 +47,7 @@ for verb in ("export-hf", "import-hf"):
 """
 
 
-def test_without_torch_every_name_and_verb_names_the_extra_that_brings_it(tmp_path: Path) -> None:
+def test_without_torch_every_name_and_verb_names_the_extra_that_brings_it(tmp_path):
     finished = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH],
         cwd=tmp_path,
@@ -69,13 +67,13 @@ def test_without_torch_every_name_and_verb_names_the_extra_that_brings_it(tmp_pa
     ]
 
 
-def test_a_package_that_no_extra_brings_is_missing_as_ever() -> None:
+def test_a_package_that_no_extra_brings_is_missing_as_ever():
     with pytest.raises(ModuleNotFoundError), needed_packages("this"):
         import no_such_package  # noqa: F401
 
 
 @pytest.mark.parametrize("name", EXTRA_OF)
-def test_an_extra_brings_the_packages_that_are_said_to_be_its_own(name: str) -> None:
+def test_an_extra_brings_the_packages_that_are_said_to_be_its_own(name):
     error = missing_package(name, feature="this")
     assert isinstance(error, MissingDependencyError)
     package = re.search(r"the package (\S+),", str(error))
@@ -85,13 +83,13 @@ def test_an_extra_brings_the_packages_that_are_said_to_be_its_own(name: str) -> 
     assert brought in requirements()[EXTRA_OF[name]]
 
 
-def test_every_package_of_an_extra_has_an_extra_to_name() -> None:
+def test_every_package_of_an_extra_has_an_extra_to_name():
     named = {str(missing_package(name, feature="")).split()[3].rstrip(",") for name in EXTRA_OF}
     extras = [packages for extra, packages in requirements().items() if extra not in COLLECTIONS]
     assert {package for packages in extras for package in packages} - {"megatron-ext"} <= named
 
 
-def requirements() -> dict[str, set[str]]:
+def requirements():
     """The packages that each extra of ``pyproject.toml`` names."""
     extras = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]
     return {

@@ -1,32 +1,27 @@
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 import pytest
 
 from megatron_ext.files import write_bytes, write_text
 
 
-def test_a_file_is_replaced_by_what_is_written(tmp_path: Path) -> None:
+def test_a_file_is_replaced_by_what_is_written(tmp_path):
     path = tmp_path / "new" / "folder" / "file.txt"
     write_text(path, "first")
     write_text(path, "naïve\n")
     assert path.read_bytes() == "naïve\n".encode()
 
 
-def test_nothing_else_stays_in_the_folder(tmp_path: Path) -> None:
+def test_nothing_else_stays_in_the_folder(tmp_path):
     write_bytes(tmp_path / "file", b"x")
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path, monkeypatch):
     path = tmp_path / "file"
     write_bytes(path, b"old")
 
-    def full_disk(descriptor: int) -> None:
+    def full_disk(descriptor):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full_disk)
@@ -36,7 +31,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_file_gets_the_permissions_that_any_new_file_gets(tmp_path: Path) -> None:
+def test_a_file_gets_the_permissions_that_any_new_file_gets(tmp_path):
     write_bytes(tmp_path / "ours", b"")
     (tmp_path / "plain").touch()
     assert (tmp_path / "ours").stat().st_mode == (tmp_path / "plain").stat().st_mode

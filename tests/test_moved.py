@@ -1,7 +1,5 @@
 """Programs written before a module moved still find it, and are told where it is."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess
@@ -14,7 +12,7 @@ from megatron_ext.moved import MOVED
 
 
 @pytest.mark.parametrize("name", MOVED)
-def test_a_moved_module_is_the_one_of_now(name: str) -> None:
+def test_a_moved_module_is_the_one_of_now(name):
     sys.modules.pop(name, None)
     with pytest.warns(DeprecationWarning, match=re.escape(f"{name} is {MOVED[name]} now")):
         module = import_module(name)
@@ -25,7 +23,7 @@ def test_a_moved_module_is_the_one_of_now(name: str) -> None:
     assert importlib.util.find_spec(MOVED[name]) is not None
 
 
-def test_a_module_of_a_moved_package_is_loaded_once() -> None:
+def test_a_module_of_a_moved_package_is_loaded_once():
     program = (
         "import sys\n"
         "from megatron_ext.training.megatron_lm.script import install\n"
@@ -36,6 +34,6 @@ def test_a_module_of_a_moved_package_is_loaded_once() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
 
 
-def test_a_name_that_never_was_is_not_found() -> None:
+def test_a_name_that_never_was_is_not_found():
     with pytest.raises(ModuleNotFoundError, match=re.escape("megatron_ext.training.megatron")):
         import_module("megatron_ext.training.megatron")

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from megatron_ext.errors import ConfigError, UnknownNameError
@@ -7,24 +5,24 @@ from megatron_ext.registry import Registry, did_you_mean
 
 
 @pytest.fixture
-def colours() -> Registry[int]:
-    registry: Registry[int] = Registry("colour")
+def colours():
+    registry = Registry("colour")
     registry.register("green", 0)
     registry.register("red", 1)
     return registry
 
 
-def test_rows_are_found_by_name_in_the_order_they_were_registered(colours: Registry[int]) -> None:
+def test_rows_are_found_by_name_in_the_order_they_were_registered(colours):
     assert dict(colours) == {"green": 0, "red": 1}
     assert list(colours) == ["green", "red"]
 
 
-def test_register_returns_its_row(colours: Registry[int]) -> None:
+def test_register_returns_its_row(colours):
     assert colours.register("blue", 7) == 7
     assert colours["blue"] == 7
 
 
-def test_an_unknown_name_lists_the_choices_and_the_nearest(colours: Registry[int]) -> None:
+def test_an_unknown_name_lists_the_choices_and_the_nearest(colours):
     with pytest.raises(UnknownNameError) as caught:
         colours["gren"]
     assert str(caught.value) == (
@@ -32,19 +30,17 @@ def test_an_unknown_name_lists_the_choices_and_the_nearest(colours: Registry[int
     )
 
 
-def test_an_unknown_name_is_a_key_error_so_that_mapping_methods_work(
-    colours: Registry[int],
-) -> None:
+def test_an_unknown_name_is_a_key_error_so_that_mapping_methods_work(colours):
     assert colours.get("mauve") is None
     assert "mauve" not in colours
 
 
-def test_assigning_to_a_name_registers_it(colours: Registry[int]) -> None:
+def test_assigning_to_a_name_registers_it(colours):
     colours["blue"] = 7
     assert list(colours.items())[-1] == ("blue", 7)
 
 
-def test_a_name_cannot_be_taken_twice(colours: Registry[int]) -> None:
+def test_a_name_cannot_be_taken_twice(colours):
     with pytest.raises(ConfigError, match="the colour 'red' is registered already"):
         colours.register("red", 2)
     with pytest.raises(ConfigError, match="the colour 'red' is registered already"):
@@ -57,5 +53,5 @@ def test_a_name_cannot_be_taken_twice(colours: Registry[int]) -> None:
     [("lr_", "did you mean 'lr'?"), ("zzzz", None), (3, None)],
     ids=["near", "far", "no-text"],
 )
-def test_did_you_mean_names_only_what_is_near(name: object, answer: str | None) -> None:
+def test_did_you_mean_names_only_what_is_near(name, answer):
     assert did_you_mean(name, ["lr", "seed"]) == answer

@@ -1,11 +1,8 @@
 """The page on scaling has the numbers of its formulas, and measured ones where there are some."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,17 +10,17 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
-def script() -> dict[str, Any]:
+def script():
     return runpy.run_path(str(ROOT / "docs" / "generate_scaling.py"))
 
 
-def test_the_scaling_page_is_current(script: dict[str, Any]) -> None:
+def test_the_scaling_page_is_current(script):
     assert script["PAGE"].read_text(encoding="utf-8") == script["scaling_page"](), (
         "run: python docs/generate_scaling.py"
     )
 
 
-def test_the_layouts_of_the_page_are_of_whole_replicas_up_to_1024(script: dict[str, Any]) -> None:
+def test_the_layouts_of_the_page_are_of_whole_replicas_up_to_1024(script):
     gpus = {layout.gpus for layout in script["LAYOUTS"]}
     assert {1, 1024} <= gpus
     for layout in script["LAYOUTS"]:
@@ -31,9 +28,7 @@ def test_the_layouts_of_the_page_are_of_whole_replicas_up_to_1024(script: dict[s
         assert plan.dp * layout.tp * layout.pp == layout.gpus
 
 
-def test_a_result_of_the_benchmark_is_shown_with_its_machine(
-    script: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_result_of_the_benchmark_is_shown_with_its_machine(script, tmp_path, monkeypatch):
     names = script["scaling_page"].__globals__
     monkeypatch.setitem(names, "RESULTS", tmp_path)
     assert script["_measured"]() == [script["NOT_MEASURED"]]

@@ -7,44 +7,40 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from megatron_ext.errors import LossError
-from megatron_ext.losses import DistillationInputs, LossOutput, Objective
-from tests.guards.loss_cases import LossCase, MakeCase, leaves, loss_cases
+from megatron_ext.losses import DistillationInputs, Objective
+from tests.guards.loss_cases import leaves, loss_cases
 from tests.guards.loss_paths import PathLoss, alone, linear, with_cross_entropy
 
-GOLDEN: Final = Path(__file__).with_name("golden_losses.json")
-ENTRIES: Final = 8
-REFUSED: Final = "refused"
+GOLDEN = Path(__file__).with_name("golden_losses.json")
+ENTRIES = 8
+REFUSED = "refused"
 """In the place of numbers: the objective has no such way."""
 
-TOLERANCE: Final = 2e-6
+TOLERANCE = 2e-6
 """Machines add up in other orders: a few units of fp32 rounding, relative to what was recorded; for
 an entry of a tensor to its largest one, for a metric to the loss that it may be a part of."""
 
-_SIZES: Final = {"entries": "largest", "weighted_sum": "norm", "metrics": "sum"}
+_SIZES = {"entries": "largest", "weighted_sum": "norm", "metrics": "sum"}
 """Numbers -> the number beside them that their rounding is a share of."""
 
 LossPath = Callable[[Objective, DistillationInputs], PathLoss]
-_PATHS: Final[dict[str, LossPath]] = {
-    "alone": alone,
-    "with cross-entropy": with_cross_entropy,
-    "linear": linear,
-}
-_WEIGHTED: Final[dict[str, LossPath]] = {
+_PATHS = {"alone": alone, "with cross-entropy": with_cross_entropy, "linear": linear}
+_WEIGHTED = {
     "with cross-entropy of weight 0": partial(with_cross_entropy, ce_weight=0.0),
     "of weight 0 with cross-entropy": partial(with_cross_entropy, kd_weight=0.0),
     "with cross-entropy, weighted on the device": partial(
         with_cross_entropy, teacher_weight=torch.tensor(1.25)
     ),
 }
-_IS_WEIGHTED: Final = ("projected_kl", "partition_kl", "vocab_kl", "gold", "alm")
+_IS_WEIGHTED = ("projected_kl", "partition_kl", "vocab_kl", "gold", "alm")
 """Objectives that are swept together with the cross-entropy, and some that are not."""
 
 
@@ -57,18 +53,18 @@ class Measured(NamedTuple):
     """Of the leaves that one reaches."""
 
 
-def golden_paths() -> dict[str, tuple[MakeCase, LossPath]]:
+def golden_paths():
     """``case: way`` -> both."""
-    found: dict[str, tuple[MakeCase, LossPath]] = {}
+    found = {}
     for name, make in loss_cases().items():
         ways = _PATHS | (_WEIGHTED if name in _IS_WEIGHTED else {})
         found |= {f"{name}: {way}": (make, path) for way, path in ways.items()}
     return found
 
 
-def measure(make: MakeCase, path: LossPath) -> Measured | None:
+def measure(make, path):
     """Forward and backward; None where there is no such way."""
-    case: LossCase = make()
+    case = make()
     try:
         loss = path(case.objective, case.inputs)
     except LossError:
@@ -85,7 +81,7 @@ def measure(make: MakeCase, path: LossPath) -> Measured | None:
     )
 
 
-def numbers_of(measured: Measured | None) -> dict[str, Any] | str:
+def numbers_of(measured):
     """As the file has them."""
     if measured is None:
         return REFUSED
@@ -96,7 +92,7 @@ def numbers_of(measured: Measured | None) -> dict[str, Any] | str:
     }
 
 
-def bits_of(measured: Measured | None) -> dict[str, str] | str:
+def bits_of(measured):
     """A hash of every tensor's bytes."""
     if measured is None:
         return REFUSED
@@ -113,18 +109,18 @@ def bits_of(measured: Measured | None) -> dict[str, str] | str:
     }
 
 
-def recorded_losses() -> dict[str, Any]:
+def recorded_losses():
     """What the file holds, by ``case: way``."""
-    recorded: dict[str, Any] = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    recorded = json.loads(GOLDEN.read_text(encoding="utf-8"))
     return recorded
 
 
-def mismatches(recorded: Any, measured: Any) -> list[str]:
+def mismatches(recorded, measured):
     """A line for every number that is another one."""
     return list(_mismatches(recorded, measured))
 
 
-def _mismatches(recorded: Any, measured: Any, where: str = "", scale: float = 0.0) -> Iterator[str]:
+def _mismatches(recorded, measured, where="", scale=0.0):
     if not isinstance(recorded, Mapping) or not isinstance(measured, Mapping):
         if not _is_close(recorded, measured, scale=scale):
             yield f"{where}: {measured}, recorded {recorded}"
@@ -136,7 +132,7 @@ def _mismatches(recorded: Any, measured: Any, where: str = "", scale: float = 0.
             yield from _mismatches(value, measured[name], f"{where}/{name}", abs(size))
 
 
-def _is_close(recorded: Any, measured: Any, *, scale: float) -> bool:
+def _is_close(recorded, measured, *, scale):
     if isinstance(recorded, list) and isinstance(measured, list):
         pairs = list(zip(recorded, measured, strict=False))
         return len(recorded) == len(measured) and all(
@@ -147,8 +143,8 @@ def _is_close(recorded: Any, measured: Any, *, scale: float) -> bool:
     return type(recorded) is type(measured) and bool(recorded == measured)
 
 
-def _output(part: LossOutput) -> dict[str, Any]:
-    numbers: dict[str, Any] = {"sum": _rounded(part.loss_sum), "count": int(part.count)}
+def _output(part):
+    numbers = {"sum": _rounded(part.loss_sum), "count": int(part.count)}
     if part.metrics:
         numbers["metrics"] = {
             name: [_rounded(total), int(count)] for name, (total, count) in part.metrics.items()
@@ -158,7 +154,7 @@ def _output(part: LossOutput) -> dict[str, Any]:
     return numbers
 
 
-def _digest(tensor: torch.Tensor) -> dict[str, Any]:
+def _digest(tensor):
     """A few numbers that no change of the tensor leaves as they are.
 
     The sum is weighted by a cosine of the place: the gradient of a softmax adds up to 0.
@@ -174,6 +170,6 @@ def _digest(tensor: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def _rounded(value: torch.Tensor) -> float:
+def _rounded(value):
     """Nine significant digits: all that an fp32 has."""
     return float(f"{float(value.detach()):.9g}")

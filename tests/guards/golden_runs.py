@@ -6,29 +6,25 @@ is meant, run the tests that call ``check_golden`` with MEGATRON_EXT_RECORD_GOLD
     MEGATRON_EXT_RECORD_GOLDEN=1 python -m pytest tests/training -k "measures_what_was_recorded"
 """
 
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
 
 import pytest
 
 from megatron_ext.training.metrics import without_measurements
 
-GOLDEN_RUNS: Final = Path(__file__).with_name("golden_runs")
+GOLDEN_RUNS = Path(__file__).with_name("golden_runs")
 
 # Sums in another order on another machine, of which each step of the optimizer keeps a share.
-_TOLERANCE: Final = 1e-5
-_GRADIENT_NORM_TOLERANCE: Final = 1e-3
+_TOLERANCE = 1e-5
+_GRADIENT_NORM_TOLERANCE = 1e-3
 
-_CHOICES: Final = ("accuracy", "agreement")
+_CHOICES = ("accuracy", "agreement")
 """Ends of names that are not recorded: models of so few steps choose by the last bit."""
 
 
-def check_golden(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+def check_golden(name, rows):
     """Compare a run's metrics with those recorded of it, or record them.
 
     Counts are the same; other numbers differ by rounding alone.
@@ -54,7 +50,7 @@ def check_golden(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
     assert not changes, "\n".join([*changes, "if it is meant: see tests/guards/golden_runs.py"])
 
 
-def _kept(row: Mapping[str, Any]) -> dict[str, Any]:
+def _kept(row):
     """What is recorded of a row, floats with nine digits."""
     return {
         name: float(f"{value:.9g}") if isinstance(value, float) else value
@@ -63,7 +59,7 @@ def _kept(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _changes(recorded: Mapping[str, Any], measured: Mapping[str, Any]) -> Iterator[str]:
+def _changes(recorded, measured):
     for key in sorted({*recorded, *measured}):
         if key not in measured or key not in recorded:
             yield f"{key} is {'gone' if key in recorded else 'new'}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,11 +20,10 @@ from megatron_ext.losses import (
     DskdProjectors,
     LearnedProjection,
     Objective,
-    TargetKind,
 )
 from megatron_ext.projection import SparseProjection
 from tests.losses.linear.linear_case import ordered
-from tests.losses.microbatch import Microbatch, csr_arrays
+from tests.losses.microbatch import csr_arrays
 from tests.losses.objective_cases import (
     CASES,
     ObjectiveCase,
@@ -57,14 +56,12 @@ class LossCase:
 class MakeCase(Protocol):
     """A new case each time, with leaves of its own."""
 
-    def __call__(self) -> LossCase: ...
+    def __call__(self): ...
 
 
-def loss_cases() -> dict[str, MakeCase]:
+def loss_cases():
     """Readable name -> case."""
-    cases: dict[str, MakeCase] = {
-        name: partial(_case, case) for name, case in (CASES | _MORE).items()
-    }
+    cases = {name: partial(_case, case) for name, case in (CASES | _MORE).items()}
     for objective in dict.fromkeys(case.name for case in CASES.values()):
         for kind in ("hidden", "topk", "label"):
             names = [
@@ -86,16 +83,11 @@ def loss_cases() -> dict[str, MakeCase]:
     return cases
 
 
-_MORE: dict[str, ObjectiveCase] = {
+_MORE = {
     "projected_kl nemo": ObjectiveCase(name="projected_kl", options={"numerics": "nemo"}),
     "projected_kl nemo reverse, on the teacher's top tokens": ObjectiveCase(
         name="projected_kl",
-        options={
-            "numerics": "nemo",
-            "direction": "reverse",
-            "vocab_topk": 4,
-            "temperature": 1.5,
-        },
+        options={"numerics": "nemo", "direction": "reverse", "vocab_topk": 4, "temperature": 1.5},
     ),
     "gold nemo": ObjectiveCase(
         name="gold", options={"numerics": "nemo"}, build=with_uncommon_tokens
@@ -112,7 +104,7 @@ _MORE: dict[str, ObjectiveCase] = {
 }
 
 
-def leaves(case: LossCase) -> dict[str, torch.Tensor]:
+def leaves(case):
     """What a gradient can reach."""
     inputs = case.inputs
     found = {
@@ -124,7 +116,7 @@ def leaves(case: LossCase) -> dict[str, torch.Tensor]:
     return {name: leaf for name, leaf in found.items() if leaf is not None}
 
 
-def _case(case: ObjectiveCase, *, kind: TargetKind = "logits") -> LossCase:
+def _case(case, *, kind="logits"):
     options, parameters = dict(case.options), {}
     if case.name == "dskd":
         # A case's own would gather the gradients of every test.
@@ -139,7 +131,7 @@ def _case(case: ObjectiveCase, *, kind: TargetKind = "logits") -> LossCase:
     return LossCase(objective=made, inputs=_with_leaves(inputs), parameters=parameters)
 
 
-def _microbatch(case: ObjectiveCase) -> Microbatch:
+def _microbatch(case):
     """Chunks in the order of the text; logits from a stream that is the same on every machine."""
     batch = ordered(case.batch())
     return replace(
@@ -149,7 +141,7 @@ def _microbatch(case: ObjectiveCase) -> Microbatch:
     )
 
 
-def _with_leaves(inputs: DistillationInputs) -> DistillationInputs:
+def _with_leaves(inputs):
     hidden, head = inputs.student_hidden, inputs.student_head_weight
     if hidden is None or head is None:
         hidden = _normal(3, *inputs.labels.shape, HIDDEN)
@@ -162,7 +154,7 @@ def _with_leaves(inputs: DistillationInputs) -> DistillationInputs:
     )
 
 
-def _inexact(case: ObjectiveCase) -> LossCase:
+def _inexact(case):
     """Of the same bytes are two of three chunks."""
     made = _case(case)
     alignment = made.inputs.alignment
@@ -172,7 +164,7 @@ def _inexact(case: ObjectiveCase) -> LossCase:
     return replace(made, inputs=replace(made.inputs, alignment=alignment))
 
 
-def _masked(case: ObjectiveCase) -> LossCase:
+def _masked(case):
     """Two of three chunks count, and chunks have classes and scripts for the diagnostics."""
     made = _case(case)
     assert made.inputs.alignment is not None
@@ -186,7 +178,7 @@ def _masked(case: ObjectiveCase) -> LossCase:
     return replace(made, inputs=inputs)
 
 
-def _learned(case: ObjectiveCase) -> LossCase:
+def _learned(case):
     made = _case(case)
     dense = case.batch().projection
     assert made.inputs.teacher is not None
@@ -202,9 +194,9 @@ def _learned(case: ObjectiveCase) -> LossCase:
     )
 
 
-def _gated(*, from_heads: bool = False) -> LossCase:
+def _gated(*, from_heads=False):
     """Labels are what most of the teacher's states say under the student's head."""
-    inputs: Any = _case(ObjectiveCase(name="dskd", build=with_hidden_states)).inputs
+    inputs = _case(ObjectiveCase(name="dskd", build=with_hidden_states)).inputs
     teacher, head = inputs.teacher, inputs.student_head_weight
     projectors = DskdProjectors(student_hidden=5, teacher_hidden=6)
     if from_heads:
@@ -226,6 +218,6 @@ def _gated(*, from_heads: bool = False) -> LossCase:
     )
 
 
-def _normal(seed: int, *shape: int) -> Any:
+def _normal(seed, *shape):
     """fp32, from numpy's frozen generator: torch's differs between instruction sets."""
     return torch.from_numpy(np.random.RandomState(seed).standard_normal(shape)).float()

@@ -17,11 +17,10 @@ from megatron_ext.losses import (
     LossPart,
     LossPlan,
     NextTokenLoss,
-    Objective,
 )
 from megatron_ext.losses.linear import LinearDistillation, no_logits
 
-COUNTS: Mapping[str, torch.Tensor | int] = {"kd": 29, "ce": 41}
+COUNTS = {"kd": 29, "ce": 41}
 """What a global batch of several microbatches could count."""
 
 TILE_ROWS = 5
@@ -38,20 +37,13 @@ class PathLoss:
     """``kd`` is the objective's, ``ce`` that of the cross-entropy."""
 
 
-def alone(objective: Objective, inputs: DistillationInputs) -> PathLoss:
+def alone(objective, inputs):
     """The objective called by itself: its sum."""
     output = objective(inputs)
     return PathLoss(total=output.loss_sum, parts={"kd": output})
 
 
-def with_cross_entropy(
-    objective: Objective,
-    inputs: DistillationInputs,
-    *,
-    kd_weight: float = 0.7,
-    ce_weight: float = 0.3,
-    teacher_weight: float | torch.Tensor = 1.0,
-) -> PathLoss:
+def with_cross_entropy(objective, inputs, *, kd_weight=0.7, ce_weight=0.3, teacher_weight=1.0):
     """The loss of a run: both terms, weighted, over the counts of the global batch.
 
     The objective ``next_token`` has no other term, as in a run.
@@ -76,13 +68,13 @@ def with_cross_entropy(
     return PathLoss(total=loss.total, parts=loss.outputs)
 
 
-def linear(objective: Objective, inputs: DistillationInputs) -> PathLoss:
+def linear(objective, inputs):
     """Both terms from the student's hidden states and head, without whole logits.
 
     Raises:
         LossError: The objective or its inputs have no linear form.
     """
-    objectives: dict[str, Objective] = {"ce": NextTokenLoss()}
+    objectives = {"ce": NextTokenLoss()}
     if not isinstance(objective, NextTokenLoss):
         objectives = {"kd": objective, **objectives}
     form = LinearDistillation(objectives=objectives, tile_rows=TILE_ROWS)

@@ -1,7 +1,5 @@
 """Every name that a user of the package can have written down, as one table."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import inspect
@@ -9,10 +7,10 @@ import json
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import megatron_ext
 from megatron_ext.cli.main import VERBS
@@ -32,9 +30,9 @@ from tests.guards.shown_imports import (
     is_importable,
 )
 
-SNAPSHOT: Final = Path(__file__).with_name("public_names.json")
+SNAPSHOT = Path(__file__).with_name("public_names.json")
 
-PROMISED: Final = (
+PROMISED = (
     *(
         f"megatron_ext:MegatronTokenizerTextAbstract.{method}"
         for method in (
@@ -93,7 +91,7 @@ PROMISED: Final = (
 )
 """Interfaces that the design settles; names of the package itself are in ``__all__``."""
 
-_REGISTRIES: Final[Mapping[str, Collection[str]]] = {
+_REGISTRIES = {
     "LOSS_REGISTRY": LOSS_REGISTRY,
     "PROMPT_FORMAT_REGISTRY": PROMPT_FORMAT_REGISTRY,
     "RECORD_SCHEMA_REGISTRY": RECORD_SCHEMA_REGISTRY,
@@ -106,13 +104,13 @@ _REGISTRIES: Final[Mapping[str, Collection[str]]] = {
 Snapshot = dict[str, Any]
 
 
-def recorded_names() -> Snapshot:
+def recorded_names():
     """What ``public_names.json`` holds."""
-    snapshot: Snapshot = json.loads(SNAPSHOT.read_text(encoding="utf-8"))
+    snapshot = json.loads(SNAPSHOT.read_text(encoding="utf-8"))
     return snapshot
 
 
-def current_names(recorded: Mapping[str, Any]) -> Snapshot:
+def current_names(recorded):
     """The same of the code as it is.
 
     Args:
@@ -137,7 +135,7 @@ def current_names(recorded: Mapping[str, Any]) -> Snapshot:
     }
 
 
-def differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+def differences(recorded, current):
     """A line for every name that went, came or changed."""
     before, after = (dict(_lines(snapshot)) for snapshot in (recorded, current))
     found = []
@@ -152,7 +150,7 @@ def differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list
     return found
 
 
-def _lines(value: Any, path: str = "") -> list[tuple[str, str]]:
+def _lines(value, path=""):
     if isinstance(value, Mapping):
         return [line for key, part in value.items() for line in _lines(part, f"{path}/{key}")]
     if path.split("/")[1] in ("documented", "examples", "flags", "verbs", "registries"):
@@ -160,7 +158,7 @@ def _lines(value: Any, path: str = "") -> list[tuple[str, str]]:
     return [(path, json.dumps(value))]
 
 
-def _parameters(public: object) -> str | None:
+def _parameters(public):
     """``a, b=, *, c=``: what it is called with, ``=`` where there is a default; None: no call."""
     if not callable(public):
         return None
@@ -171,10 +169,7 @@ def _parameters(public: object) -> str | None:
         if dataclasses.is_dataclass(base) and not base.__module__.startswith("megatron_ext")
         for field in dataclasses.fields(base)
     }
-    prefix: dict[object, str] = {
-        inspect.Parameter.VAR_POSITIONAL: "*",
-        inspect.Parameter.VAR_KEYWORD: "**",
-    }
+    prefix = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     words, is_keyword_only = [], False
     for name, parameter in inspect.signature(public).parameters.items():
         if name in foreign:
@@ -187,13 +182,13 @@ def _parameters(public: object) -> str | None:
     return ", ".join(words)
 
 
-def _console_entries() -> dict[str, str]:
+def _console_entries():
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     section = text.partition("[project.scripts]\n")[2].partition("\n[")[0]
     return dict(re.findall(r'^([\w-]+) = "(.+)"$', section, re.MULTILINE))
 
 
-def _flag_groups() -> dict[str, list[str]]:
+def _flag_groups():
     """Flags that several verbs have together."""
     adders = {"configuration": add_config_arguments, "tokenizer": add_tokenizer_arguments}
     groups = {}
@@ -204,7 +199,7 @@ def _flag_groups() -> dict[str, list[str]]:
     return groups
 
 
-def _verbs(groups: Mapping[str, Collection[str]]) -> dict[str, list[str]]:
+def _verbs(groups):
     """Verb, and action of a verb -> its arguments in order, then its flags."""
     found = {}
     for verb in sorted(VERBS):
@@ -214,9 +209,7 @@ def _verbs(groups: Mapping[str, Collection[str]]) -> dict[str, list[str]]:
     return found
 
 
-def _parsers(
-    verb: str, add_arguments: Callable[[argparse.ArgumentParser], None]
-) -> dict[str, argparse.ArgumentParser]:
+def _parsers(verb, add_arguments):
     parser = argparse.ArgumentParser(add_help=False)
     add_arguments(parser)
     for action in parser._actions:
@@ -225,7 +218,7 @@ def _parsers(
     return {verb: parser}
 
 
-def _arguments(parser: argparse.ArgumentParser, groups: Mapping[str, Collection[str]]) -> list[str]:
+def _arguments(parser, groups):
     found = [
         f"<{action.metavar or action.dest}>"
         for action in parser._actions
@@ -239,10 +232,10 @@ def _arguments(parser: argparse.ArgumentParser, groups: Mapping[str, Collection[
     return [*found, *sorted(flags)]
 
 
-def _keys(config_type: Any, prefix: str = "") -> dict[str, Any]:
+def _keys(config_type, prefix=""):
     """Dotted key -> default of every field of a dataclass and of the dataclasses in it."""
     hints = typing.get_type_hints(config_type)
-    keys: dict[str, Any] = {}
+    keys = {}
     for field in dataclasses.fields(config_type):
         kind = _without_none(hints[field.name])
         if dataclasses.is_dataclass(kind):
@@ -252,7 +245,7 @@ def _keys(config_type: Any, prefix: str = "") -> dict[str, Any]:
     return keys
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
+def _default(field):
     if field.default is not dataclasses.MISSING:
         default = field.default
     elif field.default_factory is not dataclasses.MISSING:
@@ -263,7 +256,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     return json.loads(json.dumps(default))
 
 
-def _without_none(hint: Any) -> Any:
+def _without_none(hint):
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return next(kind for kind in typing.get_args(hint) if kind is not type(None))
     return hint

@@ -8,27 +8,18 @@
 Hashes hold on one machine and are not committed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from tests.guards.golden_losses import (
-    GOLDEN,
-    bits_of,
-    golden_paths,
-    measure,
-    numbers_of,
-)
+from tests.guards.golden_losses import GOLDEN, bits_of, golden_paths, measure, numbers_of
 from tests.guards.public_names import SNAPSHOT, current_names, differences, recorded_names
 
 
-def main() -> None:
+def main():
     """Write what was asked for."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -48,7 +39,7 @@ def main() -> None:
         sys.exit(_compare(json.loads(arguments.compare.read_text(encoding="utf-8")), _bits()))
 
 
-def record_names() -> None:
+def record_names():
     """Write ``public_names.json`` and print what is new in it."""
     recorded = recorded_names()
     names = current_names(recorded)
@@ -56,7 +47,7 @@ def record_names() -> None:
     SNAPSHOT.write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")
 
 
-def record_losses() -> None:
+def record_losses():
     """Write ``golden_losses.json``, a case a line."""
     lines = [
         f"{json.dumps(name)}: {json.dumps(numbers_of(measure(*path)))}"
@@ -65,11 +56,11 @@ def record_losses() -> None:
     GOLDEN.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
-def _bits() -> dict[str, Any]:
+def _bits():
     return {name: bits_of(measure(*path)) for name, path in golden_paths().items()}
 
 
-def _compare(before: dict[str, Any], after: dict[str, Any]) -> int:
+def _compare(before, after):
     """Print what differs; 1 where anything does."""
     different = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     for name in different:

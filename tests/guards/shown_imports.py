@@ -1,10 +1,7 @@
 """The names that the documentation and the examples import from the package."""
 
-from __future__ import annotations
-
 import ast
 import re
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -14,7 +11,7 @@ _PYTHON_BLOCK = re.compile(r"^```py(?:thon)?\n(.*?)^```$", re.DOTALL | re.MULTIL
 """``py``: a program that the tests of the documentation do not run."""
 
 
-def imports_of_documentation() -> set[str]:
+def imports_of_documentation():
     """``module:name`` of every import in a Python block of README.md, docs and package pages."""
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     pages += (ROOT / "megatron_ext").glob("**/README.md")
@@ -24,17 +21,17 @@ def imports_of_documentation() -> set[str]:
     return {name for block in blocks for name in _imports(block)}
 
 
-def imports_of_examples() -> set[str]:
+def imports_of_examples():
     """``module:name`` of every import in a program under ``examples/``."""
     programs = (ROOT / "examples").glob("**/*.py")
     return {name for path in programs for name in _imports(path.read_text(encoding="utf-8"))}
 
 
-def is_importable(address: str) -> bool:
+def is_importable(address):
     """Whether ``module``, ``module:name`` or ``module:name.attribute`` is there."""
     module, _, path = address.partition(":")
     try:
-        found: object = import_module(module)
+        found = import_module(module)
         for name in path.split(".") if path else ():
             found = _member(found, name)
     except (ImportError, AttributeError):
@@ -42,7 +39,7 @@ def is_importable(address: str) -> bool:
     return True
 
 
-def _member(owner: object, name: str) -> object:
+def _member(owner, name):
     # A field without a default is no attribute of its class.
     if name in getattr(owner, "__dataclass_fields__", ()):
         return None
@@ -53,7 +50,7 @@ def _member(owner: object, name: str) -> object:
         return import_module(f"{getattr(owner, '__name__', '')}.{name}")
 
 
-def _imports(program: str) -> Iterator[str]:
+def _imports(program):
     for node in ast.walk(ast.parse(program)):
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]

@@ -1,9 +1,5 @@
 """Losses and gradients are those that were recorded, by every objective, option and way."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from megatron_ext.losses import LOSS_REGISTRY
@@ -22,12 +18,12 @@ HOW_TO_RECORD = "if it is meant: python -m tests.guards.record losses"
 
 
 @pytest.fixture(scope="module")
-def recorded() -> dict[str, Any]:
+def recorded():
     return recorded_losses()
 
 
 @pytest.mark.parametrize("case", loss_cases())
-def test_losses_and_gradients_are_those_recorded(case: str, recorded: dict[str, Any]) -> None:
+def test_losses_and_gradients_are_those_recorded(case, recorded):
     changes = []
     for name, (make, path) in golden_paths().items():
         if name.rpartition(": ")[0] == case:
@@ -37,12 +33,12 @@ def test_losses_and_gradients_are_those_recorded(case: str, recorded: dict[str, 
     assert not changes, "\n".join([*changes, HOW_TO_RECORD])
 
 
-def test_every_recorded_loss_is_measured(recorded: dict[str, Any]) -> None:
+def test_every_recorded_loss_is_measured(recorded):
     assert set(recorded) == set(golden_paths())
     assert {case.name for case in CASES.values()} == set(LOSS_REGISTRY)
 
 
-def test_every_objective_is_recorded_with_a_gradient(recorded: dict[str, Any]) -> None:
+def test_every_objective_is_recorded_with_a_gradient(recorded):
     for name in CASES:
         numbers = recorded[f"{name}: alone"]
         assert numbers["gradients"]["logits"]["norm"] > 0
@@ -59,14 +55,14 @@ def test_every_objective_is_recorded_with_a_gradient(recorded: dict[str, Any]) -
         (REFUSED, ""),
     ],
 )
-def test_a_number_that_differs_is_named(measured: Any, place: str) -> None:
+def test_a_number_that_differs_is_named(measured, place):
     recorded = {"sum": 1.0, "count": 3}
     assert mismatches(recorded, {"sum": 1.0000001, "count": 3}) == []
     [line] = mismatches(recorded, measured)
     assert line.startswith(f"{place}: ")
 
 
-def test_entries_are_compared_with_the_largest() -> None:
+def test_entries_are_compared_with_the_largest():
     recorded = {"norm": 2.0, "largest": 1.0, "weighted_sum": 0.5, "entries": [1.0, 1e-3]}
     assert mismatches(recorded, recorded | {"entries": [1.0, 1.001e-3]}) == []
     assert len(mismatches(recorded, recorded | {"entries": [1.0, 1.01e-3]})) == 1

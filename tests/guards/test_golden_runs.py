@@ -1,9 +1,6 @@
 """A run that measures something else is noticed, and rounding is not."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 
@@ -11,9 +8,9 @@ from tests.guards.golden_runs import GOLDEN_RUNS, check_golden
 
 
 @pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def rows(monkeypatch):
     monkeypatch.delenv("MEGATRON_EXT_RECORD_GOLDEN", raising=False)
-    recorded: list[dict[str, Any]] = json.loads((GOLDEN_RUNS / "alone.json").read_text())
+    recorded = json.loads((GOLDEN_RUNS / "alone.json").read_text())
     return recorded
 
 
@@ -27,9 +24,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_rounding_and_measurements_of_time_pass(
-    rows: list[dict[str, Any]], change: dict[str, Any]
-) -> None:
+def test_rounding_and_measurements_of_time_pass(rows, change):
     [(name, of)] = change.items()
     rows[1][name] = of(rows[1].get(name))
     check_golden("alone", rows)
@@ -39,18 +34,18 @@ def test_rounding_and_measurements_of_time_pass(
     ("name", "factor"),
     [("loss", 1 + 1e-4), ("ce", 1 + 1e-4), ("grad_norm", 1.01), ("tokens", 2), ("chunks", 2)],
 )
-def test_another_number_is_named(rows: list[dict[str, Any]], name: str, factor: float) -> None:
+def test_another_number_is_named(rows, name, factor):
     rows[1][name] *= factor
     with pytest.raises(AssertionError, match=f"row 2: {name} is "):
         check_golden("alone", rows)
 
 
-def test_a_number_that_is_gone_or_new_is_named(rows: list[dict[str, Any]]) -> None:
+def test_a_number_that_is_gone_or_new_is_named(rows):
     rows[-1]["bits"] = rows[-1].pop("student_bits_per_byte")
     with pytest.raises(AssertionError, match=r"bits is new\n.*student_bits_per_byte is gone"):
         check_golden("alone", rows)
 
 
-def test_another_number_of_iterations_is_noticed(rows: list[dict[str, Any]]) -> None:
+def test_another_number_of_iterations_is_noticed(rows):
     with pytest.raises(AssertionError):
         check_golden("alone", rows[:-1])

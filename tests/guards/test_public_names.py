@@ -1,26 +1,24 @@
 """No public name goes, comes or changes by accident."""
 
-from __future__ import annotations
-
 from tests.guards.public_names import current_names, differences, recorded_names
 from tests.guards.shown_imports import imports_of_documentation, imports_of_examples, is_importable
 
 HOW_TO_RECORD = "if it is meant: python -m tests.guards.record names, and a line in CHANGELOG.md"
 
 
-def test_public_names_are_those_recorded() -> None:
+def test_public_names_are_those_recorded():
     recorded = recorded_names()
     changes = differences(recorded, current_names(recorded))
     assert not changes, "\n".join([*changes, HOW_TO_RECORD])
 
 
-def test_what_the_documentation_and_the_examples_import_is_there() -> None:
+def test_what_the_documentation_and_the_examples_import_is_there():
     shown = imports_of_documentation() | imports_of_examples()
     assert "megatron_ext:TokenAligner" in shown
     assert [name for name in sorted(shown) if not is_importable(name)] == []
 
 
-def test_differences_name_what_went_came_and_changed() -> None:
+def test_differences_name_what_went_came_and_changed():
     recorded = {
         "package": {"align": "text", "cut": "text"},
         "verbs": {"run": ["--fast"]},

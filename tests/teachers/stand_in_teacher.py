@@ -1,7 +1,5 @@
 """A teacher that is a table, and its server in a thread or a process of the test's own."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time
@@ -40,7 +38,7 @@ class TableTeacher:
     def __init__(self, delay_s=0.0):
         self.shard = VocabShard(start=0, stop=VOCAB, vocab_size=VOCAB)
         self.delay_s = delay_s
-        self.calls: list[int] = []
+        self.calls = []
 
     def targets(self, microbatches):
         """See ``Teacher``."""

@@ -7,13 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_ext.constants import IGNORE_INDEX
-from megatron_ext.losses import (
-    LOSS_REGISTRY,
-    DistillationInputs,
-    LossOutput,
-    Needs,
-    Objective,
-)
+from megatron_ext.losses import LOSS_REGISTRY, LossOutput, Needs, Objective
 from megatron_ext.ops.token_log_prob import token_log_prob
 
 
@@ -25,7 +19,7 @@ class BrierLoss(Objective):
 
     weight: float = 1.0
 
-    def compute(self, inputs: DistillationInputs) -> LossOutput:
+    def compute(self, inputs):
         labels = inputs.labels.flatten()
         log_q = token_log_prob(inputs.student_logits.flatten(0, 1), labels, inputs.student_shard)
         trained = labels != IGNORE_INDEX
@@ -33,15 +27,15 @@ class BrierLoss(Objective):
         return LossOutput(loss_sum=loss.sum(), count=trained.sum())
 
     @property
-    def needs(self) -> Needs:
+    def needs(self):
         return Needs()
 
     @property
-    def sums_over(self) -> str:  # type: ignore[override]
+    def sums_over(self):
         return "tokens"
 
 
-def register() -> None:
+def register():
     """The one line."""
     if BrierLoss.name not in LOSS_REGISTRY:
         LOSS_REGISTRY.register(BrierLoss.name, BrierLoss)

@@ -1,9 +1,5 @@
 """What spawned ranks run: agreement from shards of a vocabulary, of sequences and of rows."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
@@ -17,7 +13,7 @@ STUDENT_V, TEACHER_V = 13, 9
 """Odd: each of two shards has 8 and 5 columns, the last with padding behind it."""
 
 
-def case() -> dict[str, Any]:
+def case():
     """Logits, chunks with gaps and of several sizes, and a map that is neither one to one nor
     onto."""
     generator = torch.Generator().manual_seed(3)
@@ -25,7 +21,7 @@ def case() -> dict[str, Any]:
     student_ids, teacher_ids = [], []
     chunk = 0
     for _ in range(ROWS):
-        rows: list[list[int]] = [[], []]
+        rows = [[], []]
         while len(rows[0]) < STUDENT_T - 3 and len(rows[1]) < TEACHER_T - 3:
             for row in rows:
                 row += [-1] * int(torch.randint(3, (), **draw) == 0)
@@ -44,7 +40,7 @@ def case() -> dict[str, Any]:
     }
 
 
-def measure(rank: int) -> dict[str, tuple[float | None, int]]:
+def measure(rank):
     """By vocabulary shards, by parts of sequences, by rows, and of no rows."""
     given = case()
     return {
@@ -55,14 +51,7 @@ def measure(rank: int) -> dict[str, tuple[float | None, int]]:
     }
 
 
-def _share(
-    given: dict[str, Any],
-    rows: range,
-    *,
-    shards: int = 1,
-    context: bool = False,
-    is_replica: bool = False,
-) -> tuple[float | None, int]:
+def _share(given, rows, *, shards=1, context=False, is_replica=False):
     rank = ContextRank.of(dist.group.WORLD) if context else None
     chosen = []
     for side, size in (("student", STUDENT_V), ("teacher", TEACHER_V)):
@@ -83,7 +72,7 @@ def _share(
     return agreement.share(dist.group.WORLD if is_replica else _group([dist.get_rank()]))
 
 
-def _from_zero(ids: torch.Tensor) -> torch.Tensor:
+def _from_zero(ids):
     """The chunks of some rows alone, numbered anew."""
     found = ids[ids >= 0].unique()
     table = torch.full((int(found.max()) + 1,), -1)
@@ -91,10 +80,10 @@ def _from_zero(ids: torch.Tensor) -> torch.Tensor:
     return torch.where(ids >= 0, table[ids.clamp_min(0)], ids)
 
 
-_GROUPS: dict[int, dist.ProcessGroup] = {}
+_GROUPS = {}
 
 
-def _group(ranks: list[int]) -> dist.ProcessGroup:
+def _group(ranks):
     """A group of this rank alone; all are made the first time."""
     if not _GROUPS:
         _GROUPS.update({rank: dist.new_group([rank]) for rank in range(dist.get_world_size())})

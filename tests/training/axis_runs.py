@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,7 @@ import torch.distributed as dist
 
 from megatron_ext.training.checkpoint import save_checkpoint
 from megatron_ext.training.checkpoint_folder import checkpoint_path, set_latest_checkpoint
-from megatron_ext.training.config import (
-    DataConfig,
-    DistillConfig,
-    LossConfig,
-    ParallelConfig,
-    TeacherConfig,
-)
+from megatron_ext.training.config import DataConfig, LossConfig, ParallelConfig, TeacherConfig
 from megatron_ext.training.models import sharded_weights
 from tests.training.rank_functions import _trainer
 from tests.training.tiny_run import student_run, teacher_run
@@ -29,7 +23,7 @@ LAYERS = 4
 
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}
-LAYOUTS: Mapping[str, Mapping[str, Any]] = {
+LAYOUTS = {
     "tp2-pp2": TP2 | PP2,
     "pp2-vp2": PP2 | {"virtual_pipeline_model_parallel_size": 2},
     "tp2-dp2": TP2,
@@ -56,7 +50,7 @@ class Variant:
     teachers: int = 1
     """2: beside the other one a teacher of another width that has the student's tokenizer."""
 
-    def __str__(self) -> str:
+    def __str__(self):
         packed, taught = "-packed" * self.packing, "-two-teachers" * (self.teachers == 2)
         return f"{self.objective}{packed}{taught}"
 
@@ -76,7 +70,7 @@ class AxisRun:
     goes_on_from: tuple[str, int] | None = None
     """A run, and its iteration whose checkpoint this one resumes."""
 
-    def config(self, folder: Path) -> DistillConfig:
+    def config(self, folder):
         """Its configuration; the first weights of both models are in ``folder``."""
         base = student_run(folder, self.name)
         teacher = base.teacher
@@ -108,7 +102,7 @@ class AxisRun:
         )
 
 
-def train_runs(rank: int, folder: Path, runs: Sequence[AxisRun]) -> None:
+def train_runs(rank, folder, runs):
     """One run after the other."""
     for run in runs:
         if rank == 0 and run.goes_on_from is not None:
@@ -120,7 +114,7 @@ def train_runs(rank: int, folder: Path, runs: Sequence[AxisRun]) -> None:
         _trainer(run.config(folder)).train()
 
 
-def start_and_train(rank: int, folder: Path, runs: Sequence[AxisRun]) -> None:
+def start_and_train(rank, folder, runs):
     """The weights that every run starts from, as checkpoints, and runs of one process."""
     config = teacher_run(folder)
     model = dataclasses.replace(config.student, num_layers=LAYERS)
@@ -137,7 +131,7 @@ def start_and_train(rank: int, folder: Path, runs: Sequence[AxisRun]) -> None:
     train_runs(rank, folder, runs)
 
 
-def _own_teacher(folder: Path) -> TeacherConfig:
+def _own_teacher(folder):
     base = student_run(folder, "own")
     return TeacherConfig(
         tokenizer=base.tokenizer,
@@ -146,7 +140,7 @@ def _own_teacher(folder: Path) -> TeacherConfig:
     )
 
 
-def _save_start(config: DistillConfig) -> None:
+def _save_start(config):
     trainer = _trainer(config)
     save_checkpoint(
         Path(config.run_dir) / "checkpoints",

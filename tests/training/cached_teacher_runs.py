@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,17 +15,14 @@ from megatron.core import parallel_state
 from megatron_ext.distributed import process_groups
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.losses import TeacherTargets
-from megatron_ext.teachers import Teacher
 from megatron_ext.teachers.formed_targets import FormedTargets
 from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.training import cpu_megatron
-from megatron_ext.training.config import DistillConfig, LossConfig
+from megatron_ext.training.config import LossConfig
 from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.metrics import read_metrics
-from megatron_ext.training.microbatch import TokenBatch
 from megatron_ext.training.saved_run import SavedRun
-from megatron_ext.training.teachers.block_recorder import Block, BlockRecorder
-from megatron_ext.training.teachers.cache_manifest import Manifest
+from megatron_ext.training.teachers.block_recorder import BlockRecorder
 from megatron_ext.training.teachers.recording import Recording, record, recording_config
 from tests.training.rank_functions import _tokenizer, _train_teacher, _trainer
 from tests.training.tiny_run import TEACHER_PIECES, objective_run
@@ -53,10 +50,10 @@ class CachedRun(NamedTuple):
 class FormedTeacher:
     """A live teacher that hands out what a cache would keep, without rounding."""
 
-    def __init__(self, teacher: Teacher, form: TargetForm) -> None:
+    def __init__(self, teacher, form):
         self._teacher, self._formed = teacher, FormedTargets(form=form)
 
-    def targets(self, microbatches: Sequence[TokenBatch]) -> list[TeacherTargets]:
+    def targets(self, microbatches):
         return [
             TeacherTargets(kind="topk", shard=targets.shard, **self._formed(targets, batch.labels))
             for targets, batch in zip(
@@ -65,24 +62,14 @@ class FormedTeacher:
         ]
 
 
-def form_of(kind: str, precision: str | None = None, top_k: int = 0) -> TargetForm:
+def form_of(kind, precision=None, top_k=0):
     """Of the tiny run's teacher, but for the exact size of its vocabulary."""
     return TargetForm.of(
-        kind,  # type: ignore[arg-type]
-        precision=precision,  # type: ignore[arg-type]
-        top_k=top_k,
-        hidden_size=48,
-        vocab_size=TEACHER_PIECES,
+        kind, precision=precision, top_k=top_k, hidden_size=48, vocab_size=TEACHER_PIECES
     )
 
 
-def cache_and_train(
-    rank: int,
-    folder: Path,
-    caches: Sequence[tuple[str, TargetForm, dict[str, Any]]],
-    runs: Sequence[CachedRun],
-    foreign: CachedRun,
-) -> tuple[dict[str, list[dict[str, Any]]], int, str]:
+def cache_and_train(rank, folder, caches, runs, foreign):
     """A teacher, the student's first weights, caches under layouts, and runs.
 
     Returns:
@@ -103,15 +90,13 @@ def cache_and_train(
     return train_cached(folder, runs), halted, _error_of(folder, foreign)
 
 
-def train_cached(folder: Path, runs: Sequence[CachedRun]) -> dict[str, list[dict[str, Any]]]:
+def train_cached(folder, runs):
     """Metrics of runs, one after the other."""
     metrics = {}
     for run in runs:
         trainer = _trainer(config_of(folder, run))
         if run.form is not None:
-            live: dict[str, Any] = {
-                name: FormedTeacher(its, run.form) for name, its in trainer.teachers.items()
-            }
+            live = {name: FormedTeacher(its, run.form) for name, its in trainer.teachers.items()}
             trainer = dataclasses.replace(trainer, teachers=live)
         assert bool(trainer.teachers) == (run.cache is None)
         with patch.object(SavedRun, "save"):
@@ -121,9 +106,7 @@ def train_cached(folder: Path, runs: Sequence[CachedRun]) -> dict[str, list[dict
     return metrics
 
 
-def record_cache(
-    folder: Path, name: str, form: TargetForm, *, stop_after: int | None = None, **parallel: Any
-) -> Manifest:
+def record_cache(folder, name, form, *, stop_after=None, **parallel):
     """A cache in ``folder / name``; ``stop_after`` so many files it ends as if it were killed."""
     config = recording_config(
         config_of(folder, CachedRun(name, "alm", {}, None, parallel)),
@@ -140,7 +123,7 @@ def record_cache(
     recording = Recording(teacher="teacher", form=form, folder=folder / name, file_bytes=FILE_BYTES)
     done, original = 0, BlockRecorder.record
 
-    def counted(recorder: BlockRecorder, block: Block) -> None:
+    def counted(recorder, block):
         nonlocal done
         if done == stop_after:
             raise KeyboardInterrupt
@@ -151,14 +134,12 @@ def record_cache(
         return record(config, groups, inputs, recording)
 
 
-def _error_of(folder: Path, run: CachedRun) -> str:
+def _error_of(folder, run):
     """Of a run that learns from the student's first weights, as if they were the teacher's."""
     config = config_of(folder, run)
     assert config.teacher is not None
     other = dataclasses.replace(
-        config.teacher,
-        checkpoint=str(folder / "start" / "checkpoints"),
-        allow_other_tokenizer=True,
+        config.teacher, checkpoint=str(folder / "start" / "checkpoints"), allow_other_tokenizer=True
     )
     try:
         _trainer(dataclasses.replace(config, teacher=other))
@@ -167,7 +148,7 @@ def _error_of(folder: Path, run: CachedRun) -> str:
     return "no error"
 
 
-def config_of(folder: Path, run: CachedRun) -> DistillConfig:
+def config_of(folder, run):
     """Its configuration."""
     loss = LossConfig(objective=run.objective, options=run.options, ce_weight=0.5)
     config = objective_run(folder, run.name, loss, **run.parallel)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,7 @@ class Attended(NamedTuple):
     value: torch.Tensor
 
 
-def whole(case: Case) -> tuple[torch.Tensor, ...]:
+def whole(case):
     """Query, key, value and the gradient of the output, [T, B, heads, D]."""
     generator = torch.Generator().manual_seed(sum(case[:5]))
     heads = case.heads, case.groups, case.groups, case.heads
@@ -58,7 +58,7 @@ def whole(case: Case) -> tuple[torch.Tensor, ...]:
     return query, key, value, grad.flatten(2)
 
 
-def mask(case: Case) -> torch.Tensor:
+def mask(case):
     """[B, 1, T, T] True where a position would look ahead, or into another text."""
     rows = [torch.arange(case.length) // (5 + 4 * row) for row in range(case.batch)]
     text = torch.stack(rows if case.packed else [torch.zeros(case.length)] * case.batch)
@@ -66,7 +66,7 @@ def mask(case: Case) -> torch.Tensor:
     return (ahead | (text[:, :, None] != text[:, None]))[:, None]
 
 
-def attention(case: Case, group: Any) -> ContextAttention:
+def attention(case, group):
     config = TransformerConfig(
         num_layers=1,
         hidden_size=case.heads * case.width,
@@ -86,7 +86,7 @@ def attention(case: Case, group: Any) -> ContextAttention:
     )
 
 
-def on_a_rank(case: Case, group: Any) -> Attended:
+def on_a_rank(case, group):
     """Output and gradients of this rank's positions."""
     rank = ContextRank.of(group)
     assert rank is not None
@@ -105,7 +105,7 @@ def on_a_rank(case: Case, group: Any) -> Attended:
     return Attended(output.detach(), query, key, value)
 
 
-def every_size(rank: int) -> dict[int, list[Attended]]:
+def every_size(rank):
     """All cases on context-parallel groups of each size, where this rank is in one."""
     cpu_megatron.install()
     found = {}

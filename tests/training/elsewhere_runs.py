@@ -1,23 +1,12 @@
 """Two steps of a student whose teachers are in different places."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import yaml
 
-from megatron_ext.training.config import (
-    DataConfig,
-    DistillConfig,
-    LossConfig,
-    ParallelConfig,
-    TeacherConfig,
-    TrainingConfig,
-)
+from megatron_ext.training.config import DataConfig, LossConfig, ParallelConfig, TrainingConfig
 from megatron_ext.training.run_folder import config_values
 from megatron_ext.training.saved_run import SavedRun
 from megatron_ext.training.teacher_config import ServingConfig
@@ -27,15 +16,7 @@ from tests.training.tiny_run import student_run
 ITERATIONS = 2
 
 
-def elsewhere_run(
-    folder: Path,
-    name: str,
-    teachers: Mapping[str, Mapping[str, Any]],
-    *,
-    iterations: int = ITERATIONS,
-    loss: LossConfig | None = None,
-    **parallel: Any,
-) -> DistillConfig:
+def elsewhere_run(folder, name, teachers, *, iterations=ITERATIONS, loss=None, **parallel):
     """A run from the first weights in ``folder``, with teachers of one checkpoint.
 
     Args:
@@ -59,16 +40,14 @@ def elsewhere_run(
     )
 
 
-def write_config(config: DistillConfig) -> str:
+def write_config(config):
     """The configuration as a file beside the run's folder; its path."""
     path = Path(f"{config.run_dir}.yaml")
     path.write_text(yaml.safe_dump(config_values(config), sort_keys=False))
     return str(path)
 
 
-def train_beside(
-    rank: int, folder: Path, runs: Mapping[str, tuple[Mapping[str, Any], LossConfig | None]]
-) -> None:
+def train_beside(rank, folder, runs):
     """A teacher, first weights, and runs with all teachers on the student's ranks."""
     _train_teacher(folder)
     for name, (teachers, loss) in runs.items():
@@ -76,7 +55,5 @@ def train_beside(
             _trainer(elsewhere_run(folder, name, teachers, loss=loss)).train()
 
 
-def _teacher(
-    teacher: TeacherConfig, serving: Mapping[str, Any] | None = None, **fields: Any
-) -> TeacherConfig:
+def _teacher(teacher, serving=None, **fields):
     return dataclasses.replace(teacher, serving=ServingConfig(**serving or {}), **fields)

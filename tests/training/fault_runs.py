@@ -1,18 +1,14 @@
 """What spawned ranks run in the tests of faults: PP2, a student alone, next-token training."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from datetime import timedelta
 from io import StringIO
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import psutil
@@ -24,21 +20,20 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 
 from megatron_ext.errors import DistributedError, MegatronExtError
 from megatron_ext.training import rank_phase, watchdog
-from megatron_ext.training.config import DataConfig, DistillConfig, LossConfig
+from megatron_ext.training.config import DataConfig, LossConfig
 from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.metrics import read_metrics
 from megatron_ext.training.saved_run import SavedRun
 from megatron_ext.training.start_agreement import check_same_start
-from megatron_ext.training.trainer import Trainer
 from megatron_ext.training.watchdog import Watchdog
 from tests.training.rank_functions import _trainer
 from tests.training.tiny_run import student_run
 
 
-def config_of(folder: Path, name: str, **training: Any) -> DistillConfig:
+def config_of(folder, name, **training):
     """Four steps, a checkpoint after each; ``training`` changes that section."""
     config = student_run(folder, name, pipeline_model_parallel_size=2)
-    settings: dict[str, Any] = {
+    settings = {
         "train_iters": 4,
         "micro_batch_size": 2,
         "global_batch_size": 4,
@@ -54,7 +49,7 @@ def config_of(folder: Path, name: str, **training: Any) -> DistillConfig:
     )
 
 
-def survive_faults(rank: int, folder: Path) -> dict[str, Any]:
+def survive_faults(rank, folder):
     """One fault after the other, on both ranks; what came of each on this one."""
     return {
         "agreement": _disagree(rank, folder),
@@ -86,7 +81,7 @@ def survive_faults(rank: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def _run(config: DistillConfig, spoil: Callable[[Trainer], None] | None = None) -> dict[str, Any]:
+def _run(config, spoil=None):
     trainer = _trainer(config)
     if spoil:
         spoil(trainer)
@@ -107,52 +102,46 @@ def _run(config: DistillConfig, spoil: Callable[[Trainer], None] | None = None) 
     }
 
 
-def _hidden(run: Path) -> list[str]:
+def _hidden(run):
     return [path.name for path in (run / "checkpoints").glob(".*")]
 
 
-def _latest(run: Path) -> str | None:
+def _latest(run):
     path = run / "checkpoints" / "latest"
     return path.read_text() if path.exists() else None
 
 
-def _spoil_gradient(trainer: Trainer, rank: int, at: int) -> None:
+def _spoil_gradient(trainer, rank, at):
     """Of the first stage alone, behind the reduction."""
     _before_and_after(
         trainer, at={at}, after=lambda: _fill_gradient(trainer) if rank == 0 else None
     )
 
 
-def _fill_gradient(trainer: Trainer) -> None:
+def _fill_gradient(trainer):
     next(iter(trainer.student.chunks[0].parameters())).main_grad[0] = torch.nan
 
 
-def _spoil_weight(trainer: Trainer, rank: int, at: set[int]) -> None:
+def _spoil_weight(trainer, rank, at):
     """Of the last stage, for as long as it computes."""
     if rank == 0:
         return
     weight = trainer.student.chunks[-1].decoder.final_layernorm.weight
-    kept: list[torch.Tensor] = []
+    kept = []
 
-    def spoil() -> None:
+    def spoil():
         kept.append(weight.detach().clone())
         weight.data.fill_(torch.nan)
 
     _before_and_after(trainer, at=at, before=spoil, after=lambda: weight.data.copy_(kept.pop()))
 
 
-def _before_and_after(
-    trainer: Trainer,
-    *,
-    at: set[int],
-    before: Callable[[], object] = lambda: None,
-    after: Callable[[], object] = lambda: None,
-) -> None:
+def _before_and_after(trainer, *, at, before=lambda: None, after=lambda: None):
     """Do something around the schedule of some iterations."""
     student, calls = trainer.student, [0]
     real = student.forward_backward
 
-    def forward_backward(*arguments: Any, **named: Any) -> Any:
+    def forward_backward(*arguments, **named):
         calls[0] += 1
         if calls[0] not in at:
             return real(*arguments, **named)
@@ -161,40 +150,40 @@ def _before_and_after(
         after()
         return reports
 
-    student.forward_backward = forward_backward  # type: ignore[method-assign]
+    student.forward_backward = forward_backward
 
 
-def _full_disk(rank: int, folder: Path, *, is_async: bool) -> dict[str, Any]:
+def _full_disk(rank, folder, *, is_async):
     """Rank 1's writers find the disk full at the second save, and at the last, the fourth."""
-    seen: list[tuple[str | None, list[str]]] = []
+    seen = []
     real = SavedRun.save
 
-    def save(saved: SavedRun, iteration: int, *, is_last: bool) -> None:
+    def save(saved, iteration, *, is_last):
         with _disk_full(rank == 1 and iteration in (2, 4)):
             real(saved, iteration, is_last=is_last)
         seen.append((_latest(folder / name), _hidden(folder / name)))
 
     name = f"full-disk-{is_async}"
-    SavedRun.save = save  # type: ignore[method-assign]
+    SavedRun.save = save
     try:
         return _run(config_of(folder, name, async_save=is_async)) | {"seen": seen}
     finally:
-        SavedRun.save = real  # type: ignore[method-assign]
+        SavedRun.save = real
 
 
-def _killed_writer(rank: int, folder: Path, *, is_async: bool) -> dict[str, Any]:
+def _killed_writer(rank, folder, *, is_async):
     """One of rank 1's writers is killed in the first of two saves; the other would write on."""
     real, save = FileSystemWriterAsync.write_preloaded_data, SavedRun.save
     parent, iterations = os.getpid(), []
 
-    def write(transforms: Any, index: int, *arguments: Any, **named: Any) -> None:
+    def write(transforms, index, *arguments, **named):
         if iterations == [1] and rank == 1:
             if index == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(60)
         real(transforms, index, *arguments, **named)
 
-    def noting(saved: SavedRun, iteration: int, *, is_last: bool) -> None:
+    def noting(saved, iteration, *, is_last):
         iterations[:] = [iteration]
         save(saved, iteration, is_last=is_last)
 
@@ -209,35 +198,35 @@ def _killed_writer(rank: int, folder: Path, *, is_async: bool) -> dict[str, Any]
     return run | {"warnings": warnings.getvalue()}
 
 
-def _children(parent: int) -> list[str]:
+def _children(parent):
     """Forked writers of a process that are still there."""
     found = [child for child in psutil.Process(parent).children() if child.name() == "python"]
     return [child.name() for child in found if child.status() == psutil.STATUS_SLEEPING]
 
 
 @contextmanager
-def _disk_full(is_full: bool) -> Iterator[None]:
+def _disk_full(is_full):
     """Writers, which are forked from here, write to a device that has no room."""
     if not is_full:
         yield
         return
 
-    def open_full(path: Any, mode: str) -> Any:
+    def open_full(path, mode):
         return open("/dev/full", mode, buffering=0)
 
-    filesystem_async.open = open_full  # type: ignore[attr-defined]
+    filesystem_async.open = open_full
     try:
         yield
     finally:
-        del filesystem_async.open  # type: ignore[attr-defined]
+        del filesystem_async.open
 
 
-def _full_disk_for_common_state(rank: int, folder: Path) -> dict[str, Any]:
+def _full_disk_for_common_state(rank, folder):
     """What rank 0 writes alone, at the last save."""
     config = config_of(folder, "full-disk-common", train_iters=1)
     real = TorchCommonSaveStrategy.save_common
 
-    def save_common(*_: Any, **__: Any) -> None:
+    def save_common(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if rank == 0:
@@ -248,11 +237,11 @@ def _full_disk_for_common_state(rank: int, folder: Path) -> dict[str, Any]:
         TorchCommonSaveStrategy.save_common = real
 
 
-def _disagree(rank: int, folder: Path) -> list[str | None]:
+def _disagree(rank, folder):
     """As started alike, with another learning rate on rank 1, and with another installation."""
     config = config_of(folder, "agreement")
     inputs = read_inputs(config, world_size=2)
-    found: list[str | None] = []
+    found = []
     other = dataclasses.replace(
         config, optimizer=dataclasses.replace(config.optimizer, lr=0.5 if rank else 1e-3)
     )
@@ -265,10 +254,10 @@ def _disagree(rank: int, folder: Path) -> list[str | None]:
     return found
 
 
-def _stuck(rank: int) -> list[str]:
+def _stuck(rank):
     """Rank 1 is late for a collective; what each rank's watchdog says, which ends neither here."""
     _quick_heartbeats()
-    said: list[DistributedError] = []
+    said = []
     with Watchdog(timedelta(seconds=2), end=said.append):
         # Slow, but moving: nothing to complain of.
         for _ in range(6):
@@ -283,17 +272,17 @@ def _stuck(rank: int) -> list[str]:
     return [str(error) for error in said]
 
 
-def _sleep_through() -> None:
+def _sleep_through():
     time.sleep(6)
 
 
-def _quick_heartbeats() -> None:
+def _quick_heartbeats():
     for module in (watchdog, watchdog):
-        module.HEARTBEAT_S = 0.3  # type: ignore[attr-defined]
-    watchdog._POLL_S = 0.1  # type: ignore[misc]
+        module.HEARTBEAT_S = 0.3
+    watchdog._POLL_S = 0.1
 
 
-def lose_peer(rank: int, folder: Path) -> None:
+def lose_peer(rank, folder):
     """Rank 1 dies in the middle of an iteration; rank 0 writes down what it is told."""
     dist.init_process_group(
         "gloo",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -20,7 +20,6 @@ from megatron_ext.teachers.megatron_teacher import MegatronTeacher, OffloadedTea
 from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.arguments import config_from_arguments
-from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.metrics import read_metrics
 from megatron_ext.training.saved_run import SavedRun
@@ -41,7 +40,7 @@ class Run(NamedTuple):
     objective: str = "vocab_kl"
 
 
-def write_texts(root: Path) -> None:
+def write_texts(root):
     """Documents of several lengths; a row holds a few."""
     documents = [TEXT * (1 + i % 3) for i in range(20)]
     for name, part in (("train", documents[:16]), ("held-out", documents[16:])):
@@ -49,7 +48,7 @@ def write_texts(root: Path) -> None:
         (root / f"{name}.jsonl").write_text("".join(lines))
 
 
-def config_of(root: Path, run: Run) -> DistillConfig:
+def config_of(root, run):
     """From ``root/student`` and ``root/teacher``, which are HuggingFace folders."""
     sizes = {"seq_length": 48, "make_vocab_size_divisible_by": 8}
     path = root / f"{run.name}.yaml"
@@ -74,7 +73,7 @@ def config_of(root: Path, run: Run) -> DistillConfig:
     return config_from_arguments(argparse.Namespace(config=str(path)))
 
 
-def train_runs(rank: int, root: Path, runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
+def train_runs(rank, root, runs):
     """Metrics by run; one whose teacher has a ``cache`` records it first, without offload."""
     metrics = {}
     for run in runs:
@@ -89,7 +88,7 @@ def train_runs(rank: int, root: Path, runs: Sequence[Run]) -> dict[str, list[dic
     return metrics
 
 
-def _class_of(teacher: Mapping[str, Any]) -> Any:
+def _class_of(teacher):
     if "cache" in teacher:
         return type(None)
     if teacher.get("offload"):
@@ -97,7 +96,7 @@ def _class_of(teacher: Mapping[str, Any]) -> Any:
     return HuggingFaceTeacher | StageWithoutTeacher if "library" in teacher else MegatronTeacher
 
 
-def _record(root: Path, run: Run) -> None:
+def _record(root, run):
     """All hidden states in fp32, under tensor parallelism."""
     folder = Path(run.teacher["cache"])
     recorded = Run(

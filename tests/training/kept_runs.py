@@ -1,27 +1,20 @@
 """What spawned ranks run in the tests of what a run leaves and says: TP2."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
-from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from megatron_ext.losses import DistillationInputs, LearnedProjection, LossOutput, Objective
-from megatron_ext.training.config import DistillConfig, LossConfig, ParallelConfig
+from megatron_ext.training.config import LossConfig, ParallelConfig
 from megatron_ext.training.learning_step import learned_projection_file
 from megatron_ext.training.metrics import read_metrics
-from megatron_ext.training.trainer import Trainer
-from megatron_ext.training.validation import HeldOutScores
 from tests.training.rank_functions import _train_teacher, _trainer
 from tests.training.tiny_run import objective_run, student_run
 
 TILE_ROWS = 7
 
 
-def leave_results(rank: int, folder: Path) -> dict[str, Any]:
+def leave_results(rank, folder):
     """Runs that learn a projection, measure by tiles, and read ids; what each came to."""
     _train_teacher(folder)
     return {
@@ -31,7 +24,7 @@ def leave_results(rank: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def _learn_projection(folder: Path) -> dict[str, torch.Tensor]:
+def _learn_projection(folder):
     """Shares after two steps, and those that a run from their file begins with."""
     loss = LossConfig(learned_projection=True, kd_weight=30.0)
     config = _sharded(objective_run(folder, "learned", loss), save_interval=1)
@@ -46,30 +39,30 @@ def _learn_projection(folder: Path) -> dict[str, torch.Tensor]:
     return {"start": start, "trained": _shares(trainer), "again": _shares(again)}
 
 
-def _of(trainer: Trainer) -> LearnedProjection:
+def _of(trainer):
     assert trainer.step.term is not None
     learned = trainer.step.term.constants["teacher"].learned
     assert learned is not None
     return learned
 
 
-def _shares(trainer: Trainer) -> torch.Tensor:
+def _shares(trainer):
     return _of(trainer)._shares().detach().clone()
 
 
 class _Watched:
     """Cross-entropy that notes of how many positions it has seen logits at once."""
 
-    def __init__(self, objective: Objective) -> None:
+    def __init__(self, objective):
         self._objective = objective
-        self.rows: list[int] = []
+        self.rows = []
 
-    def __call__(self, inputs: DistillationInputs) -> LossOutput:
+    def __call__(self, inputs):
         self.rows.append(inputs.student_logits[..., 0].numel())
         return self._objective(inputs)
 
 
-def _measure(folder: Path) -> dict[str, tuple[HeldOutScores, list[int]]]:
+def _measure(folder):
     """Held-out bits per byte of one student from whole logits and from tiles; with sequences cut
     over the ranks, too."""
     config = student_run(folder, "measured")
@@ -93,20 +86,17 @@ def _measure(folder: Path) -> dict[str, tuple[HeldOutScores, list[int]]]:
     return found
 
 
-def _read_ids(folder: Path) -> list[Any]:
+def _read_ids(folder):
     """The log of a run on the ids at ``ids``, of which some are no text or not the tokenizer's."""
     config = _sharded(objective_run(folder, "on-ids", LossConfig(objective="next_token")))
     data = dataclasses.replace(
-        config.data,
-        train=(str(folder / "ids"),),
-        indexed_tokenizer="student",
-        bad_documents="skip",
+        config.data, train=(str(folder / "ids"),), indexed_tokenizer="student", bad_documents="skip"
     )
     _trainer(dataclasses.replace(config, data=data, teacher=None)).train()
     return read_metrics(Path(config.run_dir))
 
 
-def _sharded(config: DistillConfig, **training: Any) -> DistillConfig:
+def _sharded(config, **training):
     """Under TP2."""
     return dataclasses.replace(
         config,

@@ -9,10 +9,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -40,11 +38,9 @@ class Launch:
         name: Of the launch, in that folder.
     """
 
-    def __init__(
-        self, argv: Sequence[str], *, world_size: int | None, folder: Path, name: str
-    ) -> None:
+    def __init__(self, argv, *, world_size, folder, name):
         context = fork_server()
-        environments: list[dict[str, str]] = [{}]
+        environments = [{}]
         if world_size is not None:
             # The launcher's store outlives the ranks, who read there what others said of their end.
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -58,14 +54,14 @@ class Launch:
                 {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)
             ]
         self.outputs = [folder / f"{name}-{rank}.txt" for rank in range(len(environments))]
-        self.processes: list[Any] = [
+        self.processes = [
             context.Process(target=_main, args=(list(argv), environment, output))
             for environment, output in zip(environments, self.outputs, strict=True)
         ]
         for process in self.processes:
             process.start()
 
-    def wait(self, timeout_s: float = 120) -> list[Ended]:
+    def wait(self, timeout_s=120):
         """How each ended; none outlives the call."""
         deadline = time.monotonic() + timeout_s
         try:
@@ -81,27 +77,27 @@ class Launch:
             for process, output in zip(self.processes, outputs, strict=True)
         ]
 
-    def said(self) -> str:
+    def said(self):
         """What all processes have printed so far."""
         return "\n".join(
             f"--- {path.name}\n{path.read_text()}" for path in self.outputs if path.exists()
         )
 
-    def kill(self) -> None:
+    def kill(self):
         """End what runs."""
         for process in self.processes:
             process.kill()
             process.join()
 
 
-def free_port() -> int:
+def free_port():
     """One that nobody listens at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def _main(argv: list[str], environment: dict[str, str], output: Path) -> None:
+def _main(argv, environment, output):
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(variable, None)
     os.environ |= environment
@@ -128,7 +124,7 @@ def _main(argv: list[str], environment: dict[str, str], output: Path) -> None:
             os._exit(code)
 
 
-def _cheaply() -> contextlib.ExitStack:
+def _cheaply():
     """Without what takes long and is tested elsewhere: pictures, checkpoints, and reading
     vocabularies twice."""
     stack = contextlib.ExitStack()

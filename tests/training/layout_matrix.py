@@ -8,13 +8,9 @@ The last two columns are the largest relative difference of a loss of any iterat
 difference of a weight at the end, to the run of one process.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from megatron_ext.training.metrics import read_metrics
 from tests.process_group import run_ranks
@@ -26,7 +22,7 @@ OBJECTIVES = ("projected_kl", "partition_kl", "alm")
 TIMEOUT_S = 3600
 
 
-def main() -> None:
+def main():
     """Train all of them and print a row of the table for each as soon as it is known."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--iterations", type=int, default=10)
@@ -36,10 +32,7 @@ def main() -> None:
     arguments = parser.parse_args()
     variants = [
         Variant(
-            objective=objective,
-            packing=packing,
-            iterations=arguments.iterations,
-            teachers=teachers,
+            objective=objective, packing=packing, iterations=arguments.iterations, teachers=teachers
         )
         for teachers in arguments.teachers
         for packing in (True, False)
@@ -63,13 +56,13 @@ def main() -> None:
                 print(f"| {variant} | {layout} | {loss:.1e} | {weights:.1e} |", flush=True)
 
 
-def _run(name: str, variant: Variant, parallel: Mapping[str, Any]) -> AxisRun:
+def _run(name, variant, parallel):
     # Of the four rows of a global batch, so that there is one for every replica.
     rows = {"micro_batch_size": 1}
     return AxisRun(name=name, variant=variant, parallel=parallel, training=rows)
 
 
-def _differences(folder: Path, run: AxisRun) -> tuple[float, float]:
+def _differences(folder, run):
     alone, sharded = (read_metrics(folder / name) for name in (str(run.variant), run.name))
     assert len(alone) == len(sharded) == run.variant.iterations
     losses = [(row["loss"], its["loss"]) for row, its in zip(alone, sharded, strict=True)]

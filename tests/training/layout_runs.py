@@ -7,12 +7,11 @@ import shutil
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from megatron_ext.training.checkpoint import save_checkpoint
 from megatron_ext.training.checkpoint_folder import checkpoint_path, set_latest_checkpoint
-from megatron_ext.training.config import DistillConfig, LossConfig
+from megatron_ext.training.config import LossConfig
 from megatron_ext.training.models import sharded_weights
 from tests.training.rank_functions import _trainer
 from tests.training.tiny_run import student_run, teacher_run
@@ -36,7 +35,7 @@ class Run(NamedTuple):
     """Instead of that step, save at once what was loaded."""
 
 
-def config_of(folder: Path, run: Run) -> DistillConfig:
+def config_of(folder, run):
     """A student of 8,001 tokens, a teacher of 32,768; ``tied-teacher`` shares its embeddings."""
     config = student_run(folder, run.name, **(run.parallel or {}))
     assert config.teacher is not None
@@ -66,7 +65,7 @@ def config_of(folder: Path, run: Run) -> DistillConfig:
     )
 
 
-def run_alone(rank: int, folder: Path, runs: list[Run], seen: Run) -> list[torch.Tensor]:
+def run_alone(rank, folder, runs, seen):
     """The teachers, the first weights, runs of one rank, and the heads of another."""
     config = teacher_run(folder)
     _trainer(config).train()
@@ -91,7 +90,7 @@ def run_alone(rank: int, folder: Path, runs: list[Run], seen: Run) -> list[torch
     return run_layouts(rank, folder, runs, seen)
 
 
-def run_layouts(rank: int, folder: Path, runs: list[Run], seen: Run) -> list[torch.Tensor]:
+def run_layouts(rank, folder, runs, seen):
     """Runs one after the other; then this rank's rows of the heads of both models in another."""
     for run in runs:
         if rank == 0 and run.goes_on_from is not None:
@@ -106,6 +105,6 @@ def run_layouts(rank: int, folder: Path, runs: list[Run], seen: Run) -> list[tor
         else:
             trainer.train()
     trainer = _trainer(config_of(folder, seen))
-    student, teacher = trainer.student.chunks[-1], trainer.teacher.chunks[-1]  # type: ignore[union-attr]
+    student, teacher = trainer.student.chunks[-1], trainer.teacher.chunks[-1]
     weights = student.shared_embedding_or_output_weight(), teacher.output_layer.weight
     return [weight.detach().clone() for weight in weights]

@@ -3,14 +3,11 @@
 A checkout's own tokenizer gives the id -1 for every text, so that it shows who built it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -170,7 +167,7 @@ if __name__ == "__main__":
 """
 
 
-def make_checkout(folder: Path, release: str) -> Path:
+def make_checkout(folder, release):
     """Write the stand-in of a release into ``folder``."""
     module = LAYOUTS[release].removesuffix(".py").replace("/", ".")
     globals_builder = "megatron.training.tokenizer" if release == "0.16" else module
@@ -194,9 +191,7 @@ def make_checkout(folder: Path, release: str) -> Path:
     return folder
 
 
-def run(
-    *command: str, cwd: Path, python_path: str = "", **environment: str
-) -> subprocess.CompletedProcess[str]:
+def run(*command, cwd, python_path="", **environment):
     """Run Python in ``cwd`` with this repository importable, besides what is installed."""
     path = os.pathsep.join(entry for entry in (python_path, str(REPOSITORY)) if entry)
     return subprocess.run(
@@ -210,7 +205,7 @@ def run(
     )
 
 
-def report(finished: subprocess.CompletedProcess[str]) -> Any:
+def report(finished):
     """The JSON that a script of the stand-in printed last."""
     assert finished.returncode == 0, finished.stderr
     return json.loads(finished.stdout.splitlines()[-1])

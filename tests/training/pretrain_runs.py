@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -16,7 +16,7 @@ from megatron_ext.distributed import process_groups
 from megatron_ext.megatron_lm.loop_arguments import loop_flags
 from megatron_ext.megatron_lm.pretrain import PretrainDistillation, TrainingStream
 from megatron_ext.training import cpu_megatron
-from megatron_ext.training.config import DistillConfig, ParallelConfig
+from megatron_ext.training.config import ParallelConfig
 from megatron_ext.training.distill import build_trainer
 from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.metrics import read_metrics
@@ -32,9 +32,7 @@ LAYERS = 4
 """A multiple of the stages of every layout."""
 
 
-def pretrain_config(
-    folder: Path, name: str, *, precision: Literal["fp32", "bf16"] = "fp32", **parallel: Any
-) -> DistillConfig:
+def pretrain_config(folder, name, *, precision="fp32", **parallel):
     """Two steps."""
     config = student_run(folder, name)
     assert config.teacher is not None
@@ -50,7 +48,7 @@ def pretrain_config(
     )
 
 
-def arguments_of(config: DistillConfig, **changes: Any) -> dict[str, Any]:
+def arguments_of(config, **changes):
     """What Megatron-LM's parser, and what comes after it, make of a configuration's flags."""
     parser = PretrainDistillation.add_arguments(release_parser("core_v0.16.1"))
     found = vars(parser.parse_args(loop_flags(config, vocab_size=STUDENT_VOCAB_SIZE)))
@@ -59,9 +57,7 @@ def arguments_of(config: DistillConfig, **changes: Any) -> dict[str, Any]:
     return {**found, **after, **changes}
 
 
-def train_under_both(
-    rank: int, folder: Path, layouts: dict[str, dict[str, Any]]
-) -> dict[str, tuple[list[Any], list[Any]]]:
+def train_under_both(rank, folder, layouts):
     """Of each layout what our log has, and what Megatron-LM's loop reports on this rank."""
     teacher = teacher_run(folder)
     _ours(
@@ -101,7 +97,7 @@ class Resumed(NamedTuple):
     reads: list[int]
 
 
-def resume_streams(rank: int, folder: Path, layout: dict[str, Any]) -> Resumed:
+def resume_streams(rank, folder, layout):
     """The text of one run: read on, and from where a checkpoint says it stood."""
     config = pretrain_config(folder, "resumed", **layout)
     _initialize(config)
@@ -132,25 +128,23 @@ def resume_streams(rank: int, folder: Path, layout: dict[str, Any]) -> Resumed:
 _TAKE = GlobalBatches.take
 
 
-def _tokens(stream: Any, count: int) -> list[Any]:
+def _tokens(stream, count):
     return [next(stream).student.tokens.tolist() for _ in range(count)]
 
 
-def train_and_resume(
-    rank: int, folder: Path, layouts: dict[str, dict[str, Any]]
-) -> tuple[dict[str, tuple[list[Any], list[Any]]], Resumed]:
+def train_and_resume(rank, folder, layouts):
     """Both, in one start of ranks."""
     return train_under_both(rank, folder, layouts), resume_streams(rank, folder, {})
 
 
-def _ours(config: DistillConfig) -> None:
+def _ours(config):
     groups = _initialize(config)
     inputs = read_inputs(config, world_size=dist.get_world_size())
     build_trainer(config, groups, inputs).train()
     dist.barrier()
 
 
-def _initialize(config: DistillConfig) -> process_groups.ProcessGroups:
+def _initialize(config):
     cpu_megatron.install()
     parallel_state.destroy_model_parallel()
     return process_groups.initialize(config.parallel.layout)

@@ -5,10 +5,7 @@ The names, the order of the calls and their arguments are those of Megatron-LM (
 of its arguments' validation, logging and checkpoints is here.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,26 +24,21 @@ from megatron.core.utils import get_model_config
 
 __all__ = ["get_args", "get_forward_backward_func", "pretrain", "set_args"]
 
-_ARGS: SimpleNamespace | None = None
+_ARGS = None
 
 
-def set_args(**values: Any) -> None:
+def set_args(**values):
     """What Megatron-LM parses from the command line."""
     global _ARGS
     _ARGS = SimpleNamespace(**values)
 
 
-def get_args() -> Any:
+def get_args():
     assert _ARGS is not None
     return _ARGS
 
 
-def pretrain(
-    train_valid_test_dataset_provider: Any,
-    model_provider: Any,
-    model_type: Any,
-    forward_step_func: Any,
-) -> list[dict[str, float]]:
+def pretrain(train_valid_test_dataset_provider, model_provider, model_type, forward_step_func):
     """Train ``train_iters`` steps and evaluate once; what it logs on the last stage."""
     args = get_args()
     model = _get_model(model_provider)
@@ -83,7 +75,7 @@ def pretrain(
     return logged
 
 
-def _scheduler(optimizer: Any) -> OptimizerParamScheduler:
+def _scheduler(optimizer):
     """Counted in samples. It takes the weight decay from norms, too, which has effect at once."""
     args = get_args()
     return OptimizerParamScheduler(
@@ -101,7 +93,7 @@ def _scheduler(optimizer: Any) -> OptimizerParamScheduler:
     )
 
 
-def _get_model(model_provider: Any) -> list[Any]:
+def _get_model(model_provider):
     args = get_args()
     options = {"config": None, "pg_collection": None}
     first, last = (
@@ -124,8 +116,7 @@ def _get_model(model_provider: Any) -> list[Any]:
     if args.bf16:
         model = [Float16Module(chunk.config, chunk) for chunk in model]
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=args.use_distributed_optimizer,
+        grad_reduce_in_fp32=True, use_distributed_optimizer=args.use_distributed_optimizer
     )
     return [
         DistributedDataParallel(
@@ -138,7 +129,7 @@ def _get_model(model_provider: Any) -> list[Any]:
     ]
 
 
-def _iterators(provider: Any, chunks: int | None) -> list[Any]:
+def _iterators(provider, chunks):
     """Of training and held-out text; under an interleaved pipeline a list of each."""
     assert getattr(provider, "is_distributed", False)
     samples = [get_args().train_iters, 1, 0]
@@ -151,7 +142,7 @@ def _iterators(provider: Any, chunks: int | None) -> list[Any]:
     ][:2]
 
 
-def _schedule(forward_step_func: Any, data: Any, model: Any, *, forward_only: bool) -> Any:
+def _schedule(forward_step_func, data, model, *, forward_only):
     args = get_args()
     replicas = parallel_state.get_data_parallel_world_size()
     # By its name in this module, where Megatron-LM's is, too.
@@ -168,7 +159,7 @@ def _schedule(forward_step_func: Any, data: Any, model: Any, *, forward_only: bo
     )
 
 
-def _reduced(losses: Any) -> dict[str, float]:
+def _reduced(losses):
     """Each term over all microbatches and replicas, as ``train_step`` adds them up."""
     found = {}
     for name in losses[0] if losses else ():

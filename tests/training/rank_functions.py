@@ -1,12 +1,9 @@
 """What spawned ranks run in the training tests."""
 
-from __future__ import annotations
-
 import dataclasses
 from contextlib import ExitStack, nullcontext
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -26,24 +23,23 @@ from megatron_ext.tokenizers.saved_tokenizer import load_saved
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.checkpoint import save_checkpoint
 from megatron_ext.training.checkpoint_folder import checkpoint_path, set_latest_checkpoint
-from megatron_ext.training.config import DistillConfig, LossConfig
+from megatron_ext.training.config import LossConfig
 from megatron_ext.training.distill import build_trainer
 from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.metrics import read_metrics
 from megatron_ext.training.models import build_gpt_model, sharded_weights
 from megatron_ext.training.saved_run import SavedRun
-from megatron_ext.training.trainer import Trainer
 from tests.training.added_objective import register
 from tests.training.tiny_run import ITERATIONS, objective_run, student_run, teacher_run
 
 
-def train_alone(rank: int, folder: Path) -> None:
+def train_alone(rank, folder):
     """A teacher, the student's first weights, and the unsharded run that others are compared to."""
     _train_teacher(folder)
     train_layouts(rank, folder, [("alone", {})])
 
 
-def _train_teacher(folder: Path) -> None:
+def _train_teacher(folder):
     """A teacher, and the student's first weights as a checkpoint."""
     _trainer(teacher_run(folder)).train()
     start = _trainer(student_run(folder, "start"))
@@ -56,7 +52,7 @@ def _train_teacher(folder: Path) -> None:
     )
 
 
-def train_layouts(rank: int, folder: Path, layouts: list[tuple[str, dict[str, Any]]]) -> None:
+def train_layouts(rank, folder, layouts):
     """One run per layout, one after the other, all from the same first weights."""
     for name, parallel in layouts:
         config = student_run(folder, name, **parallel)
@@ -68,12 +64,7 @@ SAVED = ("next_token", "dskd", "gold")
 """Objectives whose runs are read again; only ``dskd`` saves more than the student."""
 
 
-def train_objectives(
-    rank: int,
-    folder: Path,
-    objectives: dict[str, tuple[str, dict[str, Any]]],
-    layouts: list[tuple[str, dict[str, Any]]],
-) -> None:
+def train_objectives(rank, folder, objectives, layouts):
     """Two steps by each objective under each layout, from the same first weights and teacher."""
     register()
     if not (folder / "teacher").exists():
@@ -86,7 +77,7 @@ def train_objectives(
                 _trainer(config).train()
 
 
-def train_with_broken_teacher(rank: int, folder: Path, parallel: dict[str, Any]) -> str:
+def train_with_broken_teacher(rank, folder, parallel):
     """The error of a run whose teacher predicts NaN."""
     config = objective_run(folder, "broken", LossConfig(objective="strict_topk"), **parallel)
     trainer = _trainer(config)
@@ -101,7 +92,7 @@ def train_with_broken_teacher(rank: int, folder: Path, parallel: dict[str, Any])
     return "no error"
 
 
-def resume_dskd_in_bf16(rank: int, folder: Path) -> tuple[list[Any], list[Any]]:
+def resume_dskd_in_bf16(rank, folder):
     """Metrics of a run by ``dskd``, whole and with its last step done again."""
     loss = LossConfig(objective="dskd")
     config = objective_run(folder, "dskd-bf16", loss, use_distributed_optimizer=True)
@@ -114,7 +105,7 @@ def resume_dskd_in_bf16(rank: int, folder: Path) -> tuple[list[Any], list[Any]]:
     return whole, read_metrics(Path(config.run_dir))
 
 
-def repeat_last_iteration(rank: int, folder: Path, name: str, parallel: dict[str, Any]) -> None:
+def repeat_last_iteration(rank, folder, name, parallel):
     """Resume a finished run from the checkpoint before its last one."""
     config = student_run(folder, name, **parallel)
     if rank == 0:
@@ -125,7 +116,7 @@ def repeat_last_iteration(rank: int, folder: Path, name: str, parallel: dict[str
     _trainer(dataclasses.replace(config, initial_checkpoint=start)).train()
 
 
-def first_layer(rank: int, folder: Path) -> torch.Tensor:
+def first_layer(rank, folder):
     """What this rank's stage draws for its first layer under two pipeline stages."""
     config = student_run(folder, "stages", pipeline_model_parallel_size=2)
     cpu_megatron.install()
@@ -140,7 +131,7 @@ def first_layer(rank: int, folder: Path) -> torch.Tensor:
     return gpt.decoder.layers[0].mlp.linear_fc1.weight.detach()
 
 
-def _trainer(config: DistillConfig) -> Trainer:
+def _trainer(config):
     """A trainer in a fresh layout over the ranks that are there."""
     cpu_megatron.install()
     parallel_state.destroy_model_parallel()
@@ -153,7 +144,7 @@ def _trainer(config: DistillConfig) -> Trainer:
         return build_trainer(config, groups, read_inputs(config, world_size=dist.get_world_size()))
 
 
-def _load_saved(kind: type[Any], folder: Path) -> object:
+def _load_saved(kind, folder):
     """Check a saved tokenizer, unless it is one that was checked before."""
     metadata = (folder / METADATA_FILE).read_bytes()
     if metadata not in _checked:
@@ -162,7 +153,7 @@ def _load_saved(kind: type[Any], folder: Path) -> object:
     return None
 
 
-_checked: set[bytes] = set()
+_checked = set()
 _tokenizer = cache(build_tokenizer)
 _ONCE = (
     partial(patch, "megatron_ext.training.run_tokenizer.build_tokenizer", _tokenizer),

@@ -6,8 +6,6 @@ The first argument is a checkout whose modules import in this Python, the second
 written are the names of its flags and what each takes.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -22,7 +20,7 @@ _SWITCHES = {
 }
 
 
-def kind_of(action: argparse.Action) -> str:
+def kind_of(action):
     """``on``, ``off``, ``either``, or the type and the number of what a flag takes."""
     switch = _SWITCHES.get(type(action).__name__)
     if switch is not None:
@@ -31,7 +29,7 @@ def kind_of(action: argparse.Action) -> str:
     return f"{kind}{action.nargs or ''}"
 
 
-def flags_of(parser: argparse.ArgumentParser) -> dict[str, str]:
+def flags_of(parser):
     """Name of each flag -> its kind, and the attribute it sets where that has another name."""
     found = {}
     for name, action in parser._option_string_actions.items():
@@ -46,7 +44,7 @@ def flags_of(parser: argparse.ArgumentParser) -> dict[str, str]:
     return found
 
 
-def main() -> None:
+def main():
     """Write the record of one checkout."""
     checkout, tag = sys.argv[1:]
     sys.path.insert(0, str(Path(checkout).resolve()))

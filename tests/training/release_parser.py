@@ -3,11 +3,8 @@
 ``record_megatron_flags.py`` writes the record. Defaults are not in it, nor the choices of a flag.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
-from typing import Any
 
 from tests.training.record_megatron_flags import FOLDER
 
@@ -15,17 +12,17 @@ RELEASES = tuple(sorted(file.stem for file in FOLDER.glob("*.json")))
 """Tags of the releases that are recorded."""
 
 _TYPES = {"int": int, "float": float, "str": str}
-_SWITCHES: dict[str, dict[str, Any]] = {
+_SWITCHES = {
     "on": {"action": "store_true"},
     "off": {"action": "store_false"},
     "either": {"action": argparse.BooleanOptionalAction},
 }
 
 
-def release_parser(tag: str) -> argparse.ArgumentParser:
+def release_parser(tag):
     """A parser with the flags of a release; it raises where argparse would end the process."""
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
-    flags: dict[str, str] = json.loads((FOLDER / f"{tag}.json").read_text())
+    flags = json.loads((FOLDER / f"{tag}.json").read_text())
     for name, text in flags.items():
         kind, _, destination = text.partition(" ")
         options = {"dest": destination} if destination else {}
@@ -33,10 +30,10 @@ def release_parser(tag: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _takes(kind: str) -> dict[str, Any]:
+def _takes(kind):
     if kind in _SWITCHES:
         return _SWITCHES[kind]
     name = next(name for name in _TYPES if kind.startswith(name))
     count = kind.removeprefix(name)
-    nargs: dict[str, Any] = {"nargs": int(count) if count.isdigit() else count} if count else {}
+    nargs = {"nargs": int(count) if count.isdigit() else count} if count else {}
     return {"type": _TYPES[name], **nargs}

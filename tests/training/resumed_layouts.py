@@ -1,29 +1,22 @@
 """What spawned ranks run in the tests of resuming under another layout."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from megatron_ext.training.config import DataConfig, LossConfig
-from megatron_ext.training.trainer import Trainer
 from tests.training.rank_functions import _trainer
 from tests.training.tiny_run import student_run
 
 
-def go_on(
-    rank: int, folder: Path, layouts: list[tuple[int, dict[str, Any]]]
-) -> list[dict[str, Any]]:
+def go_on(rank, folder, layouts):
     """One run, stretch by stretch: up to an iteration, under a layout; what each stretch saw."""
     return [_stretch(folder, iterations, parallel) for iterations, parallel in layouts]
 
 
-def _stretch(folder: Path, iterations: int, parallel: dict[str, Any]) -> dict[str, Any]:
+def _stretch(folder, iterations, parallel):
     config = student_run(folder, "run", **parallel)
     config = dataclasses.replace(
         config,
@@ -44,11 +37,11 @@ def _stretch(folder: Path, iterations: int, parallel: dict[str, Any]) -> dict[st
     return found | {"trained": _held_out(trainer), "next_numbers": _numbers()}
 
 
-def _held_out(trainer: Trainer) -> float:
+def _held_out(trainer):
     assert trainer.data.held_out is not None
     return trainer._validate(trainer.data.held_out).student
 
 
-def _numbers() -> list[float]:
+def _numbers():
     """The next number of each generator."""
     return [random.random(), float(np.random.random()), float(torch.rand(()))]

@@ -1,10 +1,6 @@
 """The head of a SentencePiece vocabulary, with all its characters, as a model file of its own."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from functools import cache
-from typing import Final
 
 from megatron_ext.tokenizers.libraries.sentencepiece_model import (
     LENGTH_DELIMITED,
@@ -12,12 +8,12 @@ from megatron_ext.tokenizers.libraries.sentencepiece_model import (
     read_field,
 )
 
-_PIECE: Final = 1
+_PIECE = 1
 """Number of the field that is repeated, a piece each; and within a piece of its text."""
 
 
 @cache
-def short_sentencepiece(model: bytes, pieces: int) -> bytes:
+def short_sentencepiece(model, pieces):
     """``model`` with its first ``pieces`` pieces, and every later one that is a single character.
 
     Merges come in the order in which they were learnt and the characters last, so that what is
@@ -34,7 +30,7 @@ def short_sentencepiece(model: bytes, pieces: int) -> bytes:
     return b"".join(kept)
 
 
-def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
+def _fields(message):
     """Number and content of each field that is of a length which is said."""
     at = 0
     while at < len(message):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from megatron_ext.training.checkpoint_folder import checkpoint_path, set_latest_checkpoint
-from megatron_ext.training.config import DistillConfig, LossConfig, TeacherConfig
+from megatron_ext.training.config import LossConfig, TeacherConfig
 from tests.training.rank_functions import _train_teacher, _trainer
 from tests.training.tiny_run import objective_run, student_run
 
@@ -40,7 +39,7 @@ class Run(NamedTuple):
     """Do the last step of the run of this name again."""
 
 
-def config_of(folder: Path, run: Run) -> DistillConfig:
+def config_of(folder, run):
     """``other`` has another tokenizer, ``own`` the student's; both have trained for one step."""
     loss = LossConfig(**{"ce_weight": 0.5, **(run.loss or {})})
     # Another objective than vocab_kl, for which objective_run has a teacher of its own.
@@ -66,7 +65,7 @@ def config_of(folder: Path, run: Run) -> DistillConfig:
     return dataclasses.replace(config, teacher=None, teachers=teachers)
 
 
-def train_teachers(rank: int, folder: Path, runs: Sequence[Run]) -> None:
+def train_teachers(rank, folder, runs):
     """Both teachers, the student's first weights, and the runs."""
     _train_teacher(folder)
     config = student_run(folder, "own")
@@ -82,7 +81,7 @@ def train_teachers(rank: int, folder: Path, runs: Sequence[Run]) -> None:
     train_runs(rank, folder, runs)
 
 
-def train_runs(rank: int, folder: Path, runs: Sequence[Run]) -> None:
+def train_runs(rank, folder, runs):
     """One after the other."""
     for run in runs:
         if run.goes_on:
@@ -93,7 +92,7 @@ def train_runs(rank: int, folder: Path, runs: Sequence[Run]) -> None:
         _trainer(config_of(folder, run)).train()
 
 
-def _own(config: DistillConfig, folder: Path) -> TeacherConfig:
+def _own(config, folder):
     return TeacherConfig(
         tokenizer=config.tokenizer,
         model=config.student,

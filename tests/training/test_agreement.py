@@ -1,9 +1,5 @@
 """Agreement is the share of one-to-one chunks in which both models choose the same token."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -15,11 +11,11 @@ from tests.training.agreement_ranks import ROWS, STUDENT_V, TEACHER_V, case, mea
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, tuple[float | None, int]]]:
+def ranks():
     return run_ranks(2, measure)
 
 
-def plain() -> tuple[float, int]:
+def plain():
     """By the definition, chunk by chunk."""
     given, agreeing, chunks = case(), 0, 0
     for row in range(ROWS):
@@ -36,20 +32,18 @@ def plain() -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("axis", ["vocabulary", "sequence", "rows"])
-def test_every_layout_counts_what_the_definition_does(
-    ranks: list[dict[str, tuple[float | None, int]]], axis: str
-) -> None:
+def test_every_layout_counts_what_the_definition_does(ranks, axis):
     share, chunks = plain()
     assert 0 < share < 1
     for rank in ranks:
         assert rank[axis] == (share, chunks)
 
 
-def test_no_chunk_has_no_share(ranks: list[dict[str, tuple[float | None, int]]]) -> None:
+def test_no_chunk_has_no_share(ranks):
     assert ranks[0]["none"] == (None, 0)
 
 
-def test_same_tokens_have_the_same_bytes_or_role(tmp_path: Path) -> None:
+def test_same_tokens_have_the_same_bytes_or_role(tmp_path):
     texts = {"student": "a question of the weather", "teacher": "the theory of other things"}
     controls = {"student": ["</s>", "<s>", "<pad>", "<own>"], "teacher": ["<pad>", "<s>", "</s>"]}
     for side, text in texts.items():

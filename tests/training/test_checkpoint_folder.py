@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from megatron_ext.errors import CheckpointError
@@ -13,7 +9,7 @@ from megatron_ext.training.checkpoint_folder import (
 )
 
 
-def make(folder: Path, *iterations: int) -> list[Path]:
+def make(folder, *iterations):
     paths = [checkpoint_path(folder, iteration) for iteration in iterations]
     for path in paths:
         path.mkdir(parents=True)
@@ -21,11 +17,11 @@ def make(folder: Path, *iterations: int) -> list[Path]:
     return paths
 
 
-def names(folder: Path) -> list[str]:
+def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_the_latest_checkpoint_is_the_one_that_was_set(tmp_path: Path) -> None:
+def test_the_latest_checkpoint_is_the_one_that_was_set(tmp_path):
     first, second = make(tmp_path, 20, 40)
     assert latest_checkpoint(tmp_path) is None
     set_latest_checkpoint(second, keep=2)
@@ -34,15 +30,13 @@ def test_the_latest_checkpoint_is_the_one_that_was_set(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) == first
 
 
-def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+def test_only_the_newest_are_kept(tmp_path):
     paths = make(tmp_path, 20, 100, 40, 60)
     set_latest_checkpoint(paths[1], keep=2)
     assert names(tmp_path) == ["iter_0000060", "iter_0000100", "latest"]
 
 
-def test_going_back_to_an_earlier_checkpoint_removes_neither_it_nor_later_ones(
-    tmp_path: Path,
-) -> None:
+def test_going_back_to_an_earlier_checkpoint_removes_neither_it_nor_later_ones(tmp_path):
     make(tmp_path, 40, 60)
     (again,) = make(tmp_path, 30)
     set_latest_checkpoint(again, keep=1)
@@ -50,12 +44,12 @@ def test_going_back_to_an_earlier_checkpoint_removes_neither_it_nor_later_ones(
     assert names(tmp_path) == ["iter_0000030", "iter_0000040", "iter_0000060", "latest"]
 
 
-def test_a_folder_that_is_not_there_has_no_latest(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_has_no_latest(tmp_path):
     assert latest_checkpoint(tmp_path / "absent") is None
 
 
 @pytest.mark.parametrize("name", ["iter_0000080", ""], ids=["gone", "empty"])
-def test_a_pointer_to_nothing_lists_what_there_is(tmp_path: Path, name: str) -> None:
+def test_a_pointer_to_nothing_lists_what_there_is(tmp_path, name):
     make(tmp_path, 20, 40)
     (tmp_path / "latest").write_text(name)
     with pytest.raises(CheckpointError) as caught:
@@ -64,7 +58,7 @@ def test_a_pointer_to_nothing_lists_what_there_is(tmp_path: Path, name: str) -> 
 
 
 @pytest.mark.parametrize("name", ["../other/iter_0000020", "/{}/iter_0000020", ".", "..", "tmp"])
-def test_a_pointer_out_of_its_folder_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_pointer_out_of_its_folder_is_refused(tmp_path, name):
     make(tmp_path / "run", 40)
     make(tmp_path / "other", 20)
     make(tmp_path / "run" / "tmp")
@@ -73,7 +67,7 @@ def test_a_pointer_out_of_its_folder_is_refused(tmp_path: Path, name: str) -> No
         latest_checkpoint(tmp_path / "run")
 
 
-def test_a_pointer_that_is_no_text_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_pointer_that_is_no_text_is_refused_in_one_line(tmp_path):
     make(tmp_path, 20)
     for content in (b"\xff\xfeiter", b"iter_\x00", b"\x1b]0;x\x07", b"iter_" * 99_999):
         (tmp_path / "latest").write_bytes(content)
@@ -83,7 +77,7 @@ def test_a_pointer_that_is_no_text_is_refused_in_one_line(tmp_path: Path) -> Non
         assert len(str(caught.value)) < 500 + len(str(tmp_path)) * 2
 
 
-def test_a_checkpoint_is_found_by_its_own_folder_or_its_runs(tmp_path: Path) -> None:
+def test_a_checkpoint_is_found_by_its_own_folder_or_its_runs(tmp_path):
     first, second = make(tmp_path / "checkpoints", 20, 40)
     set_latest_checkpoint(second, keep=2)
     for folder in (tmp_path, tmp_path / "checkpoints", second):
@@ -91,7 +85,7 @@ def test_a_checkpoint_is_found_by_its_own_folder_or_its_runs(tmp_path: Path) -> 
     assert find_checkpoint(str(first), where="x") == first
 
 
-def test_an_unfinished_checkpoint_is_none(tmp_path: Path) -> None:
+def test_an_unfinished_checkpoint_is_none(tmp_path):
     partial = tmp_path / ".iter_0000020.partial"
     partial.mkdir()
     for path in (tmp_path, partial):
@@ -99,7 +93,7 @@ def test_an_unfinished_checkpoint_is_none(tmp_path: Path) -> None:
             find_checkpoint(str(path), where="x")
 
 
-def test_a_missing_checkpoint_is_refused_by_its_key_and_path(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_refused_by_its_key_and_path(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         find_checkpoint(str(tmp_path / "absent"), where="teacher.checkpoint")
     absent = tmp_path / "absent"

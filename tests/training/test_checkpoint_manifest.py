@@ -1,12 +1,9 @@
 """What was saved is what is loaded: damage to any file of a checkpoint is found, and named."""
 
-from __future__ import annotations
-
 import io
 import json
 import types
 import zlib
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +19,7 @@ CONTENT = bytes(range(256)) * 40
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "__0_0.distcp").write_bytes(CONTENT)
     (tmp_path / "common.pt").write_bytes(CONTENT[:99])
@@ -32,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_whole_checkpoint_passes_in_any_number_of_parts(folder: Path) -> None:
+def test_a_whole_checkpoint_passes_in_any_number_of_parts(folder):
     manifest = Manifest.of(folder)
     for parts in (1, 2, 7):
         for part in range(parts):
@@ -40,7 +37,7 @@ def test_a_whole_checkpoint_passes_in_any_number_of_parts(folder: Path) -> None:
     assert manifest.read("common.pt") == CONTENT[:99]
 
 
-def test_each_file_is_in_one_part(folder: Path) -> None:
+def test_each_file_is_in_one_part(folder):
     (folder / "common.pt").write_bytes(b"x")
     failed = 0
     for part in range(3):
@@ -53,7 +50,7 @@ def test_each_file_is_in_one_part(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "common.pt", "sub/file"])
 @pytest.mark.parametrize("damage", ["gone", "longer", "cut", "flip"])
-def test_damage_is_refused_with_the_file(folder: Path, name: str, damage: str) -> None:
+def test_damage_is_refused_with_the_file(folder, name, damage):
     path = folder / name
     content = bytearray(path.read_bytes())
     if damage == "gone":
@@ -73,7 +70,7 @@ def test_damage_is_refused_with_the_file(folder: Path, name: str, damage: str) -
     Manifest.of(folder, verify=False).check()
 
 
-def test_a_checkpoint_without_a_manifest_passes(folder: Path) -> None:
+def test_a_checkpoint_without_a_manifest_passes(folder):
     (folder / MANIFEST_FILE).unlink()
     Manifest.of(folder).check()
     assert Manifest.of(folder).read("common.pt") == CONTENT[:99]
@@ -92,13 +89,13 @@ def test_a_checkpoint_without_a_manifest_passes(folder: Path) -> None:
         "\udcff",
     ],
 )
-def test_a_manifest_that_is_none_is_refused(folder: Path, text: str) -> None:
+def test_a_manifest_that_is_none_is_refused(folder, text):
     (folder / MANIFEST_FILE).write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(CheckpointError, match="list of files cannot be read"):
         Manifest.of(folder)
 
 
-def test_no_bit_of_a_manifest_flips_unseen(folder: Path) -> None:
+def test_no_bit_of_a_manifest_flips_unseen(folder):
     whole = (folder / MANIFEST_FILE).read_bytes()
     for place in range(len(whole)):
         changed = bytearray(whole)
@@ -108,14 +105,14 @@ def test_no_bit_of_a_manifest_flips_unseen(folder: Path) -> None:
             Manifest.of(folder).check()
 
 
-def test_a_pipe_or_a_folder_in_place_of_a_file_is_refused_at_once(folder: Path) -> None:
+def test_a_pipe_or_a_folder_in_place_of_a_file_is_refused_at_once(folder):
     (folder / "common.pt").unlink()
     (folder / "common.pt").mkdir()
     with pytest.raises(CheckpointError, match="missing"):
         Manifest.of(folder).read("common.pt")
 
 
-def test_a_file_is_summed_as_it_is_written_and_not_read_again(tmp_path: Path) -> None:
+def test_a_file_is_summed_as_it_is_written_and_not_read_again(tmp_path):
     writer = types.ModuleType("writer")
     path = tmp_path / "__0_0.distcp"
     with summed_writes(writer), writer.open(path, "wb") as file:

@@ -1,19 +1,15 @@
 """A model is given the tokenizer that it was trained with, or nothing starts."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from megatron_ext.errors import CheckpointError
-from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
+from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.training.checkpoint_tokenizer import check_same_tokenizer, tokenizer_doubts
 from megatron_ext.training.config import (
     DataConfig,
@@ -41,9 +37,7 @@ SIZES = {
 }
 
 
-def write_tokenizer(
-    folder: Path, *, letters: Sequence[str] = BYTES, specials: Sequence[str] = ("<eos>",)
-) -> Path:
+def write_tokenizer(folder, *, letters=BYTES, specials=("<eos>",)):
     """An id for each byte, in an order, and special tokens behind them."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
@@ -55,14 +49,14 @@ def write_tokenizer(
     return folder
 
 
-def write_model(folder: Path, *, rows: int, **tokenizer: Any) -> Path:
+def write_model(folder, *, rows, **tokenizer):
     """A folder of a Llama with nothing but the headers of its weights."""
     write_tokenizer(folder, **tokenizer)
     config = {**SIZES, "architectures": ["LlamaForCausalLM"], "vocab_size": rows}
     (folder / "config.json").write_text(json.dumps(config))
     layer = "model.layers.0"
     square = ("q_proj", "k_proj", "v_proj", "o_proj")
-    shapes: dict[str, tuple[int, ...]] = {
+    shapes = {
         "model.embed_tokens.weight": (rows, 8),
         "model.norm.weight": (8,),
         f"{layer}.input_layernorm.weight": (8,),
@@ -74,17 +68,17 @@ def write_model(folder: Path, *, rows: int, **tokenizer: Any) -> Path:
     return folder
 
 
-def doubts(checkpoint: Path, tokenizer: Path, *, allow_other: bool = False) -> list[str]:
+def doubts(checkpoint, tokenizer, *, allow_other=False):
     return tokenizer_doubts(
         checkpoint, _read(tokenizer), allow_other=allow_other, switch="pass --it"
     )
 
 
-def _read(tokenizer: Path) -> MegatronTokenizerText:
+def _read(tokenizer):
     return build_tokenizer(TokenizerConfig(model=str(tokenizer)))
 
 
-def write_checkpoint(folder: Path, tokenizer: MegatronTokenizerText, *, keeps: bool) -> Path:
+def write_checkpoint(folder, tokenizer, *, keeps):
     """What a run saves beside the weights."""
     folder.mkdir()
     torch.save({"run": {"tokenizer_fingerprint": tokenizer.fingerprint()}}, folder / "common.pt")
@@ -93,14 +87,14 @@ def write_checkpoint(folder: Path, tokenizer: MegatronTokenizerText, *, keeps: b
     return folder
 
 
-def test_the_folders_own_tokenizer_fits_and_so_does_a_copy(tmp_path: Path) -> None:
+def test_the_folders_own_tokenizer_fits_and_so_does_a_copy(tmp_path):
     model = write_model(tmp_path / "model", rows=300)
     assert doubts(model, model) == []
     assert doubts(model, model / "tokenizer.json") == []
     assert doubts(model, write_tokenizer(tmp_path / "copy")) == []
 
 
-def test_ids_that_mean_something_else_are_refused_unless_they_are_allowed(tmp_path: Path) -> None:
+def test_ids_that_mean_something_else_are_refused_unless_they_are_allowed(tmp_path):
     model = write_model(tmp_path / "model", rows=300)
     other = write_tokenizer(tmp_path / "other", letters=BYTES[::-1])
     with pytest.raises(CheckpointError) as refused:
@@ -113,7 +107,7 @@ def test_ids_that_mean_something_else_are_refused_unless_they_are_allowed(tmp_pa
 
 
 @pytest.mark.parametrize("has_own", [True, False], ids=["own", "none"])
-def test_many_more_ids_than_rows_are_refused(tmp_path: Path, has_own: bool) -> None:
+def test_many_more_ids_than_rows_are_refused(tmp_path, has_own):
     model = write_model(tmp_path / "model", rows=100)
     tokenizer = write_tokenizer(tmp_path / "given")
     if not has_own:
@@ -122,7 +116,7 @@ def test_many_more_ids_than_rows_are_refused(tmp_path: Path, has_own: bool) -> N
         doubts(model, tokenizer)
 
 
-def test_a_few_ids_without_a_row_are_a_doubt(tmp_path: Path) -> None:
+def test_a_few_ids_without_a_row_are_a_doubt(tmp_path):
     # Gemma 3 1B: 262,145 ids and 262,144 rows.
     model = write_model(tmp_path / "model", rows=256)
     (doubt,) = doubts(model, model)
@@ -137,15 +131,13 @@ def test_a_few_ids_without_a_row_are_a_doubt(tmp_path: Path) -> None:
     ],
     ids=["added", "renamed"],
 )
-def test_added_and_renamed_control_tokens_are_a_doubt(
-    tmp_path: Path, specials: Sequence[str], words: str
-) -> None:
+def test_added_and_renamed_control_tokens_are_a_doubt(tmp_path, specials, words):
     model = write_model(tmp_path / "model", rows=300)
     (doubt,) = doubts(model, write_tokenizer(tmp_path / "given", specials=specials))
     assert words in doubt
 
 
-def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
+def test_what_cannot_be_compared_is_said(tmp_path):
     model = write_model(tmp_path / "model", rows=5000)
     tokenizer = write_tokenizer(tmp_path / "given")
     (model / "tokenizer.json").write_text("{}")
@@ -157,15 +149,13 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     assert none.endswith("its 5,000 rows are more than padding explains for 257 ids")
 
 
-def _without_tokenizer(folder: Path) -> None:
+def _without_tokenizer(folder):
     for file in folder.glob("tokenizer*"):
         file.unlink()
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["tokenizer", "fingerprint"])
-def test_a_checkpoint_of_ours_says_which_tokenizer_it_was_saved_with(
-    tmp_path: Path, keeps: bool
-) -> None:
+def test_a_checkpoint_of_ours_says_which_tokenizer_it_was_saved_with(tmp_path, keeps):
     own, other = (
         write_tokenizer(tmp_path / name, letters=letters)
         for name, letters in (("own", BYTES), ("other", BYTES[::-1]))
@@ -184,7 +174,7 @@ def test_a_checkpoint_of_ours_says_which_tokenizer_it_was_saved_with(
         assert len(doubts(checkpoint, longer)) == 1
 
 
-def test_a_checkpoint_that_does_not_say_is_a_doubt(tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_say_is_a_doubt(tmp_path):
     torch.save({}, tmp_path / "common.pt")
     tokenizer = write_tokenizer(tmp_path / "given")
     check_same_tokenizer(tmp_path, _read(tokenizer))
@@ -193,7 +183,7 @@ def test_a_checkpoint_that_does_not_say_is_a_doubt(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> DistillConfig:
+def run(tmp_path):
     """A student and a teacher from folders, each with the tokenizer of its own."""
     (tmp_path / "text.jsonl").write_text('{"text": "some words and then some"}\n' * 4)
     folders = [write_model(tmp_path / name, rows=300) for name in ("student", "teacher")]
@@ -221,7 +211,7 @@ def run(tmp_path: Path) -> DistillConfig:
 
 
 @pytest.mark.parametrize("library", ["megatron", "huggingface"])
-def test_a_dry_run_refuses_another_tokenizer_of_a_teacher(run: DistillConfig, library: Any) -> None:
+def test_a_dry_run_refuses_another_tokenizer_of_a_teacher(run, library):
     assert run.teacher is not None
     teacher = dataclasses.replace(run.teacher, library=library)
     page = dry_run(dataclasses.replace(run, teacher=teacher), world_size=1)
@@ -240,7 +230,7 @@ def test_a_dry_run_refuses_another_tokenizer_of_a_teacher(run: DistillConfig, li
         assert f"warning     {teacher.checkpoint}: another tokenizer than the model's" in page
 
 
-def test_a_dry_run_refuses_another_tokenizer_of_the_student(run: DistillConfig) -> None:
+def test_a_dry_run_refuses_another_tokenizer_of_the_student(run):
     assert run.teacher is not None
     wrong = dataclasses.replace(run, tokenizer=run.teacher.tokenizer)
     with pytest.raises(CheckpointError, match="or set allow_other_tokenizer if"):

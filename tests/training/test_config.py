@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import dataclasses
-from typing import Any
 
 import pytest
 
@@ -24,8 +21,8 @@ TEACHER = TeacherConfig(
 )
 
 
-def distill_config(**changes: Any) -> DistillConfig:
-    values: dict[str, Any] = {
+def distill_config(**changes):
+    values = {
         "run_dir": "runs/a",
         "tokenizer": TokenizerConfig(),
         "student": MODEL,
@@ -36,7 +33,7 @@ def distill_config(**changes: Any) -> DistillConfig:
     return DistillConfig(**values | changes)
 
 
-def test_what_is_right_is_taken() -> None:
+def test_what_is_right_is_taken():
     assert distill_config().distils
     assert not distill_config(loss=LossConfig(objective="next_token"), teacher=None).distils
 
@@ -64,12 +61,12 @@ def test_what_is_right_is_taken() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_size_must_be_positive(config: Any, name: str, value: int) -> None:
+def test_a_size_must_be_positive(config, name, value):
     with pytest.raises(ConfigError, match=f"{name} must be positive; got {value}"):
         dataclasses.replace(config, **{name: value})
 
 
-def test_a_learning_rate_that_is_no_number_is_refused() -> None:
+def test_a_learning_rate_that_is_no_number_is_refused():
     with pytest.raises(ConfigError, match="lr must be positive; got nan"):
         OptimizerConfig(lr=float("nan"))
 
@@ -93,15 +90,13 @@ def test_a_learning_rate_that_is_no_number_is_refused() -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_values_that_contradict_each_other_are_refused(
-    config: Any, changes: dict[str, Any], words: str
-) -> None:
+def test_values_that_contradict_each_other_are_refused(config, changes, words):
     with pytest.raises(ConfigError) as caught:
         dataclasses.replace(config, **changes)
     assert words in str(caught.value)
 
 
-def test_zero_turns_clipping_and_decay_off_and_is_no_error() -> None:
+def test_zero_turns_clipping_and_decay_off_and_is_no_error():
     assert OptimizerConfig(clip_grad=0.0, weight_decay=0.0).clip_grad == 0.0
 
 
@@ -119,9 +114,7 @@ def test_zero_turns_clipping_and_decay_off_and_is_no_error() -> None:
     ],
     ids=["student-layers", "teacher-layers", "query-groups", "ffn"],
 )
-def test_a_model_that_does_not_divide_over_the_layout_is_refused(
-    student: dict[str, int], parallel: dict[str, int], words: str
-) -> None:
+def test_a_model_that_does_not_divide_over_the_layout_is_refused(student, parallel, words):
     with pytest.raises(ConfigError, match=f"the {words} do not divide over") as caught:
         distill_config(
             student=dataclasses.replace(MODEL, **student), parallel=ParallelConfig(**parallel)
@@ -129,13 +122,13 @@ def test_a_model_that_does_not_divide_over_the_layout_is_refused(
     assert "expected a multiple of" in str(caught.value)
 
 
-def test_an_objective_that_needs_a_teacher_asks_for_one() -> None:
+def test_an_objective_that_needs_a_teacher_asks_for_one():
     with pytest.raises(ConfigError, match=r"'projected_kl' needs a teacher.*next_token"):
         distill_config(teacher=None)
     with pytest.raises(ConfigError, match="did you mean 'projected_kl'"):
         distill_config(teacher=None, loss=LossConfig(objective="projectd_kl"))
 
 
-def test_a_warm_up_as_long_as_the_run_is_refused() -> None:
+def test_a_warm_up_as_long_as_the_run_is_refused():
     with pytest.raises(ConfigError, match="got 10; expected less than train_iters, 10"):
         distill_config(optimizer=OptimizerConfig(lr_warmup_iters=10))

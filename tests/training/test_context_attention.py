@@ -1,12 +1,9 @@
 """Attention over context-parallel ranks is that of whole sequences, gradients included."""
 
-from __future__ import annotations
-
 import math
 import sys
 from importlib import import_module
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -17,24 +14,16 @@ from megatron_ext.distributed.context_parallel import ContextRank, in_order
 from megatron_ext.errors import ConfigError
 from megatron_ext.training.context_attention import ContextAttention
 from tests.process_group import run_ranks
-from tests.training.context_attention_cases import (
-    CASES,
-    SIZES,
-    Attended,
-    Case,
-    every_size,
-    mask,
-    whole,
-)
+from tests.training.context_attention_cases import CASES, SIZES, Attended, every_size, mask, whole
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[int, list[Attended]]]:
+def ranks():
     """One spawn for all sizes and cases."""
     return run_ranks(4, every_size)
 
 
-def plain(case: Case, dtype: torch.dtype) -> Attended:
+def plain(case, dtype):
     """By softmax(q k^T) v of whole sequences."""
     *inputs, grad = (part.to(dtype) for part in whole(case))
     query, key, value = (part.requires_grad_() for part in inputs)
@@ -46,14 +35,12 @@ def plain(case: Case, dtype: torch.dtype) -> Attended:
     values = value.repeat_interleave(heads, dim=2)
     output = torch.einsum("bhij,jbhd->ibhd", scores.softmax(dim=-1), values).flatten(2)
     output.backward(grad)
-    return Attended(output.detach(), query.grad, key.grad, value.grad)  # type: ignore[arg-type]
+    return Attended(output.detach(), query.grad, key.grad, value.grad)
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_output_and_gradients_are_those_of_whole_sequences(
-    case: Case, size: int, ranks: list[dict[int, list[Attended]]]
-) -> None:
+def test_output_and_gradients_are_those_of_whole_sequences(case, size, ranks):
     truth, single = plain(case, torch.float64), plain(case, torch.float32)
     for first in range(0, 4 // size * size, size):
         parts = [ranks[first + rank][size][CASES.index(case)] for rank in range(size)]
@@ -65,7 +52,7 @@ def test_output_and_gradients_are_those_of_whole_sequences(
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_parts_of_rows_are_put_in_order_again(size: int) -> None:
+def test_parts_of_rows_are_put_in_order_again(size):
     rows = torch.arange(3 * 24).view(3, 24)
     parts = [ContextRank(rank=rank, size=size).cut(rows) for rank in range(size)]
     assert all(part.shape == (3, 24 // size) for part in parts)
@@ -81,7 +68,7 @@ def test_parts_of_rows_are_put_in_order_again(size: int) -> None:
         ({"softmax_type": "off-by-one"}, "softmax_type"),
     ],
 )
-def test_what_it_does_not_do_is_refused(options: dict[str, Any], where: str) -> None:
+def test_what_it_does_not_do_is_refused(options, where):
     config = TransformerConfig(
         num_layers=1, hidden_size=8, num_attention_heads=2, **{"attention_dropout": 0.0, **options}
     )
@@ -91,7 +78,7 @@ def test_what_it_does_not_do_is_refused(options: dict[str, Any], where: str) -> 
         )
 
 
-def test_other_masks_and_kinds_are_refused() -> None:
+def test_other_masks_and_kinds_are_refused():
     config = TransformerConfig(
         num_layers=1, hidden_size=8, num_attention_heads=2, attention_dropout=0.0
     )
@@ -105,15 +92,15 @@ def test_other_masks_and_kinds_are_refused() -> None:
 class StandIn(torch.nn.Module):
     """For Transformer Engine's attention, which needs a GPU."""
 
-    def __init__(self, **_: Any) -> None:
+    def __init__(self, **_):
         super().__init__()
 
-    def forward(self, query: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def forward(self, query, *_, **__):
         return torch.zeros_like(query).flatten(2)
 
 
-def test_transformer_engine_has_rows_without_a_mask_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    module: Any = ModuleType("megatron.core.extensions.transformer_engine")
+def test_transformer_engine_has_rows_without_a_mask_alone(monkeypatch):
+    module = ModuleType("megatron.core.extensions.transformer_engine")
     module.TEDotProductAttention = StandIn
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.delitem(sys.modules, "megatron_ext.training.te_attention", raising=False)

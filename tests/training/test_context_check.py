@@ -1,9 +1,6 @@
 """What cannot be made of parts of sequences is refused at the start, by name."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any
 
 import pytest
 
@@ -15,7 +12,7 @@ from tests.training.test_loss_configuration import TEACHER, check, config_of
 CUT = {"context_parallel_size": 2}
 
 
-def loss(objective: str, **options: Any) -> dict[str, Any]:
+def loss(objective, **options):
     return {"loss": {"objective": objective, "options": options}}
 
 
@@ -41,7 +38,7 @@ def loss(objective: str, **options: Any) -> dict[str, Any]:
     ],
     ids=["words", "boundaries", "position", "nemo", "one-of-two"],
 )
-def test_a_loss_that_needs_whole_sequences_is_refused(changes: dict[str, Any], words: str) -> None:
+def test_a_loss_that_needs_whole_sequences_is_refused(changes, words):
     check(config_of(**changes))
     with pytest.raises(ConfigError, match="context") as error:
         check(config_of(parallel=CUT, **changes))
@@ -63,11 +60,11 @@ def test_a_loss_that_needs_whole_sequences_is_refused(changes: dict[str, Any], w
     ],
     ids=["alm", "partition_kl", "uld", "learned", "layout"],
 )
-def test_every_other_loss_goes(changes: dict[str, Any]) -> None:
+def test_every_other_loss_goes(changes):
     check(config_of(parallel=CUT, **changes))
 
 
-def test_ranks_that_share_sequences_are_of_one_replica() -> None:
+def test_ranks_that_share_sequences_are_of_one_replica():
     layout = Layout(tensor_model_parallel_size=2, context_parallel_size=2)
     assert layout.replicas(8) == 2
     with pytest.raises(ConfigError, match=r"multiple of 6 .* x context_parallel_size 3"):
@@ -80,9 +77,7 @@ def test_ranks_that_share_sequences_are_of_one_replica() -> None:
     ("context", "tensor", "is_cut", "expected"),
     [(1, 2, True, 1), (2, 2, False, 4), (2, 2, True, 4), (2, 4, True, 8), (2, 3, True, 12)],
 )
-def test_rows_divide_over_slices_and_sequence_parallel_ranks(
-    context: int, tensor: int, is_cut: bool, expected: int
-) -> None:
+def test_rows_divide_over_slices_and_sequence_parallel_ranks(context, tensor, is_cut, expected):
     layout = Layout(
         context_parallel_size=context, tensor_model_parallel_size=tensor, sequence_parallel=is_cut
     )

@@ -1,20 +1,15 @@
 """What each context-parallel rank reads of a microbatch; the parts together are all of it."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.data.aligner import PackedSample
-from megatron_ext.data.batch import CrossTokenizerBatch
 from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.training.config import DataConfig
-from megatron_ext.training.microbatch import Microbatch, TokenBatch
+from megatron_ext.training.microbatch import Microbatch
 from megatron_ext.training.run_data import RunData
 from tests.data.readers import student_tokenizer, teacher_tokenizer
 from tests.training.test_run_data import WHOLE
@@ -23,7 +18,7 @@ from tests.training.tiny_run import student_run, write_corpus
 LENGTHS = (41, 53)
 
 
-def run_data(folder: Path, *, packing: bool, size: int) -> RunData:
+def run_data(folder, *, packing, size):
     """Rows of 41 and 53 positions, which are filled up to divide over ``size`` ranks."""
     config = dataclasses.replace(
         student_run(folder, "run", global_batch_size=8, context_parallel_size=size),
@@ -32,15 +27,15 @@ def run_data(folder: Path, *, packing: bool, size: int) -> RunData:
     return RunData.read(config, student_tokenizer(), {"teacher": (teacher_tokenizer(), LENGTHS[1])})
 
 
-def batches(data: RunData) -> list[CrossTokenizerBatch]:
+def batches(data):
     """One more than a run has: of a row without a text."""
-    blank: Sequence[PackedSample] = [PackedSample(())] * 2
+    blank = [PackedSample(())] * 2
     return [data.collator(rows) for rows in [*data.batches(WHOLE).take(), blank]]
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["alone", "packed"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_filled_rows_hold_the_texts_of_plain_ones(tmp_path: Path, size: int, packing: bool) -> None:
+def test_filled_rows_hold_the_texts_of_plain_ones(tmp_path, size, packing):
     plain = batches(run_data(tmp_path, packing=packing, size=1))
     filled = batches(run_data(tmp_path, packing=packing, size=size))
     for one, other in zip(plain, filled, strict=True):
@@ -64,7 +59,7 @@ def test_filled_rows_hold_the_texts_of_plain_ones(tmp_path: Path, size: int, pac
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["alone", "packed"])
-def test_parts_of_all_ranks_are_the_rows(tmp_path: Path, packing: bool) -> None:
+def test_parts_of_all_ranks_are_the_rows(tmp_path, packing):
     size = 3
     masked = 0
     for sides in batches(run_data(tmp_path, packing=packing, size=size)):
@@ -88,9 +83,7 @@ def test_parts_of_all_ranks_are_the_rows(tmp_path: Path, packing: bool) -> None:
     assert (masked > 0) == packing
 
 
-def _check_parts(
-    whole: TokenBatch, parts: Sequence[TokenBatch], ranks: Sequence[ContextRank]
-) -> None:
+def _check_parts(whole, parts, ranks):
     length = whole.tokens.shape[1]
     places = torch.arange(length)[None]
     held = torch.cat([rank.cut(places)[0] for rank in ranks])
@@ -109,7 +102,7 @@ def _check_parts(
             assert torch.equal(part.attention_mask, whole.attention_mask[:, :, own])
 
 
-def test_parts_move_to_a_device_and_whole_rows_are_sent_once(tmp_path: Path) -> None:
+def test_parts_move_to_a_device_and_whole_rows_are_sent_once(tmp_path):
     data = run_data(tmp_path, packing=True, size=2)
     sides = batches(data)[0]
     part = Microbatch.of(sides, {}, context=ContextRank(rank=1, size=2))

@@ -1,7 +1,5 @@
 """A launch says what it runs on, and does not start on what it was not meant for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -10,21 +8,19 @@ from megatron_ext.training.cpu_megatron import announce_device
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"NVIDIA H{index}00")
 
 
 @pytest.fixture
-def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_gpu_is_named_with_the_ranks_by_the_first(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_gpu_is_named_with_the_ranks_by_the_first(monkeypatch, capsys):
     for name, value in {"RANK": "0", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)
     announce_device(require_gpu=True)
@@ -35,9 +31,7 @@ def test_a_gpu_is_named_with_the_ranks_by_the_first(
 
 
 @pytest.mark.usefixtures("cpu")
-def test_a_cpu_comes_with_its_reason(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cpu_comes_with_its_reason(monkeypatch, capsys):
     announce_device(require_gpu=False)
     assert capsys.readouterr().out == "device: cpu (no CUDA device is visible), 1 rank\n"
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -46,9 +40,7 @@ def test_a_cpu_comes_with_its_reason(
 
 
 @pytest.mark.usefixtures("cpu")
-def test_a_cpu_is_refused_where_a_gpu_is_required_by_every_rank(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_cpu_is_refused_where_a_gpu_is_required_by_every_rank(monkeypatch):
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(ConfigError, match="got no CUDA device is visible; start where"):
         announce_device(require_gpu=True)

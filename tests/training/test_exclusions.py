@@ -1,36 +1,31 @@
 """Every row of the table of exclusions refuses a run with both features, and none with one."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any, Final
 
 import pytest
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.teachers.target_form import TargetForm
-from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.exclusions import EXCLUSIONS, check_exclusions
-from megatron_ext.training.features import Exclusion, Feature
 from megatron_ext.training.run_folder import config_values
 from tests.training.test_loss_configuration import MODEL, TEACHER, check, config_of
 
-OWN_RANKS: Final = {"placement": "own_ranks", "serving": {"ranks": 1}}
-HEADS: Final = {"objective": "dskd", "options": {"projectors": "heads"}}
-PARALLEL: Final = {
+OWN_RANKS = {"placement": "own_ranks", "serving": {"ranks": 1}}
+HEADS = {"objective": "dskd", "options": {"projectors": "heads"}}
+PARALLEL = {
     "context_parallel_size": 2,
     "sequence_parallel": True,
     "virtual_pipeline_model_parallel_size": 2,
     "overlap_param_gather": True,
 }
-NEEDED: Final[dict[str, Any]] = {
+NEEDED = {
     "sequence_parallel": {"tensor_model_parallel_size": 2},
     "virtual_pipeline_model_parallel_size": {"pipeline_model_parallel_size": 2},
     "overlap_param_gather": {"use_distributed_optimizer": True, "overlap_grad_reduce": True},
 }
 """By axis, what it cannot be without."""
 
-ON: Final[dict[str, Any]] = {
+ON = {
     "teachers": {"teachers": {"a": {}}},
     "projection": {"projection": "p"},
     "teacher.projection": {"teacher": {"projection": "p"}},
@@ -88,11 +83,11 @@ ON: Final[dict[str, Any]] = {
 """By the name of a feature, without its marks, what asks for it."""
 
 
-def run_with(*features: Feature) -> DistillConfig:
+def run_with(*features):
     """A run that asks for ``features``, read as from a file."""
     asked = [ON[feature.name.replace("`", "")] for feature in features]
     keeps_teacher = any(feature.name == "`teacher`" for feature in features)
-    values: dict[str, Any] = {"training": {"train_iters": 5}}
+    values = {"training": {"train_iters": 5}}
     if keeps_teacher or not any("teachers" in changes for changes in asked):
         values["teacher"] = {}
     for changes in asked:
@@ -106,11 +101,11 @@ def run_with(*features: Feature) -> DistillConfig:
     return config_of(**values | {"teachers": teachers})
 
 
-def _teacher(changes: dict[str, Any]) -> dict[str, Any]:
+def _teacher(changes):
     return copy.deepcopy(TEACHER) | {"model": MODEL | {"num_layers": 4}} | changes
 
 
-def refuse(config: DistillConfig, row: Exclusion) -> None:
+def refuse(config, row):
     """Check the run as far as the row is checked."""
     if row.stage == "targets":
         form = TargetForm.of("label", precision=None, top_k=4, hidden_size=8, vocab_size=100)
@@ -122,12 +117,12 @@ def refuse(config: DistillConfig, row: Exclusion) -> None:
         check(config)
 
 
-def _name(row: Exclusion) -> str:
+def _name(row):
     return f"{row.feature.name}-{row.other.name}".replace("`", "")
 
 
 @pytest.mark.parametrize("row", EXCLUSIONS, ids=_name)
-def test_a_run_with_both_features_is_refused_by_the_names_of_both(row: Exclusion) -> None:
+def test_a_run_with_both_features_is_refused_by_the_names_of_both(row):
     with pytest.raises(ConfigError) as caught:
         refuse(run_with(row.feature, row.other), row)
     text = str(caught.value)
@@ -149,11 +144,11 @@ def test_a_run_with_both_features_is_refused_by_the_names_of_both(row: Exclusion
     }.values(),
     ids=lambda feature: feature.name.replace("`", ""),
 )
-def test_a_run_with_one_of_them_is_not(feature: Feature) -> None:
+def test_a_run_with_one_of_them_is_not(feature):
     check(run_with(feature))
 
 
-def test_the_line_of_the_key_is_named() -> None:
+def test_the_line_of_the_key_is_named():
     values = config_values(config_of())
     values["loss"] |= {"linear": True, "teacher_mode": "select_teacher"}
     with pytest.raises(ConfigError, match=r"^loss\.teacher_mode: the linear form"):

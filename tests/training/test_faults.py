@@ -1,10 +1,6 @@
 """What a run survives, and how it ends where it cannot: alike on every rank, nothing lost."""
 
-from __future__ import annotations
-
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +12,7 @@ from tests.training.tiny_run import write_corpus, write_rank_list
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("faults")
     write_corpus(folder)
     write_rank_list(folder)
@@ -24,9 +20,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", ["gradient", "loss"])
-def test_an_iteration_that_is_not_finite_is_skipped_on_every_rank(
-    ranks: list[dict[str, Any]], kind: str
-) -> None:
+def test_an_iteration_that_is_not_finite_is_skipped_on_every_rank(ranks, kind):
     whole = ranks[0]["whole"]["metrics"]
     for rank in ranks:
         run = rank[kind]
@@ -45,9 +39,7 @@ def test_an_iteration_that_is_not_finite_is_skipped_on_every_rank(
         assert run["latest"] == "iter_0000004"
 
 
-def test_a_run_stops_before_anything_of_the_bad_iteration_is_saved(
-    ranks: list[dict[str, Any]],
-) -> None:
+def test_a_run_stops_before_anything_of_the_bad_iteration_is_saved(ranks):
     for rank in ranks:
         run = rank["stop"]
         assert "DivergedError: the gradient norm is not finite at iteration 3" in run["error"]
@@ -56,7 +48,7 @@ def test_a_run_stops_before_anything_of_the_bad_iteration_is_saved(
         assert all(weight.isfinite().all() for weight in run["weights"])
 
 
-def test_skips_in_a_row_have_a_limit(ranks: list[dict[str, Any]]) -> None:
+def test_skips_in_a_row_have_a_limit(ranks):
     for rank in ranks:
         run = rank["too-many"]
         assert run["error"] is not None
@@ -66,9 +58,7 @@ def test_skips_in_a_row_have_a_limit(ranks: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("name", ["full-disk", "full-disk-async"])
-def test_a_full_disk_costs_no_checkpoint_and_the_run_goes_on(
-    ranks: list[dict[str, Any]], name: str
-) -> None:
+def test_a_full_disk_costs_no_checkpoint_and_the_run_goes_on(ranks, name):
     for rank in ranks:
         run = rank[name]
         assert len(run["metrics"]) == 4
@@ -81,9 +71,7 @@ def test_a_full_disk_costs_no_checkpoint_and_the_run_goes_on(
 
 
 @pytest.mark.parametrize("name", ["full-disk", "full-disk-async"])
-def test_a_full_disk_at_the_last_save_is_an_error_on_every_rank(
-    ranks: list[dict[str, Any]], name: str
-) -> None:
+def test_a_full_disk_at_the_last_save_is_an_error_on_every_rank(ranks, name):
     for rank in ranks:
         run = rank[name]
         assert "the checkpoint of iteration 4 could not be written" in run["error"]
@@ -94,9 +82,7 @@ def test_a_full_disk_at_the_last_save_is_an_error_on_every_rank(
         assert run["hidden"] == []
 
 
-def test_what_rank_0_cannot_write_alone_is_an_error_on_every_rank(
-    ranks: list[dict[str, Any]],
-) -> None:
+def test_what_rank_0_cannot_write_alone_is_an_error_on_every_rank(ranks):
     for rank in ranks:
         run = rank["full-disk-common"]
         assert "No space left on device" in run["error"]
@@ -105,9 +91,7 @@ def test_what_rank_0_cannot_write_alone_is_an_error_on_every_rank(
 
 
 @pytest.mark.parametrize("name", ["killed-writer", "killed-writer-async"])
-def test_a_writer_that_is_killed_is_a_failed_save_that_the_run_survives(
-    ranks: list[dict[str, Any]], name: str
-) -> None:
+def test_a_writer_that_is_killed_is_a_failed_save_that_the_run_survives(ranks, name):
     for rank in ranks:
         run = rank[name]
         assert run["error"] is None
@@ -119,7 +103,7 @@ def test_a_writer_that_is_killed_is_a_failed_save_that_the_run_survives(
     )
 
 
-def test_ranks_that_were_started_otherwise_are_told_the_key(ranks: list[dict[str, Any]]) -> None:
+def test_ranks_that_were_started_otherwise_are_told_the_key(ranks):
     for rank in ranks:
         alike, other = rank["agreement"]
         assert alike is None
@@ -127,7 +111,7 @@ def test_ranks_that_were_started_otherwise_are_told_the_key(ranks: list[dict[str
         assert "got 0.5 on rank 1; expected 0.001" in other
 
 
-def test_a_stuck_rank_is_named_with_where_it_is(ranks: list[dict[str, Any]]) -> None:
+def test_a_stuck_rank_is_named_with_where_it_is(ranks):
     for number, where in enumerate(("updating", "reading data")):
         (said,) = ranks[number]["stuck"]
         assert f"rank {number} has waited for 2 s in {where}" in said
@@ -136,7 +120,7 @@ def test_a_stuck_rank_is_named_with_where_it_is(ranks: list[dict[str, Any]]) -> 
         assert "_sleep_through" in said
 
 
-def test_a_rank_that_dies_is_named_by_the_others(tmp_path: Path) -> None:
+def test_a_rank_that_dies_is_named_by_the_others(tmp_path):
     context = fork_server()
     processes = [context.Process(target=lose_peer, args=(rank, tmp_path)) for rank in range(2)]
     started = time.monotonic()
@@ -152,7 +136,7 @@ def test_a_rank_that_dies_is_named_by_the_others(tmp_path: Path) -> None:
     assert time.monotonic() - started < 60
 
 
-def test_the_weights_of_a_run_without_faults_are_finite(ranks: list[dict[str, Any]]) -> None:
+def test_the_weights_of_a_run_without_faults_are_finite(ranks):
     for rank in ranks:
         assert all(torch.isfinite(weight).all() for weight in rank["whole"]["weights"])
         assert rank["whole"]["counts"] == dict.fromkeys(rank["whole"]["counts"], 0)

@@ -1,16 +1,12 @@
 """A student learns the same from a model in transformers as from it in megatron-core."""
 
-from __future__ import annotations
-
 import argparse
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from megatron_ext.errors import CheckpointError, ConfigError, MegatronExtError
+from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.training.arguments import config_from_arguments
 from megatron_ext.training.inputs import read_inputs
 from tests.huggingface.tiny_models import save_model
@@ -18,10 +14,10 @@ from tests.process_group import run_ranks
 from tests.teachers.tiny_causal_lms import save_causal_lm
 from tests.training.huggingface_teacher_runs import Run, train_runs, write_texts
 
-TP2: dict[str, Any] = {"tensor_model_parallel_size": 2}
-PP2: dict[str, Any] = {"pipeline_model_parallel_size": 2}
-CP2: dict[str, Any] = {"context_parallel_size": 2}
-HUGGINGFACE: dict[str, Any] = {"library": "huggingface"}
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
+HUGGINGFACE = {"library": "huggingface"}
 LIKE = {
     "hf-tp2": "megatron",
     "hf-cp2-offloaded": "megatron",
@@ -35,7 +31,7 @@ if ALL:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("libraries")
     # Its head is tied, and layers of queries, keys and values have biases.
     save_model("qwen2", root / "teacher")
@@ -45,7 +41,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def metrics(root: Path) -> dict[str, list[dict[str, Any]]]:
+def metrics(root):
     offload = {"offload": True}
     runs = [
         Run("megatron", {}, TP2),
@@ -60,14 +56,12 @@ def metrics(root: Path) -> dict[str, list[dict[str, Any]]]:
             Run("dskd", {}, TP2, "dskd"),
             Run("hf-dskd-offloaded", HUGGINGFACE | offload, TP2, "dskd"),
         ]
-    found: list[dict[str, list[dict[str, Any]]]] = run_ranks(
-        2, train_runs, root, runs, timeout_s=400
-    )
+    found = run_ranks(2, train_runs, root, runs, timeout_s=400)
     return found[0]
 
 
 @pytest.mark.parametrize("name", LIKE)
-def test_losses_are_those_of_megatron(name: str, metrics: dict[str, list[dict[str, Any]]]) -> None:
+def test_losses_are_those_of_megatron(name, metrics):
     expected, found = metrics[LIKE[name]], metrics[name]
     assert len(found) == len(expected) == 2
     for own, reference in zip(found, expected, strict=True):
@@ -80,9 +74,9 @@ def test_losses_are_those_of_megatron(name: str, metrics: dict[str, list[dict[st
         assert bits[0] == pytest.approx(bits[1], rel=1e-5)
 
 
-def _start(root: Path, **teacher: Any) -> None:
+def _start(root, **teacher):
     """Check a run up to where models would be built."""
-    values: dict[str, Any] = {
+    values = {
         "run_dir": str(root / "refused"),
         "initial_checkpoint": str(root / "student"),
         "student": {"seq_length": 48},
@@ -98,9 +92,9 @@ def _start(root: Path, **teacher: Any) -> None:
     read_inputs(config_from_arguments(argparse.Namespace(config=str(path))), world_size=1)
 
 
-def test_what_a_run_cannot_have_is_refused_before_a_model_is_built(root: Path) -> None:
+def test_what_a_run_cannot_have_is_refused_before_a_model_is_built(root):
     _start(root, model={"seq_length": 48})
-    refused: list[tuple[type[MegatronExtError], str, dict[str, Any]]] = [
+    refused = [
         (ConfigError, "longer than the model supports.*64", {"model": {"seq_length": 65}}),
         (ConfigError, "order of the ids", {"vocabulary_layout": "co_sharded"}),
         (CheckpointError, "another hidden_size", {"model": {"hidden_size": 64}}),
@@ -110,7 +104,7 @@ def test_what_a_run_cannot_have_is_refused_before_a_model_is_built(root: Path) -
             _start(root, **({"model": {"seq_length": 48}} | teacher))
 
 
-def test_sizes_of_any_architecture_come_from_its_folder(root: Path) -> None:
+def test_sizes_of_any_architecture_come_from_its_folder(root):
     folder = save_causal_lm("gpt-2", root / "gpt2")
     path = root / "gpt2.yaml"
     path.write_text(

@@ -1,11 +1,7 @@
 """What a run leaves beside its checkpoints, and what it says of the text that it read."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +25,7 @@ SPOILT = 3
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kept")
     write_corpus(folder)
     write_rank_list(folder)
@@ -42,13 +38,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path) -> list[dict[str, Any]]:
+def ranks(folder):
     return run_ranks(2, leave_results, folder, timeout_s=300)
 
 
-def test_a_learned_projection_is_left_as_a_file_that_has_the_trained_shares(
-    folder: Path, ranks: list[dict[str, Any]]
-) -> None:
+def test_a_learned_projection_is_left_as_a_file_that_has_the_trained_shares(folder, ranks):
     config = student_run(folder, "learned")
     assert config.teacher is not None
     student, teacher = map(build_tokenizer, (config.tokenizer, config.teacher.tokenizer))
@@ -71,9 +65,7 @@ def test_a_learned_projection_is_left_as_a_file_that_has_the_trained_shares(
     )
 
 
-def test_every_checkpoint_has_the_shares_of_its_iteration(
-    folder: Path, ranks: list[dict[str, Any]]
-) -> None:
+def test_every_checkpoint_has_the_shares_of_its_iteration(folder, ranks):
     first, last = (
         SparseProjection.load(
             folder / f"learned/checkpoints/iter_{iteration:07}/learned_projection.safetensors"
@@ -85,14 +77,14 @@ def test_every_checkpoint_has_the_shares_of_its_iteration(
     assert not np.array_equal(first.values, last.values)
 
 
-def test_a_run_starts_where_the_file_is(ranks: list[dict[str, Any]]) -> None:
+def test_a_run_starts_where_the_file_is(ranks):
     for rank in ranks:
         shares = rank["learned"]
         assert torch.allclose(shares["again"], shares["trained"], rtol=1e-6, atol=0)
         assert (shares["again"] - shares["start"]).abs().max() > 1e-4
 
 
-def test_held_out_text_is_measured_by_tiles_where_the_loss_is(ranks: list[dict[str, Any]]) -> None:
+def test_held_out_text_is_measured_by_tiles_where_the_loss_is(ranks):
     for rank in ranks:
         (tiled, rows_of_tiles), (whole, rows) = (rank["measured"][k] for k in ("tiles", "whole"))
         assert whole.student is not None
@@ -104,9 +96,7 @@ def test_held_out_text_is_measured_by_tiles_where_the_loss_is(ranks: list[dict[s
         assert sum(rows_of_tiles) == sum(rows)
 
 
-def test_documents_of_ids_that_cannot_be_read_and_that_differ_are_in_the_log(
-    folder: Path, ranks: list[dict[str, Any]]
-) -> None:
+def test_documents_of_ids_that_cannot_be_read_and_that_differ_are_in_the_log(folder, ranks):
     (log,) = {json.dumps(rank["ids"]) for rank in ranks}
     rows = json.loads(log)
     quarantine = (folder / "on-ids" / "quarantine.jsonl").read_text().splitlines()

@@ -3,10 +3,7 @@
 ``test_parallel_axes.py`` has those of four.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 import torch
@@ -40,7 +37,7 @@ GRADIENT_NORM_TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("layouts")
     write_corpus(folder)
     write_rank_list(folder)
@@ -55,9 +52,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "quantity",
     ["loss", "kd", "ce", "kd/teacher_entropy", "kd/offsupport_mass"],
 )
-def test_every_iteration_measures_what_one_process_measures(
-    runs: Path, layout: str, quantity: str
-) -> None:
+def test_every_iteration_measures_what_one_process_measures(runs, layout, quantity):
     alone, sharded = read_metrics(runs / "alone"), read_metrics(runs / layout)
     assert len(alone) == ITERATIONS
     assert [row["iteration"] for row in sharded] == [row["iteration"] for row in alone]
@@ -69,26 +64,26 @@ def test_every_iteration_measures_what_one_process_measures(
 
 
 @pytest.mark.parametrize("name", ["alone", "tp2", "cp2"])
-def test_a_run_measures_what_was_recorded(runs: Path, name: str) -> None:
+def test_a_run_measures_what_was_recorded(runs, name):
     check_golden(name, read_metrics(runs / name))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_iteration_has_the_gradient_norm_of_one_process(runs: Path, layout: str) -> None:
+def test_every_iteration_has_the_gradient_norm_of_one_process(runs, layout):
     expected = [row["grad_norm"] for row in read_metrics(runs / "alone")]
     measured = [row["grad_norm"] for row in read_metrics(runs / layout)]
     assert measured == pytest.approx(expected, rel=GRADIENT_NORM_TOLERANCE)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_held_out_bits_per_byte_do_not_depend_on_the_layout(runs: Path, layout: str) -> None:
+def test_held_out_bits_per_byte_do_not_depend_on_the_layout(runs, layout):
     alone, sharded = read_metrics(runs / "alone")[-1], read_metrics(runs / layout)[-1]
     for name in ("student_bits_per_byte", "teacher_bits_per_byte"):
         assert sharded[name] == pytest.approx(alone[name], rel=1e-5)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_trained_weights_are_the_same(runs: Path, layout: str) -> None:
+def test_the_trained_weights_are_the_same(runs, layout):
     alone, sharded = _weights(runs / "alone"), _weights(runs / layout)
     start = _weights(runs / "start", iteration=0)
     assert alone.keys() == sharded.keys()
@@ -101,7 +96,7 @@ def test_the_trained_weights_are_the_same(runs: Path, layout: str) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["", "-sharded-optimizer"])
-def test_a_run_goes_on_exactly_from_a_checkpoint(runs: Path, optimizer: str) -> None:
+def test_a_run_goes_on_exactly_from_a_checkpoint(runs, optimizer):
     name = f"dp2{optimizer}"
     before, weights = read_metrics(runs / name), _weights(runs / name)
     run_ranks(2, repeat_last_iteration, runs, name, dict(TWO_RANKS)[name])
@@ -111,7 +106,7 @@ def test_a_run_goes_on_exactly_from_a_checkpoint(runs: Path, optimizer: str) -> 
         assert torch.equal(weight, weights[key])
 
 
-def test_one_process_goes_on_from_a_checkpoint_of_ranks_that_share_sequences(runs: Path) -> None:
+def test_one_process_goes_on_from_a_checkpoint_of_ranks_that_share_sequences(runs):
     run_ranks(1, repeat_last_iteration, runs, "cp2", {})
     alone, resumed = read_metrics(runs / "alone"), read_metrics(runs / "cp2")
     for key in ("loss", "kd", "ce", "student_bits_per_byte"):
@@ -121,10 +116,10 @@ def test_one_process_goes_on_from_a_checkpoint_of_ranks_that_share_sequences(run
         torch.testing.assert_close(weights[key], weight, rtol=0, atol=PARAMETER_TOLERANCE)
 
 
-def test_the_loss_goes_down(runs: Path) -> None:
+def test_the_loss_goes_down(runs):
     losses = [row["loss"] for row in read_metrics(runs / "alone")]
     assert losses[-1] < losses[0]
 
 
-def _weights(run: Path, iteration: int = ITERATIONS) -> dict[str, torch.Tensor]:
+def _weights(run, iteration=ITERATIONS):
     return weights_of(run / "checkpoints" / f"iter_{iteration:07d}")

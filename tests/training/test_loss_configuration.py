@@ -1,20 +1,9 @@
 """Teachers, weights and forms of the loss as a configuration names them."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.losses import (
-    GradientMagnitudeWeighting,
-    LossWeighting,
-    MatchedWeighting,
-    Objective,
-    ScheduledWeighting,
-)
-from megatron_ext.tokenizers import MegatronTokenizerText
+from megatron_ext.losses import GradientMagnitudeWeighting, MatchedWeighting, ScheduledWeighting
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.objective import teacher_objective
 from megatron_ext.training.run_folder import _check_same_run, config_values
@@ -27,8 +16,8 @@ MODEL = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
 TEACHER = {"tokenizer": {}, "model": MODEL, "checkpoint": "c"}
 
 
-def config_of(**changes: Any) -> DistillConfig:
-    values: dict[str, Any] = {
+def config_of(**changes):
+    values = {
         "run_dir": "r",
         "tokenizer": {},
         "student": MODEL,
@@ -39,17 +28,17 @@ def config_of(**changes: Any) -> DistillConfig:
     return build_config(DistillConfig, values | changes, ".".join)
 
 
-def check(config: DistillConfig, **tokenizers: MegatronTokenizerText) -> None:
+def check(config, **tokenizers):
     teachers = {name: teacher_tokenizer() for name in config.named_teachers}
     check_loss(config, student_tokenizer(), teachers | tokenizers)
 
 
-def weighting(loss: dict[str, Any]) -> LossWeighting:
+def weighting(loss):
     config = config_of(loss=loss)
     return make_weighting(config.loss, train_iters=config.training.train_iters)
 
 
-def test_teachers_are_sections_by_name_or_a_list_with_names() -> None:
+def test_teachers_are_sections_by_name_or_a_list_with_names():
     named = config_of()
     listed = config_of(teachers=[{"name": "big", **TEACHER}, {"name": "small", **TEACHER}])
     assert named == listed
@@ -57,7 +46,7 @@ def test_teachers_are_sections_by_name_or_a_list_with_names() -> None:
     assert list(config_of(teacher=TEACHER, teachers={}).named_teachers) == ["teacher"]
 
 
-def test_a_written_configuration_is_read_as_it_was() -> None:
+def test_a_written_configuration_is_read_as_it_was():
     config = config_of()
     assert build_config(DistillConfig, config_values(config), ".".join) == config
 
@@ -81,13 +70,13 @@ def test_a_written_configuration_is_read_as_it_was() -> None:
     ],
     ids=lambda value: "" if isinstance(value, dict) else value,
 )
-def test_teachers_that_cannot_be_are_refused(changes: dict[str, Any], words: str) -> None:
+def test_teachers_that_cannot_be_are_refused(changes, words):
     with pytest.raises(ConfigError) as caught:
         config_of(**changes)
     assert words in str(caught.value)
 
 
-def test_a_teacher_has_the_objective_and_options_of_the_loss_but_for_its_own() -> None:
+def test_a_teacher_has_the_objective_and_options_of_the_loss_but_for_its_own():
     teachers = {
         "a": TEACHER | {"options": {"exact_token_match_only": True}, "temperature": 3.0},
         "b": TEACHER | {"objective": "strict_topk", "options": {"top_k": 8}},
@@ -95,7 +84,7 @@ def test_a_teacher_has_the_objective_and_options_of_the_loss_but_for_its_own() -
     loss = {"options": {"vocab_topk": 16}, "temperature": 2.0}
     config = config_of(teachers=teachers, loss=loss)
 
-    def objective_of(name: str, **loss: Any) -> Objective:
+    def objective_of(name, **loss):
         alone = config_of(teachers={name: TEACHER}, loss=loss)
         return teacher_objective(TeacherPlan.of(alone, name))
 
@@ -124,21 +113,19 @@ def test_a_teacher_has_the_objective_and_options_of_the_loss_but_for_its_own() -
     ],
     ids=lambda value: "" if isinstance(value, dict) else value,
 )
-def test_what_does_not_go_together_is_refused_before_a_model_is_built(
-    loss: dict[str, Any], words: str
-) -> None:
+def test_what_does_not_go_together_is_refused_before_a_model_is_built(loss, words):
     with pytest.raises(ConfigError) as caught:
         check(config_of(loss=loss))
     assert words in str(caught.value)
 
 
-def test_an_option_of_a_teacher_is_refused_where_it_is() -> None:
+def test_an_option_of_a_teacher_is_refused_where_it_is():
     teachers = {"a": TEACHER | {"options": {"top_kk": 3}}}
     with pytest.raises(ConfigError, match=r"teachers\.a\.options\.top_kk: unknown"):
         check(config_of(teachers=teachers))
 
 
-def test_a_weighting_has_the_weights_of_the_loss_and_its_own_options() -> None:
+def test_a_weighting_has_the_weights_of_the_loss_and_its_own_options():
     loss = {
         "weighting": "scheduled",
         "kd_weight": 2.0,
@@ -162,9 +149,7 @@ def test_a_weighting_has_the_weights_of_the_loss_and_its_own_options() -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_a_run_goes_on_with_the_same_teachers_wherever_they_are(
-    changes: dict[str, Any], refused: str | None, tmp_path: Any
-) -> None:
+def test_a_run_goes_on_with_the_same_teachers_wherever_they_are(changes, refused, tmp_path):
     before = config_values(config_of())
     now = config_values(config_of(teachers={"big": TEACHER, "small": TEACHER | changes}))
     if refused is None:

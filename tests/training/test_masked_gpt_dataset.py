@@ -1,10 +1,7 @@
 """Loss masks through megatron-core's own GPT dataset and blends."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,14 +21,12 @@ SFT = TokenizerConfig(library="byte-level", mode="sft")
 
 
 @pytest.fixture
-def prefixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def prefixes(tmp_path, monkeypatch):
     """Two datasets of conversations, in which a trained token is known by its id."""
     return [_write(tmp_path, name, monkeypatch) for name in ("a", "long")]
 
 
-def _write(
-    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch, *, trains_all: bool = False
-) -> str:
+def _write(folder, name, monkeypatch, *, trains_all=False):
     tokenizer = ChatOfBytes(trains_all=trains_all)
     monkeypatch.setattr(preprocess_module, "build_tokenizer", lambda config: tokenizer)
     rows = [
@@ -43,7 +38,7 @@ def _write(
     return str(folder / f"{name}_messages_document")
 
 
-def build(kind: type, prefixes: list[str], folder: Path, **options: Any) -> list[Any]:
+def build(kind, prefixes, folder, **options):
     """The datasets of the splits, through megatron-core's builder."""
     weights = None if len(prefixes) == 1 else [1.0, 2.0]
     config = GPTDatasetConfig(
@@ -62,7 +57,7 @@ def build(kind: type, prefixes: list[str], folder: Path, **options: Any) -> list
         },
     )
     sizes = [None, None, None] if weights is None else [150, 40, 0]
-    datasets: list[Any] = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
+    datasets = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
     return [dataset for dataset in datasets if dataset is not None]
 
 
@@ -70,8 +65,8 @@ def build(kind: type, prefixes: list[str], folder: Path, **options: Any) -> list
 @pytest.mark.parametrize("eod_mask_loss", [True, False], ids=["eod-masked", "eod"])
 @pytest.mark.parametrize("count", [1, 2], ids=["one-dataset", "blend"])
 def test_a_position_is_trained_where_the_token_that_it_predicts_is(
-    prefixes: list[str], tmp_path: Path, count: int, eod_mask_loss: bool, extra_token: bool
-) -> None:
+    prefixes, tmp_path, count, eod_mask_loss, extra_token
+):
     options = {
         "eod_mask_loss": eod_mask_loss,
         "add_extra_token_to_sequence": extra_token,
@@ -94,9 +89,7 @@ def test_a_position_is_trained_where_the_token_that_it_predicts_is(
     assert trained_count > 500
 
 
-def test_no_position_predicts_from_one_document_into_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_position_predicts_from_one_document_into_the_next(tmp_path, monkeypatch):
     prefix = _write(tmp_path, "a", monkeypatch, trains_all=True)
     train, _ = build(MaskedGPTDataset, [prefix], tmp_path)
     labels = torch.stack([sample["labels"] for sample in train])
@@ -105,19 +98,19 @@ def test_no_position_predicts_from_one_document_into_the_next(
     assert (labels == BEGIN).sum() > 30
 
 
-def test_a_sample_that_fills_a_batch_trains_nothing(prefixes: list[str], tmp_path: Path) -> None:
+def test_a_sample_that_fills_a_batch_trains_nothing(prefixes, tmp_path):
     train, _ = build(MaskedGPTDataset, prefixes[:1], tmp_path)
     assert train[None]["loss_mask"].sum() == 0
 
 
-def test_indices_that_are_loaded_late_are_the_same(prefixes: list[str], tmp_path: Path) -> None:
+def test_indices_that_are_loaded_late_are_the_same(prefixes, tmp_path):
     expected, _ = build(MaskedGPTDataset, prefixes[:1], tmp_path)
     late, _ = build(MaskedGPTDataset, prefixes[:1], tmp_path, defer_npy_index_mmap=True)
     for a, b in zip(expected, late, strict=False):
         assert torch.equal(a["loss_mask"], b["loss_mask"])
 
 
-def test_workers_of_a_data_loader_read_it(prefixes: list[str], tmp_path: Path) -> None:
+def test_workers_of_a_data_loader_read_it(prefixes, tmp_path):
     train, _ = build(MaskedGPTDataset, prefixes[:1], tmp_path)
     loader = torch.utils.data.DataLoader(
         train, batch_size=4, num_workers=1, multiprocessing_context="fork"
@@ -126,14 +119,14 @@ def test_workers_of_a_data_loader_read_it(prefixes: list[str], tmp_path: Path) -
     assert torch.equal(batches, torch.stack([sample["loss_mask"] for sample in train]))
 
 
-def test_tokens_without_a_mask_are_refused(prefixes: list[str], tmp_path: Path) -> None:
+def test_tokens_without_a_mask_are_refused(prefixes, tmp_path):
     for end in ("bin", "idx"):
         (tmp_path / f"a_messages_loss_mask.{end}").unlink()
     with pytest.raises(DataError, match=r"a_messages_loss_mask\.idx: .* no loss mask; make both"):
         build(MaskedGPTDataset, prefixes[:1], tmp_path)
 
 
-def test_a_mask_of_other_tokens_is_refused(prefixes: list[str], tmp_path: Path) -> None:
+def test_a_mask_of_other_tokens_is_refused(prefixes, tmp_path):
     for end in ("bin", "idx"):
         (tmp_path / f"long_messages_loss_mask.{end}").replace(
             tmp_path / f"a_messages_loss_mask.{end}"
@@ -142,7 +135,7 @@ def test_a_mask_of_other_tokens_is_refused(prefixes: list[str], tmp_path: Path) 
         build(MaskedGPTDataset, prefixes[:1], tmp_path)
 
 
-def test_a_mask_that_holds_no_bytes_is_refused(prefixes: list[str], tmp_path: Path) -> None:
+def test_a_mask_that_holds_no_bytes_is_refused(prefixes, tmp_path):
     for end in ("bin", "idx"):
         (tmp_path / f"a_messages_document.{end}").replace(tmp_path / f"a_messages_loss_mask.{end}")
         (tmp_path / f"a_messages_document.{end}").hardlink_to(
@@ -152,14 +145,14 @@ def test_a_mask_that_holds_no_bytes_is_refused(prefixes: list[str], tmp_path: Pa
         build(MaskedGPTDataset, prefixes[:1], tmp_path)
 
 
-def test_a_name_that_is_not_ours_is_refused(prefixes: list[str], tmp_path: Path) -> None:
+def test_a_name_that_is_not_ours_is_refused(prefixes, tmp_path):
     for end in ("bin", "idx"):
         Path(f"{prefixes[0]}.{end}").rename(tmp_path / f"other.{end}")
     with pytest.raises(ConfigError, match="other: no loss mask goes by the name"):
         build(MaskedGPTDataset, [str(tmp_path / "other")], tmp_path)
 
 
-def test_the_sum_of_all_masks_is_what_the_report_says(prefixes: list[str], tmp_path: Path) -> None:
+def test_the_sum_of_all_masks_is_what_the_report_says(prefixes, tmp_path):
     mask = np.fromfile(tmp_path / "a_messages_loss_mask.bin", np.uint8)
     tokens = np.fromfile(tmp_path / "a_messages_document.bin", np.uint16)
     assert mask.sum() == (tokens >= TRAINED).sum() + ((tokens == EOD) & np.roll(mask, 1)).sum()

@@ -1,13 +1,8 @@
 """Our flags and tokenizers under scripts laid out as Megatron-LM's releases."""
 
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Callable
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +17,7 @@ if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
 
 
 @pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def checkout(tmp_path_factory):
     """Release -> the stand-in of its checkout."""
     made = {
         release: make_checkout(tmp_path_factory.mktemp(f"megatron-{release}"), release)
@@ -32,23 +27,19 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @cache
-def run_script(folder: Path, *words: str) -> Any:
+def run_script(folder, *words):
     """What a script of a checkout reports when we run it."""
     return report(run("-m", "megatron_ext", "run", *words, cwd=folder))
 
 
 @pytest.mark.parametrize("release", LAYOUTS)
-def test_a_checkout_alone_builds_its_own_tokenizers(
-    release: str, checkout: Callable[[str], Path]
-) -> None:
+def test_a_checkout_alone_builds_its_own_tokenizers(release, checkout):
     got = report(run("pretrain.py", cwd=checkout(release)))
     assert (got["ids"], got["data_ids"]) == ([-1], [-1])
 
 
 @pytest.mark.parametrize("release", LAYOUTS)
-def test_new_flags_build_our_tokenizers_everywhere(
-    release: str, checkout: Callable[[str], Path]
-) -> None:
+def test_new_flags_build_our_tokenizers_everywhere(release, checkout):
     got = run_script(checkout(release), "pretrain.py", *NULL)
     assert (got["ids"], got["data_ids"], got["eod"]) == ([1, 2, 3], [1, 2, 3], 99)
     assert got["args"]["padded_vocab_size"] == 128
@@ -56,9 +47,7 @@ def test_new_flags_build_our_tokenizers_everywhere(
 
 
 @pytest.mark.parametrize(("release", "eod"), [("0.16", 100), ("main", 99)])
-def test_an_old_type_means_what_it_means_in_its_checkout(
-    release: str, eod: int, checkout: Callable[[str], Path]
-) -> None:
+def test_an_old_type_means_what_it_means_in_its_checkout(release, eod, checkout):
     words = ("pretrain.py", "--tokenizer-type", "NullTokenizer", "--vocab-size", "100")
     finished = run("-m", "megatron_ext", "run", *words, cwd=checkout(release))
     got = report(finished)
@@ -67,21 +56,19 @@ def test_an_old_type_means_what_it_means_in_its_checkout(
 
 
 @pytest.mark.parametrize(("release", "start"), STARTS)
-def test_worker_processes_build_our_tokenizers_too(
-    release: str, start: str, checkout: Callable[[str], Path]
-) -> None:
+def test_worker_processes_build_our_tokenizers_too(release, start, checkout):
     got = run_script(checkout(release), "tools/preprocess.py", *NULL, "--start", start)
     assert got == {"ids": [[4, 5], [6]], "type": "NullTokenizer"}
 
 
-def test_a_script_sees_what_it_would_see_without_us(checkout: Callable[[str], Path]) -> None:
+def test_a_script_sees_what_it_would_see_without_us(checkout):
     folder = checkout("main")
     got = run_script(folder, "pretrain.py", *NULL)
     assert got["argv"] == ["pretrain.py", *NULL]
     assert (got["name"], got["file"], got["path"][0]) == ("__main__", "pretrain.py", str(folder))
 
 
-def test_a_script_that_adds_some_of_our_flags_itself_runs(checkout: Callable[[str], Path]) -> None:
+def test_a_script_that_adds_some_of_our_flags_itself_runs(checkout):
     words = ("--tokenizer-prompt-format", "identity", "--tokenizer-mode", "multimodal")
     got = run_script(checkout("main"), "multimodal.py", *NULL, *words)
     assert got["args"]["tokenizer_prompt_format"] == "identity"
@@ -89,9 +76,7 @@ def test_a_script_that_adds_some_of_our_flags_itself_runs(checkout: Callable[[st
     assert got["ids"] == [1, 2, 3]
 
 
-def test_the_help_of_a_script_lists_our_flags_among_its_own(
-    checkout: Callable[[str], Path],
-) -> None:
+def test_the_help_of_a_script_lists_our_flags_among_its_own(checkout):
     words = ("run", "tools/preprocess.py", "--help")
     finished = run("-m", "megatron_ext", *words, cwd=checkout("0.16"))
     assert finished.returncode == 0
@@ -111,10 +96,7 @@ def test_the_help_of_a_script_lists_our_flags_among_its_own(
             ("--tokenizer-library", "sentencepiece", "--tokenizer-model", "ranks.json"),
             "the sentencepiece library cannot read this file",
         ),
-        (
-            (*NULL, "--legacy-tokenizer"),
-            "--legacy-tokenizer and --tokenizer-library",
-        ),
+        ((*NULL, "--legacy-tokenizer"), "--legacy-tokenizer and --tokenizer-library"),
         (
             ("--tokenizer-hf-include-special-tokens", "--tokenizer-hf-no-include-special-tokens"),
             "two flags contradict each other",
@@ -122,9 +104,7 @@ def test_the_help_of_a_script_lists_our_flags_among_its_own(
     ],
     ids=["library", "missing-file", "other-library", "legacy", "polarity"],
 )
-def test_what_a_user_can_mend_is_one_line_before_any_process_starts(
-    words: tuple[str, ...], message: str, checkout: Callable[[str], Path]
-) -> None:
+def test_what_a_user_can_mend_is_one_line_before_any_process_starts(words, message, checkout):
     folder = checkout("0.16")
     (folder / "ranks.json").write_text("[]", encoding="utf-8")
     script_words = ("run", "tools/preprocess.py", "--start", "fork", *words)
@@ -135,14 +115,12 @@ def test_what_a_user_can_mend_is_one_line_before_any_process_starts(
     assert finished.stderr.count("\n") == 1
 
 
-def test_the_old_systems_tokenizers_stay_where_they_are_asked_for(
-    checkout: Callable[[str], Path],
-) -> None:
+def test_the_old_systems_tokenizers_stay_where_they_are_asked_for(checkout):
     words = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "9", "--legacy-tokenizer")
     assert run_script(checkout("0.16"), "pretrain.py", *words)["ids"] == [-1]
 
 
-def test_a_release_without_the_old_system_says_so(checkout: Callable[[str], Path]) -> None:
+def test_a_release_without_the_old_system_says_so(checkout):
     words = ("run", "pretrain.py", "--tokenizer-type", "NullTokenizer", "--legacy-tokenizer")
     finished = run("-m", "megatron_ext", *words, cwd=checkout("main"))
     assert finished.returncode == 2
@@ -173,21 +151,15 @@ if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
 
 @pytest.mark.parametrize(("release", "installs", "words", "ids"), LATE)
 def test_a_script_may_install_the_patches_after_its_imports(
-    release: str,
-    installs: str,
-    words: tuple[str, ...],
-    ids: list[int],
-    checkout: Callable[[str], Path],
-) -> None:
+    release, installs, words, ids, checkout
+):
     folder = checkout(release)
     builder = LAYOUTS[release].removesuffix(".py").replace("/", ".")
     (folder / "own.py").write_text(INSTALL_LATE.format(builder=builder, installs=installs))
     assert report(run("own.py", *words, cwd=folder)) == [ids, ids]
 
 
-def test_a_checkout_comes_before_an_installed_megatron_core(
-    checkout: Callable[[str], Path],
-) -> None:
+def test_a_checkout_comes_before_an_installed_megatron_core(checkout):
     """``tools/preprocess_data.py`` puts its checkout last, behind a release that lacks modules."""
     folder = checkout("main")
     installed = make_checkout(folder.parent / "installed", "0.16")
@@ -196,13 +168,13 @@ def test_a_checkout_comes_before_an_installed_megatron_core(
     assert got["ids"] == [[4, 5], [6]]
 
 
-def test_a_script_that_has_nothing_of_megatron_runs_as_ever(tmp_path: Path) -> None:
+def test_a_script_that_has_nothing_of_megatron_runs_as_ever(tmp_path):
     (tmp_path / "own.py").write_text("import sys, json; print(json.dumps(sys.argv[1:])); exit(3)")
     finished = run("-m", "megatron_ext", "run", "own.py", "--flag", "--help", cwd=tmp_path)
     assert (finished.returncode, json.loads(finished.stdout)) == (3, ["--flag", "--help"])
 
 
-def test_the_builder_of_the_installed_megatron_core_is_replaced(tmp_path: Path) -> None:
+def test_the_builder_of_the_installed_megatron_core_is_replaced(tmp_path):
     (tmp_path / "own.py").write_text(
         "import json\n"
         "from argparse import Namespace\n"
@@ -220,7 +192,7 @@ def test_the_builder_of_the_installed_megatron_core_is_replaced(tmp_path: Path) 
     assert got == [["megatron_ext.tokenizers.text_tokenizer", 7]] * 2
 
 
-def test_torchrun_runs_a_script_on_every_rank(checkout: Callable[[str], Path]) -> None:
+def test_torchrun_runs_a_script_on_every_rank(checkout):
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     words = ("-m", "megatron_ext", "run", "pretrain.py", *NULL)
     finished = run(*launch, *words, cwd=checkout("main"), OMP_NUM_THREADS="1")

@@ -3,8 +3,6 @@
 Each is run as it is and under our flags; what it writes must be the same bytes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -52,7 +50,7 @@ MODEL = """
 
 
 @pytest.fixture(scope="module")
-def checkout() -> Path:
+def checkout():
     """The checkout, where its parts that are needed import on this machine."""
     path = os.environ.get("MEGATRON_LM_PATH")
     if path is None:
@@ -65,7 +63,7 @@ def checkout() -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ranks(tmp_path_factory):
     """Megatron's JSON rank list of a whole published vocabulary."""
     tekken = json.loads(_mistral("tekken_240911.json").read_text(encoding="utf-8"))
     file = tmp_path_factory.mktemp("ranks") / "ranks.json"
@@ -73,11 +71,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def _mistral(name: str) -> Path:
+def _mistral(name):
     return Path(str(files("mistral_common") / "data" / name))
 
 
-def _flags(name: str, ranks: Path) -> tuple[list[str], list[str]]:
+def _flags(name, ranks):
     """Old flags and new ones of the same tokenizer."""
     if name == "null":
         return (
@@ -97,7 +95,7 @@ def _flags(name: str, ranks: Path) -> tuple[list[str], list[str]]:
     )
 
 
-def _preprocess(checkout: Path, prefix: Path, texts: list[str], *words: str, ours: bool) -> str:
+def _preprocess(checkout, prefix, texts, *words, ours):
     """SHA-256 of the two files that ``preprocess_data.py`` writes."""
     data = prefix.with_suffix(".jsonl")
     lines = (json.dumps({"text": text}) + "\n" for text in texts)
@@ -117,9 +115,7 @@ def _preprocess(checkout: Path, prefix: Path, texts: list[str], *words: str, our
 
 
 @pytest.mark.parametrize("name", ["sentencepiece", "tiktoken", "huggingface", "null"])
-def test_preprocess_data_writes_the_same_bytes_as_alone(
-    name: str, checkout: Path, ranks: Path, tmp_path: Path
-) -> None:
+def test_preprocess_data_writes_the_same_bytes_as_alone(name, checkout, ranks, tmp_path):
     old, new = _flags(name, ranks)
     texts = NUMBERS if name == "null" else TEXTS
     try:
@@ -133,9 +129,7 @@ def test_preprocess_data_writes_the_same_bytes_as_alone(
     assert _preprocess(checkout, tmp_path / "new", texts, *new, ours=True) == alone
 
 
-def test_the_training_arguments_and_the_global_tokenizer_are_ours(
-    checkout: Path, ranks: Path, tmp_path: Path
-) -> None:
+def test_the_training_arguments_and_the_global_tokenizer_are_ours(checkout, ranks, tmp_path):
     _, new = _flags("sentencepiece", ranks)
     probe = tmp_path / "probe.py"
     probe.write_text(PROBE, encoding="utf-8")
@@ -158,8 +152,8 @@ def test_the_training_arguments_and_the_global_tokenizer_are_ours(
     ],
 )
 def test_the_default_of_the_old_flag_is_the_format_of_the_old_type_alone(
-    words: str, expected: str, checkout: Path, tmp_path: Path
-) -> None:
+    words, expected, checkout, tmp_path
+):
     model = byte_level(tmp_path)
     probe = tmp_path / "probe.py"
     probe.write_text(FORMAT_PROBE, encoding="utf-8")

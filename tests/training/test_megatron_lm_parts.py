@@ -1,14 +1,9 @@
 """The pieces that put our flags and tokenizers under Megatron-LM, one by one."""
 
-from __future__ import annotations
-
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -26,10 +21,10 @@ from megatron_ext.tokenizers.namespace import config_from_namespace
 from tests.training.megatron_stand_in import make_checkout
 
 
-def parsed(words: str, *own: tuple[str, dict[str, Any]]) -> Namespace:
+def parsed(words, *own):
     """A release's parser with the flags ``own``, as it parses under our flags."""
 
-    def add_tokenizer_args(parser: ArgumentParser) -> ArgumentParser:
+    def add_tokenizer_args(parser):
         for name, options in own:
             parser.add_argument(name, **options)
         return parser
@@ -38,10 +33,10 @@ def parsed(words: str, *own: tuple[str, dict[str, Any]]) -> Namespace:
     return parser.parse_args(words.split())
 
 
-SWITCH: dict[str, Any] = {"action": "store_true"}
+SWITCH = {"action": "store_true"}
 
 
-def test_new_flags_leave_out_special_tokens_though_a_release_puts_them_in() -> None:
+def test_new_flags_leave_out_special_tokens_though_a_release_puts_them_in():
     own = (
         ("--tokenizer-hf-include-special-tokens", {**SWITCH, "default": True}),
         ("--tokenizer-hf-no-include-special-tokens", {**SWITCH, "default": False}),
@@ -52,7 +47,7 @@ def test_new_flags_leave_out_special_tokens_though_a_release_puts_them_in() -> N
     assert parsed(words, *own).tokenizer_hf_include_special_tokens is True
 
 
-def test_the_old_prompt_format_counts_where_it_was_said_and_its_default_does_not() -> None:
+def test_the_old_prompt_format_counts_where_it_was_said_and_its_default_does_not():
     own = ("--sft-tokenizer-prompt-format", {"default": "nemotron-h-aligned"})
     words = "--tokenizer-library null --vocab-size 9 --tokenizer-mode sft"
     unsaid = parsed(words, own)
@@ -62,7 +57,7 @@ def test_the_old_prompt_format_counts_where_it_was_said_and_its_default_does_not
     assert said.tokenizer_prompt_format == "default"
 
 
-def test_a_parser_keeps_its_defaults_after_it_has_parsed() -> None:
+def test_a_parser_keeps_its_defaults_after_it_has_parsed():
     parser = ArgumentParser()
     with_our_flags(lambda p: p)(parser)
     action = parser.add_argument("--sft-tokenizer-prompt-format", default="nemotron-h-aligned")
@@ -71,7 +66,7 @@ def test_a_parser_keeps_its_defaults_after_it_has_parsed() -> None:
     assert parser.parse_args([]).sft_tokenizer_prompt_format == "nemotron-h-aligned"
 
 
-def test_without_tokenizer_flags_the_scripts_own_default_type_stays() -> None:
+def test_without_tokenizer_flags_the_scripts_own_default_type_stays():
     args = parsed("", ("--tokenizer-type", {"default": None}))
     assert args.tokenizer_type is None
     assert not hasattr(args, "tokenizer_type_implied")
@@ -96,14 +91,14 @@ def test_without_tokenizer_flags_the_scripts_own_default_type_stays() -> None:
         ("null --tokenizer-mode multimodal --vocab-size 9", "NullMultimodalTokenizer"),
     ],
 )
-def test_new_flags_imply_the_nearest_old_type_for_code_that_reads_it(words: str, name: str) -> None:
+def test_new_flags_imply_the_nearest_old_type_for_code_that_reads_it(words, name):
     args = parsed(f"--tokenizer-library {words}")
     assert args.tokenizer_type == name
     assert args.tokenizer_type_implied
 
 
 @pytest.mark.parametrize("words", ["--tokenizer-library tiktoken", ""], ids=["library", "none"])
-def test_a_model_that_a_checkpoint_will_replace_need_not_exist(words: str) -> None:
+def test_a_model_that_a_checkpoint_will_replace_need_not_exist(words):
     words += " --tokenizer-model absent.json"
     with pytest.raises(TokenizerError, match=r"absent\.json"):
         parsed(words)
@@ -111,7 +106,7 @@ def test_a_model_that_a_checkpoint_will_replace_need_not_exist(words: str) -> No
     assert args.tokenizer_model == "absent.json"
 
 
-def test_the_padded_size_is_set_once_and_only_where_a_model_asks() -> None:
+def test_the_padded_size_is_set_once_and_only_where_a_model_asks():
     build = with_our_tokenizers(lambda args: None)
     null = {"tokenizer_library": "null", "vocab_size": 100}
     model = {"make_vocab_size_divisible_by": 64, "tensor_model_parallel_size": 2}
@@ -126,17 +121,17 @@ def test_the_padded_size_is_set_once_and_only_where_a_model_asks() -> None:
         assert args.padded_vocab_size == padded
 
 
-def test_overrides_reach_the_tokenizer() -> None:
+def test_overrides_reach_the_tokenizer():
     build = with_our_tokenizers(lambda args: None)
     args = Namespace(tokenizer_library="null", vocab_size=100)
     assert build(args, vocab_size=7).vocab_size == 7
 
 
-def test_a_checkpoint_restores_our_flags_with_the_old_type() -> None:
+def test_a_checkpoint_restores_our_flags_with_the_old_type():
     saved = Namespace(tokenizer_type="GPTSentencePieceTokenizer", tokenizer_type_implied=True)
     saved.tokenizer_library, saved.tokenizer_mode = "sentencepiece", "sft"
 
-    def load(args: Namespace, load_arg: str = "load") -> tuple[Namespace, Namespace]:
+    def load(args, load_arg="load"):
         args.tokenizer_type = saved.tokenizer_type
         return args, saved
 
@@ -147,7 +142,7 @@ def test_a_checkpoint_restores_our_flags_with_the_old_type() -> None:
     assert args.tokenizer_engine == "auto"
 
 
-def test_an_old_checkpoint_restores_its_type_over_new_flags() -> None:
+def test_an_old_checkpoint_restores_its_type_over_new_flags():
     saved = Namespace(tokenizer_type="TikTokenizer")
     load = with_tokenizer_of_checkpoint(lambda args: (args, saved))
     args = Namespace(
@@ -161,7 +156,7 @@ def test_an_old_checkpoint_restores_its_type_over_new_flags() -> None:
     assert not hasattr(args, "tokenizer_type_implied")
 
 
-def test_the_prompt_format_of_a_checkpoint_takes_the_place_of_either_flag() -> None:
+def test_the_prompt_format_of_a_checkpoint_takes_the_place_of_either_flag():
     own = ("--sft-tokenizer-prompt-format", {"default": "nemotron-h-aligned"})
     words = "--tokenizer-library null --vocab-size 9 --tokenizer-mode sft"
     saved = parsed(f"{words} --sft-tokenizer-prompt-format identity", own)
@@ -174,14 +169,14 @@ def test_the_prompt_format_of_a_checkpoint_takes_the_place_of_either_flag() -> N
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-def test_flags_stay_where_no_checkpoint_names_a_tokenizer(wanted: bool) -> None:
+def test_flags_stay_where_no_checkpoint_names_a_tokenizer(wanted):
     args = Namespace(tokenizer_library="null", use_tokenizer_model_from_checkpoint_args=wanted)
     load = with_tokenizer_of_checkpoint(lambda args: args if wanted else (args, Namespace()))
     load(args)
     assert args.tokenizer_library == "null"
 
 
-def test_a_checkpoint_gets_all_that_rebuilds_the_tokenizer(tmp_path: Path) -> None:
+def test_a_checkpoint_gets_all_that_rebuilds_the_tokenizer(tmp_path):
     tokenizer = build_tokenizer(TokenizerConfig(library="null", vocab_size=12, null_eod_id=0))
     save = with_whole_tokenizers(lambda *args: pytest.fail("the original was called"))
     for _ in range(2):
@@ -190,17 +185,15 @@ def test_a_checkpoint_gets_all_that_rebuilds_the_tokenizer(tmp_path: Path) -> No
     assert (again.vocab_size, again.eod) == (12, 0)
 
 
-def test_only_the_first_rank_saves_the_tokenizer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_first_rank_saves_the_tokenizer(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     tokenizer = build_tokenizer(TokenizerConfig(library="null", vocab_size=12))
     with_whole_tokenizers(lambda *args: None)(tokenizer, None, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tokenizers_that_are_not_ours_and_object_stores_keep_the_original(tmp_path: Path) -> None:
-    calls: list[tuple[Any, ...]] = []
+def test_tokenizers_that_are_not_ours_and_object_stores_keep_the_original(tmp_path):
+    calls = []
     save = with_whole_tokenizers(lambda *args: calls.append(args))
     tokenizer = build_tokenizer(TokenizerConfig(library="null", vocab_size=12))
     save(object(), None, tmp_path)
@@ -208,7 +201,7 @@ def test_tokenizers_that_are_not_ours_and_object_stores_keep_the_original(tmp_pa
     assert len(calls) == 2
 
 
-def test_a_tokenizer_that_cannot_be_saved_does_not_end_the_run(tmp_path: Path) -> None:
+def test_a_tokenizer_that_cannot_be_saved_does_not_end_the_run(tmp_path):
     (tmp_path / "tokenizer").write_text("in the way")
     tokenizer = build_tokenizer(TokenizerConfig(library="null", vocab_size=12))
     save = with_whole_tokenizers(lambda *args: None)
@@ -217,7 +210,7 @@ def test_a_tokenizer_that_cannot_be_saved_does_not_end_the_run(tmp_path: Path) -
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def package(tmp_path, monkeypatch):
     """A module on disk, importable for the length of a test."""
     name = "a_release_of_megatron"
     (tmp_path / f"{name}.py").write_text("def build():\n    return 'own'\n", encoding="utf-8")
@@ -227,51 +220,43 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     sys.modules.pop(name, None)
 
 
-def patched(monkeypatch: pytest.MonkeyPatch, *patches: Patch) -> PatchedModules:
+def patched(monkeypatch, *patches):
     modules = PatchedModules(patches)
     monkeypatch.setattr(sys, "meta_path", [modules, *sys.meta_path])
     return modules
 
 
-def test_a_module_is_patched_once_it_is_executed(
-    package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_is_patched_once_it_is_executed(package, monkeypatch):
     patched(monkeypatch, Patch(package, "build", lambda own: lambda: own() + " and ours"))
     module = import_module(package)
     assert module.build() == "own and ours"
     assert module.__spec__.loader.get_source(package).startswith("def build")
 
 
-def test_names_bound_before_are_patched_wherever_they_are(
-    package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_bound_before_are_patched_wherever_they_are(package, monkeypatch):
     module = import_module(package)
     other = ModuleType("other_module")
-    other.alias = module.build  # type: ignore[attr-defined]
+    other.alias = module.build
     monkeypatch.setitem(sys.modules, "other_module", other)
     modules = patched(monkeypatch, Patch(package, "build", lambda own: lambda: "ours"))
     modules.patch_imported()
     assert (module.build(), other.alias()) == ("ours", "ours")
 
 
-def test_a_module_that_does_not_exist_is_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_does_not_exist_is_no_trouble(monkeypatch):
     modules = patched(monkeypatch, Patch("no_such_module", "build", lambda own: own))
     modules.patch_imported()
     with pytest.raises(ModuleNotFoundError):
         import_module("no_such_module")
 
 
-def test_a_release_that_lacks_a_function_is_said_to_be_unknown(
-    package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_release_that_lacks_a_function_is_said_to_be_unknown(package, monkeypatch):
     patched(monkeypatch, Patch(package, "assemble", lambda own: own))
     with pytest.warns(UserWarning, match=f"{package} has no assemble: megatron-ext does not know"):
         import_module(package)
 
 
-def test_a_function_of_some_releases_may_be_absent(
-    package: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_a_function_of_some_releases_may_be_absent(package, monkeypatch, recwarn):
     patched(monkeypatch, Patch(package, "assemble", lambda own: own, optional=True))
     import_module(package)
     assert list(recwarn) == []
@@ -279,8 +264,8 @@ def test_a_function_of_some_releases_may_be_absent(
 
 @pytest.mark.parametrize("python_path", ["", "/given"])
 def test_python_path_comes_before_the_checkout_and_the_checkout_before_the_rest(
-    python_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    python_path, tmp_path, monkeypatch
+):
     monkeypatch.setenv("PYTHONPATH", python_path)
     folder = make_checkout(tmp_path, "main")
     given = [python_path] if python_path else []
@@ -288,6 +273,6 @@ def test_python_path_comes_before_the_checkout_and_the_checkout_before_the_rest(
     assert found == [str(folder / "tools"), *given, str(folder), "/usr/lib", "/site"]
 
 
-def test_a_script_that_does_not_exist_is_named(tmp_path: Path) -> None:
+def test_a_script_that_does_not_exist_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"absent\.py: the script does not exist"):
         script.run_script(tmp_path / "absent.py")

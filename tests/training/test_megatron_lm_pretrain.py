@@ -1,13 +1,9 @@
 """Megatron-LM's loop learns what ours does, from the functions that its ``pretrain`` is given."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import inspect
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -23,7 +19,6 @@ from tests.process_group import run_ranks
 from tests.training.pretrain_runs import (
     STEPS,
     TERMS,
-    Resumed,
     arguments_of,
     pretrain_config,
     train_and_resume,
@@ -31,7 +26,7 @@ from tests.training.pretrain_runs import (
 from tests.training.release_parser import RELEASES, release_parser
 from tests.training.tiny_run import STUDENT_VOCAB_SIZE, write_corpus, write_rank_list
 
-LAYOUTS: dict[str, dict[str, Any]] = {
+LAYOUTS = {
     "dp2-sharded-optimizer": {"use_distributed_optimizer": True},
     "pp2": {"pipeline_model_parallel_size": 2},
     "pp2-vp2-bf16": {
@@ -43,7 +38,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pretrain")
     write_corpus(folder)
     write_rank_list(folder)
@@ -51,20 +46,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> list[tuple[dict[str, Any], Resumed]]:
+def found(folder):
     """What each rank found."""
     return run_ranks(2, train_and_resume, folder, LAYOUTS, timeout_s=240)
 
 
 @pytest.fixture
-def runs(found: list[tuple[dict[str, Any], Resumed]]) -> list[dict[str, Any]]:
+def runs(found):
     return [runs for runs, _ in found]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_step_has_the_losses_and_the_gradient_of_our_own_loop(
-    runs: list[dict[str, Any]], layout: str
-) -> None:
+def test_every_step_has_the_losses_and_the_gradient_of_our_own_loop(runs, layout):
     ours, lent = runs[-1][layout]
     assert len(ours) == STEPS
     for row, logged in zip(ours, lent, strict=False):
@@ -76,21 +69,17 @@ def test_every_step_has_the_losses_and_the_gradient_of_our_own_loop(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_held_out_text_is_measured_by_the_same_terms(
-    runs: list[dict[str, Any]], layout: str
-) -> None:
+def test_held_out_text_is_measured_by_the_same_terms(runs, layout):
     held_out = runs[-1][layout][1][STEPS]
     assert set(held_out) == {"loss", "ce", "kd"}
     assert held_out["loss"] == pytest.approx(held_out["kd"] + held_out["ce"] / 2, rel=1e-5)
 
 
-def test_a_stage_without_a_head_reports_nothing(runs: list[dict[str, Any]]) -> None:
+def test_a_stage_without_a_head_reports_nothing(runs):
     assert [set(row) for row in runs[0]["pp2"][1]] == [{"grad_norm"}, {"grad_norm"}, set()]
 
 
-def test_the_text_goes_on_where_a_checkpoint_says_it_stood(
-    found: list[tuple[dict[str, Any], Resumed]],
-) -> None:
+def test_the_text_goes_on_where_a_checkpoint_says_it_stood(found):
     for _, resumed in found:
         assert resumed.from_a_state == resumed.at_once
         assert resumed.by_reading_again == resumed.at_once
@@ -98,7 +87,7 @@ def test_the_text_goes_on_where_a_checkpoint_says_it_stood(
         assert resumed.reads == [1, 2]
 
 
-def test_the_functions_take_what_every_release_passes() -> None:
+def test_the_functions_take_what_every_release_passes():
     provide, forward = PretrainDistillation.model_provider, PretrainDistillation.forward_step
     me = object()
     # 0.16, and the main branch in August 2026.
@@ -108,11 +97,11 @@ def test_the_functions_take_what_every_release_passes() -> None:
     datasets = PretrainDistillation.datasets_provider
     inspect.signature(datasets).bind(me, [1, 1, 1])
     inspect.signature(datasets).bind(me, [1, 1, 1], vp_stage=0)
-    assert datasets.is_distributed  # type: ignore[attr-defined]
+    assert datasets.is_distributed
     inspect.signature(forward).bind(me, iter([]), object())
 
 
-def test_the_folder_of_the_text_is_a_flag_where_a_release_has_none() -> None:
+def test_the_folder_of_the_text_is_a_flag_where_a_release_has_none():
     for known in ((), ("--dataloader-save",)):
         parser = argparse.ArgumentParser()
         for flag in known:
@@ -121,7 +110,7 @@ def test_the_folder_of_the_text_is_a_flag_where_a_release_has_none() -> None:
         assert parser.parse_args(["--dataloader-save", "text"]).dataloader_save == "text"
 
 
-def switched_on(section: Any, **values: Any) -> Any:
+def switched_on(section, **values):
     """A section of a configuration with every switch on."""
     names = [field.name for field in dataclasses.fields(section)]
     on = {name: True for name in names if isinstance(getattr(section, name), bool)}
@@ -129,7 +118,7 @@ def switched_on(section: Any, **values: Any) -> Any:
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_every_flag_of_a_run_is_one_that_the_release_has(tmp_path: Path, release: str) -> None:
+def test_every_flag_of_a_run_is_one_that_the_release_has(tmp_path, release):
     plain = pretrain_config(tmp_path, "run")
     parts = ("tensor", "pipeline", "virtual_pipeline")
     full = dataclasses.replace(
@@ -150,13 +139,11 @@ def test_every_flag_of_a_run_is_one_that_the_release_has(tmp_path: Path, release
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_every_argument_that_is_checked_is_one_that_the_release_has(
-    tmp_path: Path, release: str
-) -> None:
+def test_every_argument_that_is_checked_is_one_that_the_release_has(tmp_path, release):
     asked = set()
 
     class Asked:
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name):
             asked.add(name)
             raise AttributeError(name)
 
@@ -181,7 +168,7 @@ def test_every_argument_that_is_checked_is_one_that_the_release_has(
         ("iterations_to_skip", [3]),
     ],
 )
-def test_arguments_of_another_run_are_refused(tmp_path: Path, flag: str, value: object) -> None:
+def test_arguments_of_another_run_are_refused(tmp_path, flag, value):
     config = pretrain_config(tmp_path, "run")
     check_arguments(SimpleNamespace(**arguments_of(config)), config)
     changed = {**arguments_of(config), flag: value}
@@ -189,7 +176,7 @@ def test_arguments_of_another_run_are_refused(tmp_path: Path, flag: str, value: 
         check_arguments(SimpleNamespace(**changed), config)
 
 
-def test_evaluation_without_held_out_text_is_refused(tmp_path: Path) -> None:
+def test_evaluation_without_held_out_text_is_refused(tmp_path):
     config = pretrain_config(tmp_path, "run")
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, validation=()))
     arguments = arguments_of(config)
@@ -199,25 +186,23 @@ def test_evaluation_without_held_out_text_is_refused(tmp_path: Path) -> None:
         check_arguments(SimpleNamespace(**{**arguments, "eval_iters": 10}), config)
 
 
-def test_a_vocabulary_of_another_size_is_refused() -> None:
+def test_a_vocabulary_of_another_size_is_refused():
     check_padded_vocab_size(SimpleNamespace(padded_vocab_size=8064), 8064)
     with pytest.raises(ConfigError, match="--padded-vocab-size"):
         check_padded_vocab_size(SimpleNamespace(padded_vocab_size=8192), 8064)
 
 
-def test_what_megatron_has_a_flag_for_is_passed(tmp_path: Path) -> None:
+def test_what_megatron_has_a_flag_for_is_passed(tmp_path):
     config = pretrain_config(tmp_path, "run")
     student = dataclasses.replace(
-        config.student,
-        layernorm_zero_centered_gamma=True,
-        rotary_seq_len_interpolation_factor=8.0,
+        config.student, layernorm_zero_centered_gamma=True, rotary_seq_len_interpolation_factor=8.0
     )
     flags = " ".join(loop_flags(dataclasses.replace(config, student=student), vocab_size=100))
     assert "--apply-layernorm-1p " in flags
     assert "--rotary-seq-len-interpolation-factor 8 " in flags
 
 
-def test_what_only_our_loop_has_is_refused(tmp_path: Path) -> None:
+def test_what_only_our_loop_has_is_refused(tmp_path):
     config = pretrain_config(tmp_path, "run")
     training = dataclasses.replace(config.training, vocabulary_layout="co_sharded")
     with pytest.raises(ConfigError, match=r"training\.vocabulary_layout"):

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -15,13 +13,13 @@ from megatron_ext.training.metrics import (
 from megatron_ext.training.run_folder import METRICS_FILE
 
 
-def write_rows(run: Path, *iterations: int, last_iteration: int = 0, loss: float = 1.5) -> None:
+def write_rows(run, *iterations, last_iteration=0, loss=1.5):
     with MetricsLog(run, last_iteration=last_iteration) as log:
         for iteration in iterations:
             log.write(iteration=iteration, loss=loss / iteration)
 
 
-def test_rows_come_back_bitwise(tmp_path: Path) -> None:
+def test_rows_come_back_bitwise(tmp_path):
     with MetricsLog(tmp_path, last_iteration=0) as log:
         log.write(iteration=1, loss=0.1 + 0.2, chunks=7, student_bits_per_byte=None)
     assert read_metrics(tmp_path) == [
@@ -29,13 +27,13 @@ def test_rows_come_back_bitwise(tmp_path: Path) -> None:
     ]
 
 
-def test_a_row_can_be_read_as_soon_as_it_is_written(tmp_path: Path) -> None:
+def test_a_row_can_be_read_as_soon_as_it_is_written(tmp_path):
     with MetricsLog(tmp_path, last_iteration=0) as log:
         log.write(iteration=1, loss=1.0)
         assert len(read_metrics(tmp_path)) == 1
 
 
-def test_a_resumed_run_drops_the_rows_that_it_computes_again(tmp_path: Path) -> None:
+def test_a_resumed_run_drops_the_rows_that_it_computes_again(tmp_path):
     write_rows(tmp_path, 1, 2, 3, 4, 5)
     write_rows(tmp_path, 4, 5, 6, last_iteration=3, loss=9.0)
     rows = read_metrics(tmp_path)
@@ -43,15 +41,13 @@ def test_a_resumed_run_drops_the_rows_that_it_computes_again(tmp_path: Path) -> 
     assert [row["loss"] for row in rows] == [1.5, 0.75, 0.5, 9 / 4, 9 / 5, 9 / 6]
 
 
-def test_a_run_that_starts_anew_drops_every_row(tmp_path: Path) -> None:
+def test_a_run_that_starts_anew_drops_every_row(tmp_path):
     write_rows(tmp_path, 1, 2)
     write_rows(tmp_path, last_iteration=0)
     assert (tmp_path / METRICS_FILE).read_bytes() == b""
 
 
-def test_rows_that_a_full_disk_does_not_take_are_written_when_there_is_room(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_that_a_full_disk_does_not_take_are_written_when_there_is_room(tmp_path, capsys):
     with MetricsLog(tmp_path, last_iteration=0) as log:
         log.write(iteration=1, loss=1.0)
         file = log._file
@@ -65,7 +61,7 @@ def test_rows_that_a_full_disk_does_not_take_are_written_when_there_is_room(
     assert capsys.readouterr().err.count("No space left on device; the run goes on") == 1
 
 
-def test_rows_that_no_disk_takes_are_an_error_at_the_end(tmp_path: Path) -> None:
+def test_rows_that_no_disk_takes_are_an_error_at_the_end(tmp_path):
     log = MetricsLog(tmp_path, last_iteration=0)
     log._file.close()
     log._file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115
@@ -88,7 +84,7 @@ def test_rows_are_written_at_the_end_of_a_run_that_fails(tmp_path: Path) -> None
     assert [row["iteration"] for row in read_metrics(tmp_path)] == [1]
 
 
-def test_a_line_that_a_crash_cut_short_is_left_out_and_written_over(tmp_path: Path) -> None:
+def test_a_line_that_a_crash_cut_short_is_left_out_and_written_over(tmp_path):
     write_rows(tmp_path, 1, 2)
     with (tmp_path / METRICS_FILE).open("a") as file:
         file.write('{"iteration": 3, "lo')
@@ -107,9 +103,7 @@ def test_a_line_that_a_crash_cut_short_is_left_out_and_written_over(tmp_path: Pa
     ],
     ids=["one teacher", "of several teachers", "no teacher", "nothing held out"],
 )
-def test_a_finished_run_says_what_it_came_to(
-    tmp_path: Path, row: dict[str, float], line: str | None
-) -> None:
+def test_a_finished_run_says_what_it_came_to(tmp_path, row, line):
     run = tmp_path / "my run"
     run.mkdir()
     with MetricsLog(run, last_iteration=0) as log:
@@ -123,12 +117,12 @@ def test_a_finished_run_says_what_it_came_to(
         assert measured[0].startswith(f"held-out bits per byte: student {line}")
 
 
-def test_a_folder_without_metrics_has_no_rows(tmp_path: Path) -> None:
+def test_a_folder_without_metrics_has_no_rows(tmp_path):
     assert read_metrics(tmp_path) == []
 
 
 @pytest.mark.parametrize("measured", [True, False], ids=["with-held-out", "without"])
-def test_the_plot_is_a_png_of_what_there_is(tmp_path: Path, measured: bool) -> None:
+def test_the_plot_is_a_png_of_what_there_is(tmp_path, measured):
     with MetricsLog(tmp_path, last_iteration=0) as log:
         for iteration in (1, 2, 3):
             log.write(
@@ -143,7 +137,7 @@ def test_the_plot_is_a_png_of_what_there_is(tmp_path: Path, measured: bool) -> N
     assert image.endswith(b"IEND\xaeB`\x82")
 
 
-def test_the_plot_shows_every_row(tmp_path: Path) -> None:
+def test_the_plot_shows_every_row(tmp_path):
     write_rows(tmp_path, 1, 2)
     before = plot_loss_curve(tmp_path, title="a run").read_bytes()
     assert plot_loss_curve(tmp_path, title="a run").read_bytes() == before
@@ -151,7 +145,7 @@ def test_the_plot_shows_every_row(tmp_path: Path) -> None:
     assert plot_loss_curve(tmp_path, title="a run").read_bytes() != before
 
 
-def test_the_progress_line_starts_where_the_run_stands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_progress_line_starts_where_the_run_stands(capsys):
     with progress_bar("distil", total=10, done=4) as bar:
         bar.update()
     shown = capsys.readouterr().err

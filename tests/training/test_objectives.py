@@ -1,11 +1,7 @@
 """A run learns by every objective, and by the same numbers under every layout."""
 
-from __future__ import annotations
-
 import math
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +18,7 @@ from tests.training.rank_functions import (
 )
 from tests.training.tiny_run import student_run, write_corpus, write_rank_list
 
-OBJECTIVES: dict[str, tuple[str, dict[str, Any]]] = {
+OBJECTIVES = {
     "next_token": ("next_token", {}),
     "projected_kl": ("projected_kl", {"vocab_topk": 16, "direction": "jensen_shannon"}),
     "gold": ("gold", {"uncommon_topk": 64}),
@@ -46,7 +42,7 @@ LAYOUTS = [
 ]
 SHARDED = ("partition_kl", "hybrid_kl", "dskd-heads")
 CONTEXT = ("cp2", {"context_parallel_size": 2})
-OVER_CONTEXT: tuple[str, ...] = ("hybrid_kl", "dskd")
+OVER_CONTEXT = ("hybrid_kl", "dskd")
 """Sums over chunks, and with parameters of its own; rows of 41 and 53 positions, which are filled
 up to divide. Sums over labels too with MEGATRON_EXT_ALL_TEXT."""
 OF_LAYOUT = {"tp2": ("partition_kl", "dskd-heads"), "pp2": ("hybrid_kl",)}
@@ -65,7 +61,7 @@ GRADIENT_NORM_TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("objectives")
     write_corpus(folder)
     write_rank_list(folder)
@@ -77,12 +73,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_objective_is_run() -> None:
+def test_every_objective_is_run():
     assert {name for name, _ in OBJECTIVES.values()} == {*LOSS_REGISTRY, "brier"}
 
 
 @pytest.mark.parametrize("name", [name for name in OBJECTIVES if name != "next_token"])
-def test_an_objective_has_a_finite_loss_over_what_it_counts(runs: Path, name: str) -> None:
+def test_an_objective_has_a_finite_loss_over_what_it_counts(runs, name):
     rows = read_metrics(runs / f"{name}-alone")
     assert len(rows) == 2
     for row in rows:
@@ -101,19 +97,17 @@ def test_an_objective_has_a_finite_loss_over_what_it_counts(runs: Path, name: st
 
 
 @pytest.mark.parametrize("name", ["partition_kl", "strict_topk", "mined", "gold"])
-def test_the_loss_is_the_weighted_sum_of_its_terms(runs: Path, name: str) -> None:
+def test_the_loss_is_the_weighted_sum_of_its_terms(runs, name):
     for row in read_metrics(runs / f"{name}-alone"):
         assert row["loss"] == pytest.approx(row["kd"] + 0.5 * row["ce"], rel=1e-5)
 
 
-def test_a_run_measures_what_was_recorded(runs: Path) -> None:
+def test_a_run_measures_what_was_recorded(runs):
     check_golden("partition_kl", read_metrics(runs / "partition_kl-alone"))
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
-def test_an_objective_measures_under_a_layout_what_it_does_on_one_rank(
-    runs: Path, name: str, layout: str
-) -> None:
+def test_an_objective_measures_under_a_layout_what_it_does_on_one_rank(runs, name, layout):
     alone, sharded = read_metrics(runs / f"{name}-alone"), read_metrics(runs / f"{name}-{layout}")
     assert len(sharded) == len(alone) == 2
     for row, expected in zip(sharded, alone, strict=True):
@@ -124,7 +118,7 @@ def test_an_objective_measures_under_a_layout_what_it_does_on_one_rank(
         assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=GRADIENT_NORM_TOLERANCE)
 
 
-def test_projectors_are_trained_and_saved_with_the_student(runs: Path) -> None:
+def test_projectors_are_trained_and_saved_with_the_student(runs):
     config = student_run(runs, "dskd")
     assert config.teacher is not None
     start = DskdProjectors(
@@ -141,20 +135,20 @@ def test_projectors_are_trained_and_saved_with_the_student(runs: Path) -> None:
     assert not any("projectors" in key for key in _weights(runs / "gold-alone"))
 
 
-def test_projectors_learn_from_all_parts_of_a_sequence(runs: Path) -> None:
+def test_projectors_learn_from_all_parts_of_a_sequence(runs):
     alone, cut = _weights(runs / "dskd-alone"), _weights(runs / "dskd-cp2")
     assert alone.keys() == cut.keys()
     for name, weight in alone.items():
         torch.testing.assert_close(cut[name], weight, rtol=0, atol=2e-5, msg=name)
 
 
-def test_projectors_go_on_exactly_from_a_checkpoint_in_bf16(runs: Path) -> None:
+def test_projectors_go_on_exactly_from_a_checkpoint_in_bf16(runs):
     [(whole, resumed)] = run_ranks(1, resume_dskd_in_bf16, runs)
     assert [*map(without_measurements, resumed)] == [*map(without_measurements, whole)]
     assert len(whole) == 2
 
 
-def test_nan_predictions_end_the_run_on_every_rank_before_anything_is_saved(runs: Path) -> None:
+def test_nan_predictions_end_the_run_on_every_rank_before_anything_is_saved(runs):
     errors = run_ranks(2, train_with_broken_teacher, runs, {"pipeline_model_parallel_size": 2})
     assert errors[0] == errors[1]
     assert errors[0].startswith(
@@ -163,5 +157,5 @@ def test_nan_predictions_end_the_run_on_every_rank_before_anything_is_saved(runs
     assert not (runs / "broken" / "checkpoints").exists()
 
 
-def _weights(run: Path) -> dict[str, torch.Tensor]:
+def _weights(run):
     return weights_of(run / "checkpoints" / "iter_0000002")

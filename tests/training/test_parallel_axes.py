@@ -6,10 +6,7 @@ process and back, and from there to a pipeline with two chunks a rank; with MEGA
 CP2 PP2, too.
 """
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -34,10 +31,7 @@ OVERLAPS = {
 ONE_ROW = {"micro_batch_size": 1}
 """Where replicas or stages are many, for the four rows of a global batch."""
 THERE = AxisRun(
-    name="tp2-pp2",
-    variant=PROJECTED,
-    parallel=LAYOUTS["tp2-pp2"],
-    training={"save_interval": 1},
+    name="tp2-pp2", variant=PROJECTED, parallel=LAYOUTS["tp2-pp2"], training={"save_interval": 1}
 )
 ALONE_FROM_THERE = AxisRun(
     name="alone-from-tp2-pp2",
@@ -104,7 +98,7 @@ if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("axes")
     write_corpus(folder)
     write_rank_list(folder)
@@ -117,7 +111,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("run", [THERE, ALONE_FROM_THERE, *RUNS], ids=lambda run: run.name)
-def test_every_iteration_measures_what_one_process_measures(runs: Path, run: AxisRun) -> None:
+def test_every_iteration_measures_what_one_process_measures(runs, run):
     alone, sharded = read_metrics(runs / str(run.variant)), read_metrics(runs / run.name)
     assert len(alone) == run.variant.iterations
     for one, other in zip(alone, sharded, strict=True):
@@ -136,7 +130,7 @@ def test_every_iteration_measures_what_one_process_measures(runs: Path, run: Axi
 
 
 @pytest.mark.parametrize("run", [THERE, ALONE_FROM_THERE, *RUNS], ids=lambda run: run.name)
-def test_the_trained_weights_are_those_of_one_process(runs: Path, run: AxisRun) -> None:
+def test_the_trained_weights_are_those_of_one_process(runs, run):
     iteration = run.variant.iterations
     start = _weights(runs / "start", 0)
     alone = _weights(runs / str(run.variant), iteration)
@@ -151,5 +145,5 @@ def test_the_trained_weights_are_those_of_one_process(runs: Path, run: AxisRun) 
         )
 
 
-def _weights(run: Path, iteration: int) -> dict[str, torch.Tensor]:
+def _weights(run, iteration):
     return weights_of(run / "checkpoints" / f"iter_{iteration:07d}")

@@ -1,10 +1,6 @@
 """Layouts that cannot be are refused before any process waits for another."""
 
-from __future__ import annotations
-
 import dataclasses
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,11 +9,8 @@ from megatron_ext.training.config import LossConfig, ParallelConfig, TrainingCon
 from megatron_ext.training.inputs import read_inputs
 from tests.training.test_config import distill_config
 
-INTERLEAVED: dict[str, Any] = {
-    "pipeline_model_parallel_size": 2,
-    "virtual_pipeline_model_parallel_size": 2,
-}
-OVERLAPPED: dict[str, Any] = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+INTERLEAVED = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
 @pytest.mark.parametrize(
@@ -33,12 +26,12 @@ OVERLAPPED: dict[str, Any] = {"overlap_grad_reduce": True, "overlap_param_gather
     ],
     ids=["no-pipeline", "no-tensor-parallel", "no-sharded-optimizer", "no-grad-overlap"],
 )
-def test_an_axis_without_what_it_needs_is_refused(keys: dict[str, Any], message: str) -> None:
+def test_an_axis_without_what_it_needs_is_refused(keys, message):
     with pytest.raises(ConfigError, match=message):
         ParallelConfig(**keys)
 
 
-def test_layers_divide_over_all_chunks_of_the_pipeline() -> None:
+def test_layers_divide_over_all_chunks_of_the_pipeline():
     with pytest.raises(ConfigError, match="teacher's num_layers do not divide") as error:
         distill_config(parallel=ParallelConfig(**INTERLEAVED))
     assert "6 over 4" in str(error.value)
@@ -47,8 +40,8 @@ def test_layers_divide_over_all_chunks_of_the_pipeline() -> None:
 
 @pytest.mark.parametrize(("global_batch_size", "is_refused"), [(4, False), (6, True)])
 def test_an_interleaved_pipeline_takes_microbatches_by_its_stages(
-    tmp_path: Path, global_batch_size: int, is_refused: bool
-) -> None:
+    tmp_path, global_batch_size, is_refused
+):
     config = distill_config(
         run_dir=str(tmp_path / "run"),
         student=dataclasses.replace(distill_config().student, num_layers=8),
@@ -65,7 +58,7 @@ def test_an_interleaved_pipeline_takes_microbatches_by_its_stages(
         read_inputs(config, world_size=2)
 
 
-def test_sequence_parallelism_cuts_whole_numbers_of_positions() -> None:
+def test_sequence_parallelism_cuts_whole_numbers_of_positions():
     parallel = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
     odd = dataclasses.replace(distill_config().student, seq_length=1023)
     with pytest.raises(ConfigError, match="student's seq_length do not divide"):
@@ -85,12 +78,12 @@ def test_sequence_parallelism_cuts_whole_numbers_of_positions() -> None:
     ],
     ids=["no-method", "no-count", "count-of-selective", "no-granularity"],
 )
-def test_recomputation_that_is_half_said_is_refused(keys: dict[str, Any]) -> None:
+def test_recomputation_that_is_half_said_is_refused(keys):
     with pytest.raises(ConfigError, match="layer by layer with recompute_granularity full"):
         TrainingConfig(train_iters=1, **keys)
 
 
-def test_what_changes_no_result_may_be_combined() -> None:
+def test_what_changes_no_result_may_be_combined():
     distill_config(
         student=dataclasses.replace(distill_config().student, num_layers=8),
         teacher=None,

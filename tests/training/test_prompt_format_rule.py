@@ -4,13 +4,9 @@ What the user named in the new flag, else in the old one; else the old type's ow
 sft, the tokenizer's own template.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import warnings
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -55,7 +51,7 @@ RULE = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     """A tokenizer with a template of its own, and with the tokens of Megatron's default format."""
     folder = byte_level(tmp_path_factory.mktemp("model"))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -66,30 +62,30 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _never_warned() -> None:
+def _never_warned():
     namespace._warn_once.cache_clear()
     legacy_types._warn_once.cache_clear()
 
 
-def release(tag: str) -> argparse.ArgumentParser:
+def release(tag):
     """A release's parser, with what it takes for the prompt format where nobody says one."""
     parser = release_parser(tag)
     parser.set_defaults(sft_tokenizer_prompt_format=MEGATRONS)
     return parser
 
 
-def own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+def own(parser):
     add_tokenizer_arguments(parser)
     return parser
 
 
-def run(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+def run(parser):
     """As ``megatron-ext run`` has it."""
-    made: argparse.ArgumentParser = with_our_flags(lambda parser: parser)(parser)
+    made = with_our_flags(lambda parser: parser)(parser)
     return made
 
 
-PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
+PARSERS = {
     "ours": lambda: own(argparse.ArgumentParser()),
     "ours-twice": lambda: own(own(argparse.ArgumentParser())),
     **{f"{tag}-with-our-flags": lambda tag=tag: own(release(tag)) for tag in RELEASES},
@@ -101,7 +97,7 @@ PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("words", RULE)
 @pytest.mark.parametrize("name", PARSERS)
-def test_flags_have_one_meaning_in_every_parser(model: Path, name: str, words: str) -> None:
+def test_flags_have_one_meaning_in_every_parser(model, name, words):
     parser = PARSERS[name]()
     for _ in range(2):
         args = parser.parse_args([*words.split(), "--tokenizer-model", str(model)])
@@ -113,9 +109,7 @@ def test_flags_have_one_meaning_in_every_parser(model: Path, name: str, words: s
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("words", [SFT, f"{SFT} {OLD_FORMAT} identity", OLD])
-def test_the_verbs_follow_the_rule(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str
-) -> None:
+def test_the_verbs_follow_the_rule(model, tmp_path, capsys, words):
     chat = tmp_path / "chat.jsonl"
     chat.write_text(json.dumps({"messages": CHAT}) + "\n")
     flags = [*words.split(), "--tokenizer-model", str(model)]
@@ -128,7 +122,7 @@ def test_the_verbs_follow_the_rule(
 
 
 @pytest.mark.parametrize("words", [SFT, f"{SFT} {NEW_FORMAT} identity"])
-def test_a_run_of_distill_follows_the_rule(model: Path, words: str) -> None:
+def test_a_run_of_distill_follows_the_rule(model, words):
     parser = argparse.ArgumentParser()
     add_config_arguments(parser)
     student = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8"
@@ -148,9 +142,7 @@ def test_a_run_of_distill_follows_the_rule(model: Path, words: str) -> None:
         ({"library": "huggingface"}, None, None),
     ],
 )
-def test_metadata_follow_the_rule(
-    model: Path, metadata: dict[str, str], given: str | None, expected: str | None
-) -> None:
+def test_metadata_follow_the_rule(model, metadata, given, expected):
     tokenizer = MegatronTokenizer.from_pretrained(model, metadata, prompt_format=given)
     assert tokenizer.prompt_format == expected
 
@@ -161,10 +153,7 @@ def test_metadata_follow_the_rule(
         ({"tokenizer_mode": "sft", "sft_tokenizer_prompt_format": "identity"}, "identity"),
         ({"tokenizer_type": "SFTTokenizer"}, MEGATRONS),
         # A namespace of Megatron's own parser, whose default nobody said, and a mode besides.
-        (
-            {"tokenizer_mode": "sft", "sft": True, "sft_tokenizer_prompt_format": MEGATRONS},
-            "auto",
-        ),
+        ({"tokenizer_mode": "sft", "sft": True, "sft_tokenizer_prompt_format": MEGATRONS}, "auto"),
         (
             {"tokenizer_mode": "sft", "sft": True, "sft_tokenizer_prompt_format": "identity"},
             "identity",
@@ -172,16 +161,12 @@ def test_metadata_follow_the_rule(
     ],
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_namespace_of_one_s_own_follows_the_rule(
-    model: Path, given: dict[str, object], expected: str
-) -> None:
+def test_a_namespace_of_one_s_own_follows_the_rule(model, given, expected):
     args = argparse.Namespace(tokenizer_model=str(model), **given)
     assert build_tokenizer(args).prompt_format == expected
 
 
-def test_a_tokenizer_without_a_template_is_refused_with_the_formats_that_fit(
-    tmp_path: Path,
-) -> None:
+def test_a_tokenizer_without_a_template_is_refused_with_the_formats_that_fit(tmp_path):
     folder = byte_level(tmp_path)
     with pytest.raises(ConfigError, match=r"no chat template of its own; .*: identity or file:PA"):
         build_tokenizer(TokenizerConfig(model=str(folder), mode="sft"))
@@ -203,7 +188,7 @@ def test_a_tokenizer_without_a_template_is_refused_with_the_formats_that_fit(
     ],
 )
 @pytest.mark.parametrize("name", PARSERS)
-def test_old_flags_warn_once_and_name_the_new_ones(name: str, words: str, message: str) -> None:
+def test_old_flags_warn_once_and_name_the_new_ones(name, words, message):
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -212,7 +197,7 @@ def test_old_flags_warn_once_and_name_the_new_ones(name: str, words: str, messag
 
 
 @pytest.mark.parametrize("name", PARSERS)
-def test_two_formats_that_differ_are_a_contradiction(name: str) -> None:
+def test_two_formats_that_differ_are_a_contradiction(name):
     words = f"{SFT} {NEW_FORMAT} identity {OLD_FORMAT} {MEGATRONS}"
     with pytest.raises(ConfigError, match=f"{NEW_FORMAT} identity and {OLD_FORMAT} {MEGATRONS}"):
         config_from_namespace(PARSERS[name]().parse_args(words.split()))

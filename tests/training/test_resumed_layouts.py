@@ -1,10 +1,6 @@
 """A run goes on from a checkpoint of another layout as the same run."""
 
-from __future__ import annotations
-
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,9 +13,9 @@ PP2 = {"pipeline_model_parallel_size": 2}
 
 
 @pytest.fixture(scope="module")
-def stretches(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
+def stretches(tmp_path_factory):
     """TP2, again TP2, PP2, DP2, then one process; by stretch what each rank saw."""
-    folder: Path = tmp_path_factory.mktemp("resumed")
+    folder = tmp_path_factory.mktemp("resumed")
     write_corpus(folder)
     write_rank_list(folder)
     layouts = [(1, TP2), (2, TP2), (3, PP2), (4, {})]
@@ -28,9 +24,7 @@ def stretches(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, A
     return [*map(list, zip(*by_rank, strict=True)), [alone[0][0]]]
 
 
-def test_every_stretch_begins_with_the_model_that_the_one_before_left(
-    stretches: list[list[dict[str, Any]]],
-) -> None:
+def test_every_stretch_begins_with_the_model_that_the_one_before_left(stretches):
     for before, after in pairwise(stretches):
         assert after[0]["done"] == before[0]["done"] + 1
         # The last stage measures, which is another rank under PP2.
@@ -40,9 +34,7 @@ def test_every_stretch_begins_with_the_model_that_the_one_before_left(
         assert max(rank["trained"] or 0.0 for rank in after) != pytest.approx(loaded, rel=1e-6)
 
 
-def test_random_numbers_go_on_under_the_same_layout_and_are_seeded_under_another(
-    stretches: list[list[dict[str, Any]]],
-) -> None:
+def test_random_numbers_go_on_under_the_same_layout_and_are_seeded_under_another(stretches):
     first, second, third, fourth, _ = stretches
     for rank in range(2):
         # Held-out measuring draws none, so that the numbers behind a save are those behind a load.

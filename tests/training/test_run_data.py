@@ -1,11 +1,7 @@
 """A run's own data: texts, conversations, packing, blends and workers, from its configuration."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +9,7 @@ import torch
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.data.global_batches import Replica
 from megatron_ext.errors import TokenizerError
-from megatron_ext.training.config import DataConfig, DistillConfig
+from megatron_ext.training.config import DataConfig
 from megatron_ext.training.microbatch import Microbatch
 from megatron_ext.training.run_data import RunData
 from tests.data.readers import student_tokenizer, teacher_tokenizer
@@ -22,20 +18,20 @@ from tests.training.tiny_run import student_run, write_corpus
 WHOLE = Replica(0, 1, 2)
 
 
-def run_data(folder: Path, **data: Any) -> RunData:
-    settings: dict[str, Any] = {"train": (str(write_corpus(folder)),)}
-    config: DistillConfig = dataclasses.replace(
+def run_data(folder, **data):
+    settings = {"train": (str(write_corpus(folder)),)}
+    config = dataclasses.replace(
         student_run(folder, "run", global_batch_size=8), data=DataConfig(**settings | data)
     )
     teachers = {"teacher": (teacher_tokenizer(), 60)}
     return RunData.read(config, student_tokenizer(), teachers)
 
 
-def microbatches(data: RunData) -> list[Microbatch]:
+def microbatches(data):
     return [Microbatch.of(data.collator(rows), {}) for rows in data.batches(WHOLE).take()]
 
 
-def test_rows_of_one_text_need_no_mask_and_packed_rows_do(tmp_path: Path) -> None:
+def test_rows_of_one_text_need_no_mask_and_packed_rows_do(tmp_path):
     for batch in microbatches(run_data(tmp_path)):
         assert batch.student.attention_mask is None
         assert batch.teachers["teacher"].attention_mask is None
@@ -51,7 +47,7 @@ def test_rows_of_one_text_need_no_mask_and_packed_rows_do(tmp_path: Path) -> Non
             assert torch.equal(side.attention_mask[row, 0, position], expected[row, position])
 
 
-def _slow_mask(position_ids: torch.Tensor) -> torch.Tensor:
+def _slow_mask(position_ids):
     """[B, T, T] what each position does not see: what is not of its own text up to itself."""
     rows, length = position_ids.shape
     hidden = torch.ones(rows, length, length, dtype=torch.bool)
@@ -62,7 +58,7 @@ def _slow_mask(position_ids: torch.Tensor) -> torch.Tensor:
     return hidden
 
 
-def test_a_packed_run_has_fewer_rows_an_epoch(tmp_path: Path) -> None:
+def test_a_packed_run_has_fewer_rows_an_epoch(tmp_path):
     rows = [
         sum(len(source.dataset[0, block].samples) for block in range(source.dataset.block_count(0)))
         for packing in (False, True)
@@ -71,10 +67,10 @@ def test_a_packed_run_has_fewer_rows_an_epoch(tmp_path: Path) -> None:
     assert rows[1] < rows[0]
 
 
-def test_held_out_labels_are_the_text(tmp_path: Path) -> None:
+def test_held_out_labels_are_the_text(tmp_path):
     data = run_data(tmp_path, validation=(str(write_corpus(tmp_path)),))
     assert data.held_out is not None
-    found: list[int] = []
+    found = []
     bytes_of_labels = 0
     for microbatch_rows in data.held_out.global_batches(WHOLE):
         for rows in microbatch_rows:
@@ -88,7 +84,7 @@ def test_held_out_labels_are_the_text(tmp_path: Path) -> None:
     assert bytes_of_labels == len(spelled)
 
 
-def test_replicas_share_the_held_out_rows(tmp_path: Path) -> None:
+def test_replicas_share_the_held_out_rows(tmp_path):
     data = run_data(tmp_path, validation=(str(write_corpus(tmp_path)),))
     assert data.held_out is not None
     whole = [sum(map(len, part)) for part in data.held_out.global_batches(Replica(0, 1, 2))]
@@ -101,13 +97,13 @@ def test_replicas_share_the_held_out_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad_documents", ["stop", "skip"])
-def test_a_document_that_no_tokenizer_takes(tmp_path: Path, bad_documents: str) -> None:
+def test_a_document_that_no_tokenizer_takes(tmp_path, bad_documents):
     data = run_data(tmp_path, bad_documents=bad_documents)
     (source,) = data.sources
     aligner = source.dataset.collator.aligner
     real, bad = aligner.align, source.dataset.documents.content(3)
 
-    def align(contents: list[Any]) -> Any:
+    def align(contents):
         if bad in contents:
             raise TokenizerError("the text cannot be taken")
         return real(contents)

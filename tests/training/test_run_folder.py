@@ -1,12 +1,9 @@
-from __future__ import annotations
-
 import dataclasses
 import multiprocessing
 import os
 import shutil
 from pathlib import Path
 from socket import gethostname
-from typing import Any
 
 import pytest
 import yaml
@@ -31,13 +28,13 @@ from tests.training.tiny_run import student_run
 TEXT = {"train": {"sha256": "aa"}, "validation": None}
 
 
-def _own_and_wait(folder: Path, connection: Any) -> None:
+def _own_and_wait(folder, connection):
     own_run_folder(folder)
     connection.send(os.getpid())
     connection.recv()
 
 
-def test_a_folder_has_one_run_until_that_ends_however_it_ends(tmp_path: Path) -> None:
+def test_a_folder_has_one_run_until_that_ends_however_it_ends(tmp_path):
     run, (here, there) = tmp_path / "run", multiprocessing.Pipe()
     other = multiprocessing.get_context("fork").Process(target=_own_and_wait, args=(run, there))
     other.start()
@@ -53,7 +50,7 @@ def test_a_folder_has_one_run_until_that_ends_however_it_ends(tmp_path: Path) ->
     assert not run.exists()
 
 
-def test_a_folder_that_is_removed_meanwhile_is_an_error(tmp_path: Path) -> None:
+def test_a_folder_that_is_removed_meanwhile_is_an_error(tmp_path):
     own_run_folder(tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
     with pytest.raises(ConfigError, match="removed while the run went on; got no folder"):
@@ -65,20 +62,20 @@ def test_a_folder_that_is_removed_meanwhile_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> DistillConfig:
+def config(tmp_path):
     """A run whose teacher has a checkpoint."""
     _add_checkpoint(tmp_path / "teacher" / "checkpoints", "iter_0000001")
     return student_run(tmp_path, "run")
 
 
-def _add_checkpoint(folder: Path, name: str) -> None:
+def _add_checkpoint(folder, name):
     (folder / name).mkdir(parents=True)
     (folder / name / "metadata.json").write_text("{}")
     (folder / "latest").write_text(f"{name}\n")
 
 
 @pytest.fixture
-def started(config: DistillConfig) -> Path:
+def started(config):
     """The folder of a run that has a checkpoint."""
     record_run(config, TEXT)
     folder = Path(config.run_dir)
@@ -86,7 +83,7 @@ def started(config: DistillConfig) -> Path:
     return folder
 
 
-def changed(config: DistillConfig, keys: str, value: Any) -> DistillConfig:
+def changed(config, keys, value):
     """A copy with the leaf at ``keys``, as in ``optimizer.lr``, set."""
     name, _, inner = keys.partition(".")
     if inner:
@@ -94,17 +91,13 @@ def changed(config: DistillConfig, keys: str, value: Any) -> DistillConfig:
     return dataclasses.replace(config, **{name: value})
 
 
-def test_a_new_run_passes_and_the_check_writes_nothing(
-    config: DistillConfig, tmp_path: Path
-) -> None:
+def test_a_new_run_passes_and_the_check_writes_nothing(config, tmp_path):
     before = sorted(tmp_path.rglob("*"))
     check_run_folder(config)
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_the_recorded_configuration_reads_back_as_the_same_run(
-    config: DistillConfig, started: Path
-) -> None:
+def test_the_recorded_configuration_reads_back_as_the_same_run(config, started):
     recorded = build_config(DistillConfig, *read_config_file(started / CONFIG_FILE))
     assert config.teacher is not None
     teacher = str(Path(config.teacher.checkpoint) / "iter_0000001")
@@ -112,9 +105,7 @@ def test_the_recorded_configuration_reads_back_as_the_same_run(
     assert (started / DATA_FILE).exists()
 
 
-def test_a_teacher_may_move_but_not_be_trained_further(
-    config: DistillConfig, started: Path, tmp_path: Path
-) -> None:
+def test_a_teacher_may_move_but_not_be_trained_further(config, started, tmp_path):
     _add_checkpoint(tmp_path / "moved", "iter_0000001")
     check_run_folder(changed(config, "teacher.checkpoint", str(tmp_path / "moved")))
     _add_checkpoint(tmp_path / "teacher" / "checkpoints", "iter_0000009")
@@ -136,9 +127,7 @@ def test_a_teacher_may_move_but_not_be_trained_further(
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_makes_no_other_experiment_may_change(
-    config: DistillConfig, started: Path, keys: str, value: Any
-) -> None:
+def test_what_makes_no_other_experiment_may_change(config, started, keys, value):
     check_run_folder(changed(config, keys, value))
 
 
@@ -156,18 +145,14 @@ def test_what_makes_no_other_experiment_may_change(
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_makes_another_experiment_is_refused_by_name(
-    config: DistillConfig, started: Path, keys: str, value: Any
-) -> None:
+def test_what_makes_another_experiment_is_refused_by_name(config, started, keys, value):
     with pytest.raises(ConfigError) as caught:
         check_run_folder(changed(config, keys, value))
     assert f"another {keys}; got {value!r}; expected " in str(caught.value)
     assert str(started / CONFIG_FILE) in str(caught.value)
 
 
-def test_where_a_teacher_runs_may_change_and_what_it_sends_may_not(
-    config: DistillConfig, started: Path
-) -> None:
+def test_where_a_teacher_runs_may_change_and_what_it_sends_may_not(config, started):
     own = ServingConfig(ranks=2, tensor_model_parallel_size=2, prefetch=3)
     assert config.teacher is not None
     teacher = dataclasses.replace(config.teacher, placement="own_ranks", serving=own)
@@ -183,15 +168,13 @@ def test_where_a_teacher_runs_may_change_and_what_it_sends_may_not(
     check_run_folder(elsewhere)
 
 
-def test_a_start_that_left_no_checkpoint_binds_nothing(config: DistillConfig) -> None:
+def test_a_start_that_left_no_checkpoint_binds_nothing(config):
     record_run(config, TEXT)
     check_run_folder(changed(config, "optimizer.lr", 0.5))
     check_same_text(Path(config.run_dir), {"train": {"sha256": "bb"}, "validation": None})
 
 
-def test_a_run_that_goes_on_with_another_text_is_refused(
-    config: DistillConfig, started: Path
-) -> None:
+def test_a_run_that_goes_on_with_another_text_is_refused(config, started):
     check_same_text(Path(config.run_dir), TEXT)
     with pytest.raises(ConfigError, match=r"another text in data\.train; got sha256 bb; expect"):
         check_same_text(Path(config.run_dir), {**TEXT, "train": {"sha256": "bb"}})
@@ -199,32 +182,26 @@ def test_a_run_that_goes_on_with_another_text_is_refused(
         check_same_text(Path(config.run_dir), {**TEXT, "validation": {"sha256": "cc"}})
 
 
-def test_a_recorded_configuration_that_was_spoilt_is_refused_with_its_line(
-    config: DistillConfig, started: Path
-) -> None:
+def test_a_recorded_configuration_that_was_spoilt_is_refused_with_its_line(config, started):
     (started / CONFIG_FILE).write_text("run_dir: [\n")
     with pytest.raises(ConfigError, match=r"config\.yaml:2: the configuration file is not valid"):
         check_run_folder(config)
 
 
-def test_a_latest_checkpoint_that_is_gone_is_refused_before_anything_is_read(
-    config: DistillConfig, started: Path
-) -> None:
+def test_a_latest_checkpoint_that_is_gone_is_refused_before_anything_is_read(config, started):
     shutil.rmtree(started / "checkpoints" / "iter_0000002")
     with pytest.raises(CheckpointError, match="the latest checkpoint is missing"):
         check_run_folder(config)
 
 
 @pytest.mark.parametrize("name", ["run", "run/deeper"], ids=["itself", "above"])
-def test_a_file_in_the_way_is_refused(config: DistillConfig, tmp_path: Path, name: str) -> None:
+def test_a_file_in_the_way_is_refused(config, tmp_path, name):
     (tmp_path / "run").touch()
     with pytest.raises(ConfigError, match=r"run_dir: the run folder cannot be written.* is a file"):
         check_run_folder(dataclasses.replace(config, run_dir=str(tmp_path / name)))
 
 
-def test_a_folder_without_permission_is_refused(
-    config: DistillConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_without_permission_is_refused(config, tmp_path, monkeypatch):
     # What access() says is set here: the superuser may write anywhere.
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     with pytest.raises(ConfigError, match=f"{tmp_path} is read-only; change run_dir"):

@@ -1,15 +1,12 @@
 """What a configuration says of where teachers are is refused where it does not go together."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any
 
 import pytest
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.teachers.target_form import TargetForm
-from megatron_ext.training.config import LossConfig, TeacherConfig
+from megatron_ext.training.config import LossConfig
 from megatron_ext.training.objective import make_objective
 from megatron_ext.training.run_folder import config_values
 from megatron_ext.training.teacher_config import ServingConfig
@@ -17,7 +14,7 @@ from megatron_ext.training.teachers.target_checks import check_targets
 from tests.training.test_config import TEACHER, distill_config
 
 
-def teacher(serving: dict[str, Any] | None = None, **fields: Any) -> TeacherConfig:
+def teacher(serving=None, **fields):
     return dataclasses.replace(TEACHER, serving=ServingConfig(**serving or {}), **fields)
 
 
@@ -52,9 +49,7 @@ def teacher(serving: dict[str, Any] | None = None, **fields: Any) -> TeacherConf
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
-def test_placements_that_make_no_sense(
-    fields: dict[str, Any], serving: dict[str, Any], words: str
-) -> None:
+def test_placements_that_make_no_sense(fields, serving, words):
     with pytest.raises(ConfigError) as caught:
         teacher(serving, **fields)
     assert words in str(caught.value)
@@ -72,13 +67,13 @@ def test_placements_that_make_no_sense(
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else "",
 )
-def test_settings_that_cannot_be_used(values: dict[str, Any], words: str) -> None:
+def test_settings_that_cannot_be_used(values, words):
     with pytest.raises(ConfigError) as caught:
         ServingConfig(**values)
     assert words in str(caught.value)
 
 
-def test_a_teacher_elsewhere_divides_over_its_own_layout_and_not_the_students() -> None:
+def test_a_teacher_elsewhere_divides_over_its_own_layout_and_not_the_students():
     own = {"ranks": 4, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
     config = distill_config(teacher=teacher(own, placement="own_ranks"))
     assert config.teacher_ranks == {"teacher": 4}
@@ -96,13 +91,13 @@ def test_a_teacher_elsewhere_divides_over_its_own_layout_and_not_the_students() 
         distill_config(parallel=parallel)
 
 
-def test_a_run_that_does_not_distil_gives_its_teacher_no_ranks() -> None:
+def test_a_run_that_does_not_distil_gives_its_teacher_no_ranks():
     its = teacher({"ranks": 2}, placement="own_ranks")
     config = distill_config(teacher=its, loss=LossConfig(objective="next_token"))
     assert config.teacher_ranks == {}
 
 
-def test_an_objective_that_needs_more_than_is_sent() -> None:
+def test_an_objective_that_needs_more_than_is_sent():
     config = distill_config(teacher=teacher(placement="process"))
     form = TargetForm.of("topk", precision=None, top_k=4, hidden_size=8, vocab_size=100)
     with pytest.raises(ConfigError, match=r"teacher\.serving\.targets: .*of a remote teacher"):

@@ -1,11 +1,7 @@
 """A student learns from several teachers, the same under every layout."""
 
-from __future__ import annotations
-
 import math
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,13 +13,13 @@ from tests.training.checkpoint_tensors import weights_of
 from tests.training.teacher_runs import ITERATIONS, Run, train_runs, train_teachers
 from tests.training.tiny_run import write_corpus, write_rank_list
 
-THREE: dict[str, dict[str, Any]] = {
+THREE = {
     "other": {},
     "again": {"objective": "partition_kl", "weight": 0.5},
     "own": {"objective": "alm", "options": {"debias": False}, "weight": 2.0, "temperature": 2.0},
 }
-ALIKE: dict[str, dict[str, Any]] = {"own-a": {"weight": 0.5}, "own-b": {"weight": 2.0}}
-DYNAMIC: dict[str, Any] = {
+ALIKE = {"own-a": {"weight": 0.5}, "own-b": {"weight": 2.0}}
+DYNAMIC = {
     "teacher_weights": "bits_per_byte",
     "teacher_weights_alpha": 4.0,
     "weighting": "matched",
@@ -31,9 +27,9 @@ DYNAMIC: dict[str, Any] = {
     "learned_projection": True,
     "ce_weight": 1.0,
 }
-SELECTED: dict[str, Any] = {"teacher_mode": "select_teacher"}
+SELECTED = {"teacher_mode": "select_teacher"}
 UNWEIGHTED = {name: teacher | {"weight": 1.0} for name, teacher in THREE.items()}
-VOCAB: dict[str, Any] = {"objective": "vocab_kl"}
+VOCAB = {"objective": "vocab_kl"}
 
 ALONE = [
     Run("three", THREE, is_measured=True),
@@ -44,7 +40,7 @@ ALONE = [
     Run("averaged", ALIKE, VOCAB | {"teacher_mode": "averaged_logits"}),
     Run("pulled", None, {"weighting": "gradient_magnitude", "ce_weight": 1.0}),
 ]
-LAYOUTS: dict[str, dict[str, Any]] = {
+LAYOUTS = {
     "tp2": {"tensor_model_parallel_size": 2},
     "pp2": {"pipeline_model_parallel_size": 2},
     "dp2": {},
@@ -59,11 +55,7 @@ OF_LAYOUT = {
 }
 """What each layout runs; all that is sharded with MEGATRON_EXT_ALL_TEXT."""
 if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
-    OBJECTIVES: dict[str, dict[str, Any]] = {
-        "projected_kl": {},
-        "partition_kl": {},
-        "alm": {"debias": False},
-    }
+    OBJECTIVES = {"projected_kl": {}, "partition_kl": {}, "alm": {"debias": False}}
     for name, options in OBJECTIVES.items():
         loss = {"objective": name, "options": options}
         two = {"other": {}, "again": {"weight": 0.5}}
@@ -81,7 +73,7 @@ GRADIENT_NORM_TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("teachers")
     write_corpus(folder)
     write_rank_list(folder)
@@ -95,7 +87,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_each_teacher_has_its_own_numbers_and_their_weighted_sum_is_the_term(runs: Path) -> None:
+def test_each_teacher_has_its_own_numbers_and_their_weighted_sum_is_the_term(runs):
     for row in read_metrics(runs / "three"):
         terms = [row["kd/other"], 0.5 * row["kd/again"], 2.0 * row["kd/own"]]
         assert all(term > 0 for term in terms)
@@ -110,11 +102,11 @@ def test_each_teacher_has_its_own_numbers_and_their_weighted_sum_is_the_term(run
 
 
 @pytest.mark.parametrize("name", ["three", "three-linear"])
-def test_a_run_measures_what_was_recorded(runs: Path, name: str) -> None:
+def test_a_run_measures_what_was_recorded(runs, name):
     check_golden(f"{name}-teachers", read_metrics(runs / name))
 
 
-def test_every_teacher_is_measured_on_held_out_text(runs: Path) -> None:
+def test_every_teacher_is_measured_on_held_out_text(runs):
     last = read_metrics(runs / "three")[-1]
     own, other, again = (last[f"teacher_bits_per_byte/{n}"] for n in ("own", "other", "again"))
     assert other == again
@@ -122,7 +114,7 @@ def test_every_teacher_is_measured_on_held_out_text(runs: Path) -> None:
     assert all(math.isfinite(value) and value > 0 for value in (own, other))
 
 
-def test_the_average_of_equal_teachers_is_one_of_them(runs: Path) -> None:
+def test_the_average_of_equal_teachers_is_one_of_them(runs):
     expected = read_metrics(runs / "one")
     assert expected[0]["kd"] > 0
     for row, one in zip(read_metrics(runs / "averaged"), expected, strict=True):
@@ -130,7 +122,7 @@ def test_the_average_of_equal_teachers_is_one_of_them(runs: Path) -> None:
             assert row[key] == pytest.approx(one[key], rel=TOLERANCE)
 
 
-def test_the_weights_of_teachers_follow_how_well_they_know_the_text(runs: Path) -> None:
+def test_the_weights_of_teachers_follow_how_well_they_know_the_text(runs):
     for row in read_metrics(runs / "dynamic"):
         weights = {name: row[f"kd/{name}/weight"] for name in THREE}
         assert sum(weights.values()) == pytest.approx(1.0, rel=1e-5)
@@ -141,7 +133,7 @@ def test_the_weights_of_teachers_follow_how_well_they_know_the_text(runs: Path) 
         )
 
 
-def test_distillation_is_matched_to_the_size_of_cross_entropy(runs: Path) -> None:
+def test_distillation_is_matched_to_the_size_of_cross_entropy(runs):
     first, second = read_metrics(runs / "dynamic")
     assert first["kd_weight"] == 1.0
     assert second["kd_weight"] == pytest.approx(first["ce"] / first["kd"], rel=1e-5)
@@ -150,7 +142,7 @@ def test_distillation_is_matched_to_the_size_of_cross_entropy(runs: Path) -> Non
     )
 
 
-def test_terms_are_weighed_by_the_size_of_their_gradients(runs: Path) -> None:
+def test_terms_are_weighed_by_the_size_of_their_gradients(runs):
     first, second = read_metrics(runs / "pulled")
     assert (first["kd_weight"], first["ce_weight"]) == (0.5, 0.5)
     assert second["kd_weight"] + second["ce_weight"] == pytest.approx(1.0)
@@ -161,14 +153,14 @@ def test_terms_are_weighed_by_the_size_of_their_gradients(runs: Path) -> None:
     )
 
 
-def test_each_sample_is_learned_from_one_teacher(runs: Path) -> None:
+def test_each_sample_is_learned_from_one_teacher(runs):
     for row, whole in zip(
         read_metrics(runs / "selected"), read_metrics(runs / "three"), strict=True
     ):
         assert 0 < row["compared"] < whole["compared"]
 
 
-def test_a_loss_without_logits_trains_the_same_student(runs: Path) -> None:
+def test_a_loss_without_logits_trains_the_same_student(runs):
     rows, linear = read_metrics(runs / "three"), read_metrics(runs / "three-linear")
     for row, other in zip(rows, linear, strict=True):
         for key in ("loss", "kd", "kd/other", "kd/again", "kd/own", "ce", "ce/accuracy"):
@@ -176,7 +168,7 @@ def test_a_loss_without_logits_trains_the_same_student(runs: Path) -> None:
     assert_same_weights(runs, "three-linear", "three")
 
 
-def test_a_learned_projection_is_trained_and_saved_with_the_student(runs: Path) -> None:
+def test_a_learned_projection_is_trained_and_saved_with_the_student(runs):
     first, last = (_weights(runs / "dynamic", iteration) for iteration in (1, ITERATIONS))
     key = "distillation_projection_other.logits"
     assert (last[key] - first[key]).abs().max() > 1e-5
@@ -187,7 +179,7 @@ def test_a_learned_projection_is_trained_and_saved_with_the_student(runs: Path) 
 @pytest.mark.parametrize(
     ("name", "layout"), CASES, ids=[f"{name}-{layout}" for name, layout in CASES]
 )
-def test_a_layout_trains_the_student_of_one_process(runs: Path, name: str, layout: str) -> None:
+def test_a_layout_trains_the_student_of_one_process(runs, name, layout):
     alone, sharded = read_metrics(runs / name), read_metrics(runs / f"{name}-{layout}")
     for row, expected in zip(sharded, alone, strict=True):
         for key, value in expected.items():
@@ -199,7 +191,7 @@ def test_a_layout_trains_the_student_of_one_process(runs: Path, name: str, layou
     assert_same_weights(runs, f"{name}-{layout}", name)
 
 
-def test_a_run_goes_on_exactly_with_the_weights_it_had_come_to(runs: Path) -> None:
+def test_a_run_goes_on_exactly_with_the_weights_it_had_come_to(runs):
     before = read_metrics(runs / "dynamic-dp2")
     again = Run("dynamic-dp2", THREE, DYNAMIC, is_kept=True, goes_on=True)
     run_ranks(2, train_runs, runs, [again])
@@ -210,7 +202,7 @@ def test_a_run_goes_on_exactly_with_the_weights_it_had_come_to(runs: Path) -> No
     ]
 
 
-def assert_same_weights(runs: Path, name: str, expected: str) -> None:
+def assert_same_weights(runs, name, expected):
     start = weights_of(runs / "start" / "checkpoints" / "iter_0000000")
     ours, theirs = _weights(runs / name), _weights(runs / expected)
     assert ours.keys() == theirs.keys()
@@ -222,5 +214,5 @@ def assert_same_weights(runs: Path, name: str, expected: str) -> None:
         )
 
 
-def _weights(run: Path, iteration: int = ITERATIONS) -> dict[str, torch.Tensor]:
+def _weights(run, iteration=ITERATIONS):
     return weights_of(run / "checkpoints" / f"iter_{iteration:07d}")

@@ -1,7 +1,5 @@
 """What ranks compare before they start: what files hold, wherever they lie, read once."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from unittest.mock import patch
@@ -9,9 +7,8 @@ from unittest.mock import patch
 import pytest
 
 from megatron_ext.projection import SparseProjection
-from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
+from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.tokenizers.identity import tokenizer_identity
-from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.inputs import Inputs, TeacherInputs
 from megatron_ext.training.run_data import RunData
 from megatron_ext.training.start_agreement import start_of
@@ -19,7 +16,7 @@ from tests.data.readers import student_tokenizer, teacher_tokenizer
 from tests.training.tiny_run import STUDENT_VOCAB_SIZE, student_run, write_corpus, write_rank_list
 
 
-def rank_list(path: Path) -> MegatronTokenizerText:
+def rank_list(path):
     return build_tokenizer(
         TokenizerConfig(
             library="tiktoken",
@@ -31,7 +28,7 @@ def rank_list(path: Path) -> MegatronTokenizerText:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("agreement")
     write_corpus(folder)
     write_rank_list(folder)
@@ -39,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def started(folder: Path) -> tuple[DistillConfig, Inputs]:
+def started(folder):
     """A run whose teacher has the rank list, and a projection of one entry."""
     config = student_run(folder, "run")
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, validation=()))
@@ -50,46 +47,38 @@ def started(folder: Path) -> tuple[DistillConfig, Inputs]:
     return config, inputs
 
 
-def differing(started: tuple[DistillConfig, Inputs], **teacher: object) -> set[str]:
+def differing(started, **teacher):
     """Keys in which a rank differs whose teacher is another in ``teacher``."""
     config, inputs = started
-    its = dataclasses.replace(inputs.teachers["teacher"], **teacher)  # type: ignore[arg-type]
+    its = dataclasses.replace(inputs.teachers["teacher"], **teacher)
     other = start_of(config, dataclasses.replace(inputs, teachers={"teacher": its}))
     own = start_of(config, inputs)
     return {key for key in {**own, **other} if own.get(key) != other.get(key)}
 
 
-def test_the_same_is_the_same_in_another_object(
-    started: tuple[DistillConfig, Inputs], folder: Path
-) -> None:
+def test_the_same_is_the_same_in_another_object(started, folder):
     assert not differing(started, tokenizer=rank_list(folder / "ranks.json"))
 
 
-def test_a_teacher_with_another_vocabulary_under_one_path_differs(
-    started: tuple[DistillConfig, Inputs],
-) -> None:
+def test_a_teacher_with_another_vocabulary_under_one_path_differs(started):
     assert differing(started, tokenizer=teacher_tokenizer()) == {
         "vocabulary of teacher.tokenizer",
         "content of teacher.tokenizer",
     }
 
 
-def test_a_teacher_whose_file_differs_in_more_than_its_vocabulary_differs(
-    started: tuple[DistillConfig, Inputs], tmp_path: Path
-) -> None:
+def test_a_teacher_whose_file_differs_in_more_than_its_vocabulary_differs(started, tmp_path):
     path = write_rank_list(tmp_path)
     path.write_text(path.read_text() + "\n")
     assert differing(started, tokenizer=rank_list(path)) == {"content of teacher.tokenizer"}
 
 
-def test_a_projection_with_other_shares_under_one_path_differs(
-    started: tuple[DistillConfig, Inputs],
-) -> None:
+def test_a_projection_with_other_shares_under_one_path_differs(started):
     other = SparseProjection.from_entries([0], [2], [1.0], (4, 4))
     assert differing(started, projection=other) == {"content of teacher.projection"}
 
 
-def test_a_tokenizer_file_is_read_once_until_it_changes(tmp_path: Path) -> None:
+def test_a_tokenizer_file_is_read_once_until_it_changes(tmp_path):
     path = write_rank_list(tmp_path)
     tokenizer = rank_list(path)
     with patch.object(Path, "read_bytes", autospec=True, side_effect=Path.read_bytes) as read:

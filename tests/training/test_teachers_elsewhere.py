@@ -1,13 +1,10 @@
 """A student learns the same wherever its teachers are, and a teacher that dies ends the run."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -19,11 +16,11 @@ from tests.huggingface.tiny_models import save_model
 from tests.process_group import run_ranks
 from tests.training.elsewhere_runs import ITERATIONS, elsewhere_run, train_beside, write_config
 from tests.training.huggingface_teacher_runs import write_texts
-from tests.training.launched_ranks import Ended, Launch, free_port
+from tests.training.launched_ranks import Launch, free_port
 from tests.training.tiny_run import write_corpus, write_rank_list
 
 ALL = bool(os.environ.get("MEGATRON_EXT_ALL_TEXT"))
-TWO: dict[str, Any] = {"near": {}, "far": {"weight": 0.5, "temperature": 2.0}}
+TWO = {"near": {}, "far": {"weight": 0.5, "temperature": 2.0}}
 ALM = LossConfig(objective="alm", options={"debias": True}, ce_weight=0.5)
 
 # fp32 sums in another order, as in test_layouts.
@@ -31,12 +28,12 @@ TOLERANCE = 1e-5
 HIDDEN_BYTES = 48 * 4
 
 
-def own(ranks: int, **serving: Any) -> dict[str, Any]:
+def own(ranks, **serving):
     return {"placement": "own_ranks", "serving": {"ranks": ranks, **serving}}
 
 
 # Name: (run it is compared with, teachers, processes of the launch, the student's layout).
-PLACES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {}
+PLACES = {}
 if ALL:
     PLACES = {
         "own-pp2": (
@@ -58,19 +55,19 @@ if ALL:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """With the runs whose teachers are on the student's ranks."""
     folder = tmp_path_factory.mktemp("elsewhere")
     write_corpus(folder)
     write_rank_list(folder)
-    runs: dict[str, Any] = {"two": (TWO, None)}
+    runs = {"two": (TWO, None)}
     if ALL:
         runs |= {"alm": ({"near": {}}, ALM)}
     run_ranks(1, train_beside, folder, runs, timeout_s=240)
     return folder
 
 
-def check_losses(folder: Path, name: str, expected: str) -> list[dict[str, Any]]:
+def check_losses(folder, name, expected):
     rows, beside = read_metrics(folder / name)[:ITERATIONS], read_metrics(folder / expected)
     assert [row["iteration"] for row in rows] == list(range(1, ITERATIONS + 1))
     for quantity in ("loss", "ce", "kd"):
@@ -81,7 +78,7 @@ def check_losses(folder: Path, name: str, expected: str) -> list[dict[str, Any]]
 
 @pytest.mark.skipif(not ALL, reason="a launch each")
 @pytest.mark.parametrize("name", PLACES)
-def test_losses_with_teachers_on_ranks_of_their_own(name: str, folder: Path) -> None:
+def test_losses_with_teachers_on_ranks_of_their_own(name, folder):
     expected, teachers, processes, parallel = PLACES[name]
     loss = ALM if expected == "alm" else None
     config = elsewhere_run(folder, name, teachers, loss=loss, **parallel)
@@ -95,11 +92,11 @@ def test_losses_with_teachers_on_ranks_of_their_own(name: str, folder: Path) -> 
     check_losses(folder, name, expected)
 
 
-def test_losses_with_a_teacher_in_a_process_and_one_on_a_server(folder: Path) -> None:
+def test_losses_with_a_teacher_in_a_process_and_one_on_a_server(folder):
     address, token = f"127.0.0.1:{free_port()}", folder / "token"
     token.write_text("a secret of this test\n")
-    serving: dict[str, Any] = {"address": (address,), "token_file": str(token)}
-    flags: list[str] = []
+    serving = {"address": (address,), "token_file": str(token)}
+    flags = []
     if OPENSSL is not None:
         tls = make_certificate(folder / "tls")
         serving["root_certificate"] = str(tls.certificate)
@@ -129,7 +126,7 @@ def test_losses_with_a_teacher_in_a_process_and_one_on_a_server(folder: Path) ->
 
 
 @pytest.fixture(scope="module")
-def killed(folder: Path) -> list[Ended]:
+def killed(folder):
     """A run over two ranks, whose teacher over two others was killed after some steps.
 
     Beside it is one on the student's ranks; it was asked two global batches ahead.
@@ -149,9 +146,7 @@ def killed(folder: Path) -> list[Ended]:
         run.kill()
 
 
-def test_losses_with_a_teacher_on_tensor_parallel_ranks_of_its_own(
-    killed: list[Ended], folder: Path
-) -> None:
+def test_losses_with_a_teacher_on_tensor_parallel_ranks_of_its_own(killed, folder):
     rows = check_losses(folder, "killed", "two")
     assert rows[0]["seconds/teacher_waiting"] > 0
     assert 0 <= rows[0]["teacher_waiting_share"] <= 1
@@ -160,7 +155,7 @@ def test_losses_with_a_teacher_on_tensor_parallel_ranks_of_its_own(
     assert "teacher far (own_ranks): hidden 48 in fp32, 192 bytes a token" in killed[0].output
 
 
-def test_a_teacher_that_is_killed_ends_the_run_on_every_rank(killed: list[Ended]) -> None:
+def test_a_teacher_that_is_killed_ends_the_run_on_every_rank(killed):
     asking, other, dead, its_peer = killed
     assert dead.exit_code == -signal.SIGKILL
     assert asking.exit_code == other.exit_code == 2
@@ -171,7 +166,7 @@ def test_a_teacher_that_is_killed_ends_the_run_on_every_rank(killed: list[Ended]
 
 
 @pytest.mark.skipif(not ALL, reason="as above, for another role")
-def test_a_student_that_is_killed_lets_no_rank_end_well(folder: Path) -> None:
+def test_a_student_that_is_killed_lets_no_rank_end_well(folder):
     config = elsewhere_run(folder, "left", {"far": own(1)}, iterations=1000)
     argv = ["distill", "--config", write_config(config)]
     run = Launch(argv, world_size=2, folder=folder, name="left")
@@ -185,8 +180,8 @@ def test_a_student_that_is_killed_lets_no_rank_end_well(folder: Path) -> None:
 
 
 @pytest.mark.skipif(not ALL, reason="one more process that imports everything")
-def test_a_teacher_process_that_is_killed_and_one_whose_student_is(folder: Path) -> None:
-    def started(name: str) -> tuple[Launch, int]:
+def test_a_teacher_process_that_is_killed_and_one_whose_student_is(folder):
+    def started(name):
         teachers = {"near": {"placement": "process"}}
         config = write_config(elsewhere_run(folder, name, teachers, iterations=1000))
         run = Launch(["distill", "--config", config], world_size=None, folder=folder, name=name)
@@ -209,7 +204,7 @@ def test_a_teacher_process_that_is_killed_and_one_whose_student_is(folder: Path)
 
 
 @pytest.mark.skipif(not ALL, reason="whole runs, of two libraries")
-def test_a_model_of_transformers_is_the_same_on_ranks_of_its_own(tmp_path: Path) -> None:
+def test_a_model_of_transformers_is_the_same_on_ranks_of_its_own(tmp_path):
     save_model("qwen2", tmp_path / "teacher")
     save_model("llama", tmp_path / "student")
     write_texts(tmp_path)
@@ -242,7 +237,7 @@ def test_a_model_of_transformers_is_the_same_on_ranks_of_its_own(tmp_path: Path)
     assert measured[0] == pytest.approx(measured[1], rel=TOLERANCE)
 
 
-def _teachers_of(pid: int) -> list[int]:
+def _teachers_of(pid):
     """Processes that serve a teacher to a process, which has started them."""
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
     children = [child for task in tasks for child in task.read_text().split()]
@@ -253,7 +248,7 @@ def _teachers_of(pid: int) -> list[int]:
     ]
 
 
-def _wait_for_steps(run_dir: Path, run: Launch, *, steps: int = 1) -> None:
+def _wait_for_steps(run_dir, run, *, steps=1):
     deadline = time.monotonic() + 120
     log = run_dir / "metrics.jsonl"
     while not log.exists() or log.read_text().count("\n") < steps:
@@ -262,6 +257,6 @@ def _wait_for_steps(run_dir: Path, run: Launch, *, steps: int = 1) -> None:
         time.sleep(0.05)
 
 
-def _error(process: Ended) -> str:
+def _error(process):
     (line,) = (x for x in process.output.splitlines() if x.startswith("megatron-ext: error"))
     return line.split(": ", 2)[2]

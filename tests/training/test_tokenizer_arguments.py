@@ -1,10 +1,7 @@
 """Every tokenizer flag, of ours and of Megatron's releases, on any parser."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import fields
-from typing import Any
 
 import pytest
 
@@ -43,13 +40,13 @@ FLAGS_OF_THE_MULTIMODAL_EXAMPLE = """
 """
 
 
-def parsed(*words: str) -> argparse.Namespace:
+def parsed(*words):
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
     add_tokenizer_arguments(parser)
     return parser.parse_args(words)
 
 
-def config(*words: str) -> TokenizerConfig:
+def config(*words):
     return tokenizer_config_from_arguments(parsed(*words))
 
 
@@ -58,7 +55,7 @@ def config(*words: str) -> TokenizerConfig:
     [FLAGS_OF_016, FLAGS_OF_MAIN, FLAGS_OF_THE_MULTIMODAL_EXAMPLE],
     ids=["0.16", "main", "multimodal"],
 )
-def test_the_flags_of_a_release_are_all_there(flags: str) -> None:
+def test_the_flags_of_a_release_are_all_there(flags):
     parsed(*flags.split())
 
 
@@ -74,17 +71,17 @@ def test_the_flags_of_a_release_are_all_there(flags: str) -> None:
         ("--chat-template", "chat_template"),
     ],
 )
-def test_a_flag_sets_the_attribute_that_megatron_reads(flag: str, attribute: str) -> None:
+def test_a_flag_sets_the_attribute_that_megatron_reads(flag, attribute):
     value = getattr(parsed(flag, "x"), attribute)
     assert value in ("x", ["x"])
 
 
-def test_what_is_not_said_leaves_no_attribute() -> None:
+def test_what_is_not_said_leaves_no_attribute():
     assert vars(parsed()) == {}
     assert config() == TokenizerConfig()
 
 
-def test_every_field_has_a_flag_and_every_flag_says_what_it_is() -> None:
+def test_every_field_has_a_flag_and_every_flag_says_what_it_is():
     assert [flag.keys[-1] for flag in tokenizer_flags()] == [
         f.name for f in fields(TokenizerConfig)
     ]
@@ -92,7 +89,7 @@ def test_every_field_has_a_flag_and_every_flag_says_what_it_is() -> None:
     assert [text for text in helps if not text.endswith(".")] == []
 
 
-def test_the_help_lists_every_flag_and_every_old_type() -> None:
+def test_the_help_lists_every_flag_and_every_old_type():
     parser = argparse.ArgumentParser()
     add_tokenizer_arguments(parser)
     text = parser.format_help()
@@ -100,7 +97,7 @@ def test_the_help_lists_every_flag_and_every_old_type() -> None:
     assert [name for name in [*names, *LEGACY_TYPES] if name not in text] == []
 
 
-def test_new_flags_become_the_configuration() -> None:
+def test_new_flags_become_the_configuration():
     assert config(
         *("--tokenizer-library", "sentencepiece", "--tokenizer-model", "m.model"),
         *("--tokenizer-mode", "sft", "--tokenizer-prompt-format", "file:own.jinja"),
@@ -133,19 +130,19 @@ def test_new_flags_become_the_configuration() -> None:
         ("--tokenizer-mode sft --sft-tokenizer-prompt-format x", "prompt_format", "x"),
     ],
 )
-def test_every_spelling_and_polarity_is_read(words: str, field: str, value: Any) -> None:
+def test_every_spelling_and_polarity_is_read(words, field, value):
     assert getattr(config("--tokenizer-library", "huggingface", *words.split()), field) == value
 
 
 @pytest.mark.parametrize("name", LEGACY_TYPES)
-def test_every_old_type_is_read(name: str) -> None:
+def test_every_old_type_is_read(name):
     legacy = LEGACY_TYPES[name]
     words = ["--tokenizer-type", name, "--tokenizer-prompt-format", "chatml"]
     got = config(*words)
     assert (got.library, got.mode, got.model) == (legacy.library, legacy.mode, legacy.model)
 
 
-def test_an_old_type_warns_and_names_the_new_flags() -> None:
+def test_an_old_type_warns_and_names_the_new_flags():
     namespace._warn_once.cache_clear()
     with pytest.warns(FutureWarning, match="use --tokenizer-library huggingface --tokenizer-mode"):
         config("--tokenizer-type", "SFTTokenizer")
@@ -183,26 +180,26 @@ def test_an_old_type_warns_and_names_the_new_flags() -> None:
         ("--tokenizer-library null --vocab-size 0", "vocab_size: the value is too small; got 0"),
     ],
 )
-def test_a_contradiction_is_one_clear_line(words: str, message: str) -> None:
+def test_a_contradiction_is_one_clear_line(words, message):
     with pytest.raises(ConfigError) as raised:
         config(*words.split())
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
-def test_both_ways_of_one_switch_are_refused() -> None:
+def test_both_ways_of_one_switch_are_refused():
     with pytest.raises(argparse.ArgumentError, match="not allowed with argument"):
         parsed("--trust-remote-code", "--no-trust-remote-code")
 
 
-def test_the_namespace_is_left_as_it_was() -> None:
+def test_the_namespace_is_left_as_it_was():
     args = parsed("--tokenizer-mode", "sft", "--sft-tokenizer-prompt-format", "x")
     before = dict(vars(args))
     tokenizer_config_from_arguments(args)
     assert vars(args) == before
 
 
-def test_flags_that_a_parser_has_keep_their_attribute_and_default() -> None:
+def test_flags_that_a_parser_has_keep_their_attribute_and_default():
     parser = argparse.ArgumentParser(exit_on_error=False)
     parser.add_argument("--tokenizer-metadata", dest="metadata_path", default="its own")
     parser.add_argument("--vocab-size", type=int, default=7)
@@ -212,7 +209,7 @@ def test_flags_that_a_parser_has_keep_their_attribute_and_default() -> None:
     assert tokenizer_config_from_arguments(args).metadata == "its own"
 
 
-def test_a_flag_that_a_parser_has_takes_our_values_too() -> None:
+def test_a_flag_that_a_parser_has_takes_our_values_too():
     parser = argparse.ArgumentParser(exit_on_error=False)
     parser.add_argument("--tokenizer-prompt-format", choices=["mistral", "llama3"])
     parser.add_argument("--tiktoken-pattern", choices=["v1", "v2"], default=None)
@@ -221,14 +218,14 @@ def test_a_flag_that_a_parser_has_takes_our_values_too() -> None:
     assert (args.tokenizer_prompt_format, args.tiktoken_pattern) == ("auto", r"\S+")
 
 
-def test_flags_may_be_added_twice() -> None:
+def test_flags_may_be_added_twice():
     parser = argparse.ArgumentParser(exit_on_error=False)
     add_tokenizer_arguments(parser)
     add_tokenizer_arguments(parser)
     assert parser.parse_args(["--tokenizer-model", "m"]).tokenizer_model == "m"
 
 
-def test_a_name_that_is_taken_can_be_an_error() -> None:
+def test_a_name_that_is_taken_can_be_an_error():
     parser = argparse.ArgumentParser(exit_on_error=False)
     parser.add_argument("--merge-file")
     with pytest.raises(argparse.ArgumentError, match="conflicting option string"):

@@ -1,10 +1,6 @@
 """A run with permuted heads learns, measures and saves what one without does."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,14 +19,11 @@ TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}
 SHARDED_OPTIMIZER = {"use_distributed_optimizer": True}
-UNTIED: dict[str, Any] = {"untied": True, "teacher": "tied-teacher", "objective": "partition_kl"}
+UNTIED = {"untied": True, "teacher": "tied-teacher", "objective": "partition_kl"}
 
-BF16: dict[str, Any] = {"precision": "bf16", "parallel": SHARDED_OPTIMIZER}
+BF16 = {"precision": "bf16", "parallel": SHARDED_OPTIMIZER}
 
-ALONE = [
-    Run("tied", "original"),
-    Run("untied", "original", **UNTIED),
-]
+ALONE = [Run("tied", "original"), Run("untied", "original", **UNTIED)]
 ALONE_PERMUTED = [
     Run("tied-permuted"),
     Run("untied-permuted", **UNTIED),
@@ -69,7 +62,7 @@ PARAMETER_TOLERANCE = 2e-5
 VOCABULARY_ROWS = ("word_embeddings.weight", "output_layer.weight")
 
 
-def expected_of(name: str) -> str:
+def expected_of(name):
     return name.partition("-")[0]
 
 
@@ -77,7 +70,7 @@ Heads = list[list[torch.Tensor]]
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Heads, Heads]:
+def finished(tmp_path_factory):
     """The folder of all runs, and heads by id on one rank and by place on two."""
     folder = tmp_path_factory.mktemp("vocabulary_layouts")
     write_corpus(folder)
@@ -93,12 +86,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Heads, Hea
 
 
 @pytest.fixture(scope="module")
-def runs(finished: tuple[Path, Heads, Heads]) -> Path:
+def runs(finished):
     return finished[0]
 
 
 @pytest.mark.parametrize("name", PERMUTED)
-def test_a_run_measures_what_it_does_in_the_order_of_ids(runs: Path, name: str) -> None:
+def test_a_run_measures_what_it_does_in_the_order_of_ids(runs, name):
     expected, measured = read_metrics(runs / expected_of(name)), read_metrics(runs / name)
     assert len(expected) == 2
     # Where time went depends on when a run saved and was started again.
@@ -116,12 +109,12 @@ def test_a_run_measures_what_it_does_in_the_order_of_ids(runs: Path, name: str) 
         assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=GRADIENT_NORM_TOLERANCE)
 
 
-def test_a_run_measures_what_was_recorded(runs: Path) -> None:
+def test_a_run_measures_what_was_recorded(runs):
     check_golden("co-sharded-tp2", read_metrics(runs / "tied-tp2"))
 
 
 @pytest.mark.parametrize("name", PERMUTED)
-def test_what_was_trained_is_saved_in_the_order_of_ids(runs: Path, name: str) -> None:
+def test_what_was_trained_is_saved_in_the_order_of_ids(runs, name):
     expected, saved = tensors_of(runs / expected_of(name)), tensors_of(runs / name)
     names = [key for key in expected if not key.startswith("optimizer")]
     assert any(key.endswith("word_embeddings.weight") for key in names)
@@ -133,7 +126,7 @@ def test_what_was_trained_is_saved_in_the_order_of_ids(runs: Path, name: str) ->
 
 
 @pytest.mark.parametrize("run", COPIES, ids=lambda run: run.name)
-def test_a_checkpoint_is_bit_for_bit_the_one_without_a_layout(runs: Path, run: Run) -> None:
+def test_a_checkpoint_is_bit_for_bit_the_one_without_a_layout(runs, run):
     assert run.goes_on_from is not None
     original, saved = tensors_of(runs / run.goes_on_from, 1), tensors_of(runs / run.name)
     assert saved.keys() == original.keys()
@@ -145,7 +138,7 @@ def test_a_checkpoint_is_bit_for_bit_the_one_without_a_layout(runs: Path, run: R
         assert torch.equal(saved[key][:rows], tensor[:rows]), key
 
 
-def test_the_heads_are_permuted_while_a_run_trains(finished: tuple[Path, Heads, Heads]) -> None:
+def test_the_heads_are_permuted_while_a_run_trains(finished):
     folder, [whole], shards = finished
     layout = VocabularyLayout.load(folder / "seen-permuted" / "vocabulary_layout.json")
     for side, order in enumerate((layout.student, layout.teacher)):
@@ -158,9 +151,9 @@ def test_the_heads_are_permuted_while_a_run_trains(finished: tuple[Path, Heads, 
     assert sum(layout.common_counts) > 2000
 
 
-def tensors_of(run: Path, iteration: int = 2) -> dict[str, torch.Tensor]:
+def tensors_of(run, iteration=2):
     """Every tensor of a checkpoint, the optimizer's too."""
-    state: dict[str, torch.Tensor] = {}
+    state = {}
     _load_state_dict(
         state,
         storage_reader=FileSystemReader(str(run / "checkpoints" / f"iter_{iteration:07d}")),

@@ -1,13 +1,10 @@
 """A distillation run small enough for a test, on real vocabularies of two libraries."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.resources
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from megatron_ext.files import write_bytes
 from megatron_ext.tokenizers import TokenizerConfig
@@ -35,12 +32,12 @@ STUDENT_VOCAB_SIZE = 8001
 TEACHER_PIECES = 4000
 
 
-def vocabulary(name: str) -> str:
+def vocabulary(name):
     """Path of a vocabulary file that mistral-common carries."""
     return str(importlib.resources.files("mistral_common") / "data" / name)
 
 
-def write_corpus(folder: Path) -> Path:
+def write_corpus(folder):
     """Documents of different lengths, mixed scripts, as JSON lines; three more are held out."""
     documents = ["".join(SENTENCES[(i + k) % 5] for k in range(1 + i % 7)) for i in range(30)]
     for name, part in (("held-out", documents[27:]), ("train", documents[:24])):
@@ -49,7 +46,7 @@ def write_corpus(folder: Path) -> Path:
     return path
 
 
-def write_rank_list(folder: Path) -> Path:
+def write_rank_list(folder):
     """The head of Tekken's vocabulary as Megatron's JSON rank list: an odd size, quick to train.
 
     The teacher's is written beside it, which every rank of a run would else make for itself.
@@ -61,12 +58,12 @@ def write_rank_list(folder: Path) -> Path:
 
 
 @cache
-def _rank_list() -> str:
+def _rank_list():
     vocabulary_file = json.loads(Path(vocabulary("tekken_240911.json")).read_text())
     return json.dumps(vocabulary_file["vocab"][: STUDENT_VOCAB_SIZE - 100])
 
 
-def teacher_run(folder: Path) -> DistillConfig:
+def teacher_run(folder):
     """One step of next-token training, for a checkpoint to distil from."""
     return DistillConfig(
         run_dir=str(folder / "teacher"),
@@ -78,14 +75,7 @@ def teacher_run(folder: Path) -> DistillConfig:
     )
 
 
-def student_run(
-    folder: Path,
-    name: str,
-    *,
-    micro_batch_size: int = 2,
-    global_batch_size: int = 4,
-    **parallel: Any,
-) -> DistillConfig:
+def student_run(folder, name, *, micro_batch_size=2, global_batch_size=4, **parallel):
     """Projected KL plus cross-entropy from that checkpoint; ``parallel`` is the layout."""
     teacher = dataclasses.replace(
         _teacher(folder), checkpoint=str(folder / "teacher" / "checkpoints")
@@ -123,7 +113,7 @@ def student_run(
     )
 
 
-def objective_run(folder: Path, name: str, loss: LossConfig, **parallel: Any) -> DistillConfig:
+def objective_run(folder, name, loss, **parallel):
     """Two steps of ``student_run`` by another objective, from its first weights.
 
     ``vocab_kl`` learns from a model with the student's tokenizer, the run ``next_token-alone``.
@@ -148,7 +138,7 @@ def objective_run(folder: Path, name: str, loss: LossConfig, **parallel: Any) ->
     )
 
 
-def _teacher(folder: Path) -> TeacherConfig:
+def _teacher(folder):
     return TeacherConfig(
         tokenizer=TokenizerConfig(library="sentencepiece", model=str(_sentencepiece(folder))),
         model=ModelConfig(
@@ -162,7 +152,7 @@ def _teacher(folder: Path) -> TeacherConfig:
     )
 
 
-def _sentencepiece(folder: Path) -> Path:
+def _sentencepiece(folder):
     """The head of Mistral's vocabulary, written where it is not yet; ranks may ask at once."""
     path = folder / "teacher.model"
     if folder.exists() and not path.exists():

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -11,7 +10,7 @@ from megatron.core import parallel_state
 from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.layout import Layout
 from megatron_ext.training import cpu_megatron
-from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
+from megatron_ext.training.config import ParallelConfig, TrainingConfig
 from megatron_ext.training.models import build_model_chunks
 from megatron_ext.training.student import Student
 from tests.training.dry_run.planned_runs import BATCH, PADDED_VOCABULARY, planned_run
@@ -26,15 +25,13 @@ class Measured(NamedTuple):
     """Bytes that one microbatch's forward pass saves, of a layout with one stage."""
 
 
-def measure_models(
-    rank: int, layout: dict[str, int], models: Sequence[tuple[ModelConfig, str]]
-) -> list[Measured]:
+def measure_models(rank, layout, models):
     """Every model, with its precision, under a layout."""
     groups = _groups(layout)
     return [_measured(model, precision, layout, groups) for model, precision in models]
 
 
-def measure_optimizer(rank: int, cases: Sequence[tuple[str, bool]]) -> list[dict[str, int]]:
+def measure_optimizer(rank, cases):
     """Bytes of what a student's training keeps on this rank, after a step.
 
     Args:
@@ -52,10 +49,7 @@ def measure_optimizer(rank: int, cases: Sequence[tuple[str, bool]]) -> list[dict
             groups=groups,
         )
         student = Student(
-            chunks,
-            optimizer=config.optimizer,
-            training=config.training,
-            parallel=config.parallel,
+            chunks, optimizer=config.optimizer, training=config.training, parallel=config.parallel
         )
         for weight in chunks[0].parameters():
             weight.main_grad.fill_(1e-3)
@@ -71,19 +65,14 @@ def measure_optimizer(rank: int, cases: Sequence[tuple[str, bool]]) -> list[dict
     return found
 
 
-def _groups(layout: dict[str, int]) -> process_groups.ProcessGroups:
+def _groups(layout):
     cpu_megatron.install()
     parallel_state.destroy_model_parallel()
     sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, **layout}
     return process_groups.initialize(Layout(**sizes))
 
 
-def _measured(
-    model: ModelConfig,
-    precision: Any,
-    layout: dict[str, int],
-    groups: process_groups.ProcessGroups,
-) -> Measured:
+def _measured(model, precision, layout, groups):
     (gpt,) = build_model_chunks(
         model,
         padded_vocab_size=PADDED_VOCABULARY,
@@ -96,15 +85,15 @@ def _measured(
     return Measured(groups.pp_rank, parameters, _saved_bytes(gpt, model) if is_whole else None)
 
 
-def _saved_bytes(gpt: Any, model: ModelConfig) -> int:
+def _saved_bytes(gpt, model):
     """Bytes of all that autograd keeps of a forward pass to the last hidden states."""
     weights = {weight.untyped_storage().data_ptr() for weight in gpt.parameters()}
     length = model.seq_length // gpt.config.context_parallel_size
     tokens = torch.zeros(BATCH, length, dtype=torch.long)
     inputs = {tokens.untyped_storage().data_ptr()}
-    saved: dict[int, torch.UntypedStorage] = {}
+    saved = {}
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def keep(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights | inputs:
             saved[storage.data_ptr()] = storage
@@ -118,7 +107,7 @@ def _saved_bytes(gpt: Any, model: ModelConfig) -> int:
     return sum(storage.nbytes() for storage in saved.values())
 
 
-def _optimizer_bytes(optimizer: Any, precision: str) -> int:
+def _optimizer_bytes(optimizer, precision):
     total = 0
     for one in optimizer.chained_optimizers:
         for state in one.optimizer.state.values():
@@ -129,5 +118,5 @@ def _optimizer_bytes(optimizer: Any, precision: str) -> int:
     return total
 
 
-def _bytes(tensors: Any) -> int:
+def _bytes(tensors):
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,9 +1,5 @@
 """Configurations for the tests of the dry run, small, with everything that changes a count."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from megatron_ext.tokenizers import TokenizerConfig
 from megatron_ext.training.config import (
     DataConfig,
@@ -33,14 +29,8 @@ MODELS = [
 
 
 def planned_run(
-    student: ModelConfig | None = None,
-    *,
-    precision: Any = "fp32",
-    global_batch_size: int = 8,
-    packing: bool = False,
-    loss: LossConfig | None = None,
-    **parallel: Any,
-) -> DistillConfig:
+    student=None, *, precision="fp32", global_batch_size=8, packing=False, loss=None, **parallel
+):
     """A student and a teacher twice as wide."""
     teacher = ModelConfig(**{**SIZES, "hidden_size": 64, "seq_length": 40})
     return DistillConfig(
@@ -60,7 +50,7 @@ def planned_run(
     )
 
 
-def plan_of(config: DistillConfig, world_size: int = 1, *, has_flash: bool = False) -> Plan:
+def plan_of(config, world_size=1, *, has_flash=False):
     """With vocabularies of 64 and 128: heads of 128 rows, of 256 over two ranks."""
     return Plan.of(
         RunPlan.of(config),

@@ -1,21 +1,13 @@
 """How memory, traffic and arithmetic of a plan follow from its sizes."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any
 
 import pytest
 
 from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.training.config import LossConfig
-from megatron_ext.training.dry_run.memory import (
-    RankMemory,
-    kept_activations,
-    rank_memory,
-    stage_activations,
-)
-from megatron_ext.training.dry_run.plan import PairCost, Plan
+from megatron_ext.training.dry_run.memory import kept_activations, rank_memory, stage_activations
+from megatron_ext.training.dry_run.plan import PairCost
 from megatron_ext.training.dry_run.report import report
 from megatron_ext.training.dry_run.step_time import (
     all_reduced,
@@ -31,11 +23,11 @@ CP2 = {"context_parallel_size": 2}
 TOKENS, TEACHER_TOKENS = BATCH * 24, BATCH * 40
 
 
-def last_stage(plan: Plan) -> RankMemory:
+def last_stage(plan):
     return rank_memory(plan, plan.stages - 1)
 
 
-def test_targets_are_the_hidden_states_of_every_microbatch_on_the_last_stage_alone() -> None:
+def test_targets_are_the_hidden_states_of_every_microbatch_on_the_last_stage_alone():
     plan = plan_of(planned_run(**PP2), world_size=4)
     assert (plan.dp, plan.microbatches) == (2, 2)
     assert rank_memory(plan, 0).teacher_targets == 0
@@ -46,8 +38,8 @@ def test_targets_are_the_hidden_states_of_every_microbatch_on_the_last_stage_alo
     ("kind", "head", "width"), [("hidden", 128 * 64 * 4, 256), ("topk", 0, 28)], ids=str
 )
 def test_a_teacher_elsewhere_takes_its_targets_and_head_and_nothing_of_its_layers(
-    kind: Any, head: int, width: int
-) -> None:
+    kind, head, width
+):
     config = planned_run(**PP2)
     assert config.teacher is not None
     config = dataclasses.replace(
@@ -71,7 +63,7 @@ def test_a_teacher_elsewhere_takes_its_targets_and_head_and_nothing_of_its_layer
     assert "in a process" not in report(here, {}, {}, {})
 
 
-def test_logits_and_gradients_of_both_terms_are_on_the_last_stage_alone() -> None:
+def test_logits_and_gradients_of_both_terms_are_on_the_last_stage_alone():
     slices = 4 * (4 << 20)
     plan = plan_of(planned_run(**PP2), world_size=2)
     assert rank_memory(plan, 0).loss == 0
@@ -84,7 +76,7 @@ def test_logits_and_gradients_of_both_terms_are_on_the_last_stage_alone() -> Non
     assert last_stage(dataclasses.replace(plan, pairs=pairs)).loss == slices + heads * 4 + 1600
 
 
-def test_tiles_take_the_place_of_all_logits() -> None:
+def test_tiles_take_the_place_of_all_logits():
     whole = last_stage(plan_of(planned_run())).loss
     loss = LossConfig(linear=True, linear_tile_rows=4)
     tiled = last_stage(plan_of(planned_run(loss=loss))).loss
@@ -92,7 +84,7 @@ def test_tiles_take_the_place_of_all_logits() -> None:
     assert tiled - 4 * (4 << 20) == 4 * (4 * 2 * 128 + 4 * 128 + TOKENS * 32 + 128 * 32)
 
 
-def test_packed_rows_bring_masks_and_layers_make_none() -> None:
+def test_packed_rows_bring_masks_and_layers_make_none():
     plain, packed = (plan_of(planned_run(packing=p)) for p in (False, True))
     masks = plain.microbatches * (TOKENS * 24 + TEACHER_TOKENS * 40)
     assert last_stage(packed).batch - last_stage(plain).batch == masks
@@ -109,9 +101,7 @@ def test_packed_rows_bring_masks_and_layers_make_none() -> None:
     ],
     ids=["one-stage", "two-stages", "fewer-microbatches", "plain-schedule"],
 )
-def test_a_stage_keeps_the_microbatches_between_it_and_the_last(
-    parallel: dict[str, int], microbatches: int, kept: list[int]
-) -> None:
+def test_a_stage_keeps_the_microbatches_between_it_and_the_last(parallel, microbatches, kept):
     config = planned_run(global_batch_size=microbatches * BATCH, **parallel)
     plan = plan_of(config, world_size=len(kept))
     assert plan.microbatches == microbatches
@@ -120,7 +110,7 @@ def test_a_stage_keeps_the_microbatches_between_it_and_the_last(
         assert kept_activations(plan, stage) == count * one
 
 
-def test_an_interleaved_pipeline_keeps_more_on_its_first_stage() -> None:
+def test_an_interleaved_pipeline_keeps_more_on_its_first_stage():
     student = dataclasses.replace(MODELS[0][0], num_layers=4)
     teacher = dataclasses.replace(planned_run().teacher.model, num_layers=4)
     kept = []
@@ -134,7 +124,7 @@ def test_an_interleaved_pipeline_keeps_more_on_its_first_stage() -> None:
     assert kept[1] / kept[0] == pytest.approx(5 / 4)
 
 
-def test_recomputed_layers_keep_their_input_and_cost_a_forward_pass_more() -> None:
+def test_recomputed_layers_keep_their_input_and_cost_a_forward_pass_more():
     config = planned_run()
     plain = plan_of(config)
     training = dataclasses.replace(
@@ -152,7 +142,7 @@ def test_recomputed_layers_keep_their_input_and_cost_a_forward_pass_more() -> No
     assert ratio == pytest.approx(4 / 3)
 
 
-def test_scores_are_what_layers_of_transformer_engine_save() -> None:
+def test_scores_are_what_layers_of_transformer_engine_save():
     local, fused = (plan_of(planned_run(), has_flash=f) for f in (False, True))
     longer = dataclasses.replace(MODELS[0][0], seq_length=48)
     for plan, growth in ((local, pytest.approx(2.4, abs=0.3)), (fused, pytest.approx(2.0))):
@@ -161,7 +151,7 @@ def test_scores_are_what_layers_of_transformer_engine_save() -> None:
         assert ratio == growth
 
 
-def test_gradients_go_around_in_fp32_and_weights_come_back_in_their_own() -> None:
+def test_gradients_go_around_in_fp32_and_weights_come_back_in_their_own():
     parameters = plan_of(planned_run()).student.parameters(0)
     plain = plan_of(planned_run(precision="bf16"), world_size=4)
     sharded = plan_of(planned_run(precision="bf16", use_distributed_optimizer=True), world_size=4)
@@ -169,7 +159,7 @@ def test_gradients_go_around_in_fp32_and_weights_come_back_in_their_own() -> Non
     assert wire_bytes(sharded, 0).data_parallel == parameters * (4 + 2) * 3 // 4
 
 
-def test_ranks_that_share_rows_gather_keys_and_values_and_keep_a_part_of_the_rest() -> None:
+def test_ranks_that_share_rows_gather_keys_and_values_and_keep_a_part_of_the_rest():
     whole, cut = plan_of(planned_run()), plan_of(planned_run(**CP2), world_size=2)
     assert (cut.dp, cut.cp, cut.microbatches) == (1, 2, whole.microbatches)
     # Two query groups of eight in the student, four heads of sixteen in the teacher.
@@ -189,14 +179,14 @@ def test_ranks_that_share_rows_gather_keys_and_values_and_keep_a_part_of_the_res
     assert step_seconds(cut).student == step_seconds(whole).student / 2
 
 
-def test_rows_that_do_not_divide_are_filled_up() -> None:
+def test_rows_that_do_not_divide_are_filled_up():
     config = planned_run(dataclasses.replace(MODELS[0][0], seq_length=25), **CP2)
     plan = plan_of(config, world_size=2)
     assert plan.row_length(plan.student) == 28
     assert plan.tokens(plan.student) == BATCH * 14
 
 
-def test_layers_embedding_and_head_are_summed_over_tensor_parallel_ranks() -> None:
+def test_layers_embedding_and_head_are_summed_over_tensor_parallel_ranks():
     plan = plan_of(planned_run(**TP2), world_size=2)
     student, teacher = TOKENS * 32 * 4, TEACHER_TOKENS * 64 * 4
     message = (4 * 2 + 2) * student + (2 * 2 + 1) * teacher
@@ -204,7 +194,7 @@ def test_layers_embedding_and_head_are_summed_over_tensor_parallel_ranks() -> No
     assert wire_bytes(plan_of(planned_run()), 0).tensor_parallel == 0
 
 
-def test_stages_send_hidden_states_on_and_gradients_back() -> None:
+def test_stages_send_hidden_states_on_and_gradients_back():
     plan = plan_of(planned_run(**PP2), world_size=2)
     student, teacher = TOKENS * 32 * 4, TEACHER_TOKENS * 64 * 4
     first, last = (wire_bytes(plan, stage) for stage in (0, 1))
@@ -214,7 +204,7 @@ def test_stages_send_hidden_states_on_and_gradients_back() -> None:
     assert first.tied_embedding == last.tied_embedding == 128 * 32 * 4
 
 
-def test_columns_of_several_ranks_are_sent_for_every_chunk() -> None:
+def test_columns_of_several_ranks_are_sent_for_every_chunk():
     plan = plan_of(planned_run(**TP2), world_size=2)
     crossing = dataclasses.replace(plan, pairs={"teacher": PairCost(crossing_columns=7)})
     statistics = plan.microbatches * 12 * (2 * TOKENS + TEACHER_TOKENS)
@@ -222,7 +212,7 @@ def test_columns_of_several_ranks_are_sent_for_every_chunk() -> None:
     assert wire_bytes(crossing, 0).loss == statistics + plan.microbatches * 8 * TOKENS * 7
 
 
-def test_operations_are_twice_the_weights_for_each_token() -> None:
+def test_operations_are_twice_the_weights_for_each_token():
     plan = plan_of(planned_run(**TP2), world_size=2)
     work = step_arithmetic(plan)
     rows, length = 8, 24
@@ -234,7 +224,7 @@ def test_operations_are_twice_the_weights_for_each_token() -> None:
     assert step_arithmetic(plan_of(planned_run())).student_layers == work.student_layers
 
 
-def test_more_replicas_take_less_time_and_send_more() -> None:
+def test_more_replicas_take_less_time_and_send_more():
     model = dataclasses.replace(MODELS[0][0], hidden_size=1024, num_layers=8, seq_length=1024)
     few, many = (
         plan_of(planned_run(model, precision="bf16", global_batch_size=1024), world_size=size)
@@ -245,7 +235,7 @@ def test_more_replicas_take_less_time_and_send_more() -> None:
     assert sum(step_seconds(few).shares().values()) == pytest.approx(1)
 
 
-def test_a_pipeline_waits_less_the_more_microbatches_it_has() -> None:
+def test_a_pipeline_waits_less_the_more_microbatches_it_has():
     few, many = (
         step_seconds(plan_of(planned_run(global_batch_size=rows, **PP2), world_size=2))
         for rows in (4, 32)

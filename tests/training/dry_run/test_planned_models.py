@@ -1,13 +1,11 @@
 """What a dry run counts is what megatron-core's models, autograd and optimizers really hold."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_ext.training.dry_run.memory import rank_memory, stage_activations
 from megatron_ext.training.dry_run.plan import ModelShape
 from tests.process_group import run_ranks
-from tests.training.dry_run.planned_ranks import Measured, measure_models, measure_optimizer
+from tests.training.dry_run.planned_ranks import measure_models, measure_optimizer
 from tests.training.dry_run.planned_runs import MODELS, PADDED_VOCABULARY, plan_of, planned_run
 
 NAMES = ["rmsnorm-groups", "bf16", "gelu-untied", "layernorm-learned-positions"]
@@ -20,7 +18,7 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def measured() -> dict[str, list[list[Measured]]]:
+def measured():
     """Of each layout and rank, every model."""
     return {
         name: run_ranks(2 if layout else 1, measure_models, layout, MODELS)
@@ -30,9 +28,7 @@ def measured() -> dict[str, list[list[Measured]]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("number", range(len(MODELS)), ids=NAMES)
-def test_every_rank_has_the_parameters_that_are_planned(
-    measured: dict[str, list[list[Measured]]], layout: str, number: int
-) -> None:
+def test_every_rank_has_the_parameters_that_are_planned(measured, layout, number):
     sizes = LAYOUTS[layout]
     shape = ModelShape(
         model=MODELS[number][0],
@@ -46,9 +42,7 @@ def test_every_rank_has_the_parameters_that_are_planned(
 
 @pytest.mark.parametrize("layout", ["alone", "tp2", "cp2"])
 @pytest.mark.parametrize("number", range(len(MODELS)), ids=NAMES)
-def test_the_forward_pass_keeps_the_activations_that_are_planned(
-    measured: dict[str, list[list[Measured]]], layout: str, number: int
-) -> None:
+def test_the_forward_pass_keeps_the_activations_that_are_planned(measured, layout, number):
     model, precision = MODELS[number]
     plan = plan_of(planned_run(model, precision=precision, **LAYOUTS[layout]), world_size=2)
     expected = stage_activations(plan, plan.student, stage=0)
@@ -57,7 +51,7 @@ def test_the_forward_pass_keeps_the_activations_that_are_planned(
         assert rank[number].activations == pytest.approx(expected, rel=0.03)
 
 
-def test_weights_gradients_and_moments_take_what_is_planned() -> None:
+def test_weights_gradients_and_moments_take_what_is_planned():
     cases = [(p, is_sharded) for p in ("fp32", "bf16") for is_sharded in (False, True)]
     ranks = run_ranks(2, measure_optimizer, cases)
     for number, (precision, is_sharded) in enumerate(cases):

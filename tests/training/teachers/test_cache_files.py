@@ -1,9 +1,6 @@
 """Records come back from a cache as they were written, and no other cache's are taken for them."""
 
-from __future__ import annotations
-
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,9 +20,7 @@ LENGTHS = ((5, 1), (9,), (), (3, 30))
 
 
 @pytest.mark.parametrize("form", [LABEL, TOPK, HIDDEN], ids=lambda form: form.kind)
-def test_files_have_the_bytes_that_the_formula_says_and_give_every_window_back(
-    form: TargetForm, tmp_path: Path
-) -> None:
+def test_files_have_the_bytes_that_the_formula_says_and_give_every_window_back(form, tmp_path):
     manifest, windows = write_cache(tmp_path, form)
     sizes = [(tmp_path / name).stat().st_size for name in manifest.shards]
     tokens, count = sum(map(sum, LENGTHS)), sum(map(len, LENGTHS))
@@ -38,7 +33,7 @@ def test_files_have_the_bytes_that_the_formula_says_and_give_every_window_back(
 
 
 @pytest.mark.parametrize("left", [0, 40, 64, 70, -1])
-def test_a_file_that_is_cut_off_is_refused(left: int, tmp_path: Path) -> None:
+def test_a_file_that_is_cut_off_is_refused(left, tmp_path):
     manifest, _ = write_cache(tmp_path, LABEL)
     path = tmp_path / manifest.shards[1]
     path.write_bytes(path.read_bytes()[:left])
@@ -46,14 +41,14 @@ def test_a_file_that_is_cut_off_is_refused(left: int, tmp_path: Path) -> None:
         TargetCache(tmp_path)
 
 
-def test_a_file_that_is_missing_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_missing_is_refused(tmp_path):
     manifest, _ = write_cache(tmp_path, LABEL)
     (tmp_path / manifest.shards[3]).unlink()
     with pytest.raises(CheckpointError, match=manifest.shards[3]):
         TargetCache(tmp_path)
 
 
-def test_a_file_of_another_cache_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_another_cache_is_refused(tmp_path):
     manifest, _ = write_cache(tmp_path / "own", LABEL)
     write_cache(tmp_path / "other", LABEL, weights="other")
     name = manifest.shards[0]
@@ -62,7 +57,7 @@ def test_a_file_of_another_cache_is_refused(tmp_path: Path) -> None:
         TargetCache(tmp_path / "own")
 
 
-def test_bytes_that_changed_are_noticed_where_they_are_read(tmp_path: Path) -> None:
+def test_bytes_that_changed_are_noticed_where_they_are_read(tmp_path):
     manifest, windows = write_cache(tmp_path, TOPK)
     path = tmp_path / manifest.shards[0]
     content = bytearray(path.read_bytes())
@@ -74,7 +69,7 @@ def test_bytes_that_changed_are_noticed_where_they_are_read(tmp_path: Path) -> N
         cache.records(windows[1].key, 1)
 
 
-def test_a_cache_that_is_not_finished_is_refused(tmp_path: Path) -> None:
+def test_a_cache_that_is_not_finished_is_refused(tmp_path):
     manifest, _ = write_cache(tmp_path, LABEL)
     dataclasses.replace(manifest, is_complete=False).save(tmp_path)
     with pytest.raises(CheckpointError, match="not finished; got 4 of 4 files"):
@@ -83,7 +78,7 @@ def test_a_cache_that_is_not_finished_is_refused(tmp_path: Path) -> None:
         TargetCache(tmp_path / "elsewhere")
 
 
-def test_what_a_cache_is_of_is_compared_key_by_key(tmp_path: Path) -> None:
+def test_what_a_cache_is_of_is_compared_key_by_key(tmp_path):
     manifest, _ = write_cache(tmp_path, LABEL)
     own = dict(manifest.identity)
     manifest.check_same(own | {"data": ["b"]}, tmp_path)
@@ -93,9 +88,7 @@ def test_what_a_cache_is_of_is_compared_key_by_key(tmp_path: Path) -> None:
         manifest.check_same(own | {"weights": "other"}, tmp_path)
 
 
-def write_cache(
-    folder: Path, form: TargetForm, *, weights: str = "own"
-) -> tuple[Manifest, list[Window]]:
+def write_cache(folder, form, *, weights="own"):
     """A finished cache of random records in four files."""
     rng = np.random.default_rng(3)
     manifest = Manifest(
@@ -111,10 +104,7 @@ def write_cache(
             for n in lengths
         ]
         write_shard(
-            folder / name,
-            windows,
-            bytes_per_token=form.bytes_per_token,
-            digest=manifest.digest,
+            folder / name, windows, bytes_per_token=form.bytes_per_token, digest=manifest.digest
         )
         written += windows
     manifest = manifest.completed(

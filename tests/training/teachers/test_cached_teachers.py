@@ -1,28 +1,24 @@
 """A student learns the same from a cache as from the teacher, under any layout of either."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.teachers.formed_targets import from_records
-from megatron_ext.training.config import DistillConfig, LossConfig
+from megatron_ext.training.config import LossConfig
 from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.teachers.target_cache import TargetCache
 from tests.process_group import run_ranks
 from tests.training.cached_teacher_runs import CachedRun, cache_and_train, config_of, form_of
 from tests.training.tiny_run import SENTENCES, write_corpus, write_rank_list
 
-TP2: dict[str, Any] = {"tensor_model_parallel_size": 2}
-PP2: dict[str, Any] = {"pipeline_model_parallel_size": 2}
-CP2: dict[str, Any] = {"context_parallel_size": 2}
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
 TOPK = form_of("topk", "fp32", 24)
 CACHES = [
     ("topk", TOPK, {}),
@@ -53,7 +49,7 @@ TOLERANCE, ROUNDED = 1e-5, 2e-2
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cached")
     write_corpus(folder)
     write_rank_list(folder)
@@ -61,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def outcome(folder: Path) -> tuple[dict[str, list[dict[str, Any]]], int, str]:
+def outcome(folder):
     live = {run.name: run for run in LIVE}
     cached = [
         CachedRun(name, live[of].objective, {}, cache, parallel, size)
@@ -75,9 +71,7 @@ def outcome(folder: Path) -> tuple[dict[str, list[dict[str, Any]]], int, str]:
 
 
 @pytest.mark.parametrize("name", CACHED)
-def test_losses_and_gradients_are_those_of_the_live_teacher(
-    name: str, outcome: tuple[dict[str, list[dict[str, Any]]], int, str]
-) -> None:
+def test_losses_and_gradients_are_those_of_the_live_teacher(name, outcome):
     metrics, _, _ = outcome
     expected, found = metrics[CACHED[name][0]], metrics[name]
     assert len(found) == len(expected) == 2
@@ -89,9 +83,7 @@ def test_losses_and_gradients_are_those_of_the_live_teacher(
         assert own["grad_norm"] == pytest.approx(live["grad_norm"], rel=1e-4)
 
 
-def test_a_recording_that_was_stopped_goes_on_under_another_layout(
-    folder: Path, outcome: tuple[dict[str, list[dict[str, Any]]], int, str]
-) -> None:
+def test_a_recording_that_was_stopped_goes_on_under_another_layout(folder, outcome):
     whole, halted = TargetCache(folder / "topk"), TargetCache(folder / "halted")
     assert 0 < outcome[1] < len(whole.manifest.shards)
     assert not list((folder / "halted").glob(".targets-*"))
@@ -105,23 +97,19 @@ def test_a_recording_that_was_stopped_goes_on_under_another_layout(
             torch.testing.assert_close(own[name], other[name], rtol=1e-4, atol=1e-5)
 
 
-def test_files_are_as_large_as_is_said(
-    folder: Path, outcome: tuple[dict[str, list[dict[str, Any]]], int, str]
-) -> None:
+def test_files_are_as_large_as_is_said(folder, outcome):
     for name, *_ in CACHES:
         said = json.loads((folder / name / "cache.json").read_text())
         sizes = [path.stat().st_size for path in (folder / name).glob("targets-*.bin")]
         assert said["bytes"] == sum(sizes)
 
 
-def test_a_cache_of_other_weights_is_refused(
-    outcome: tuple[dict[str, list[dict[str, Any]]], int, str],
-) -> None:
+def test_a_cache_of_other_weights_is_refused(outcome):
     assert outcome[2].startswith("ConfigError")
     assert "made with another teacher weights" in outcome[2]
 
 
-def test_objectives_that_cannot_use_a_form_are_refused_by_name(folder: Path, outcome: Any) -> None:
+def test_objectives_that_cannot_use_a_form_are_refused_by_name(folder, outcome):
     refused = [
         ("projected_kl", {}, "label", "projected_kl cannot use cached targets of this form;"),
         ("uld", {}, "topk", "uld cannot use cached targets of this form;"),
@@ -135,7 +123,7 @@ def test_objectives_that_cannot_use_a_form_are_refused_by_name(folder: Path, out
             read_inputs(start(folder, objective, cache, options), world_size=1)
 
 
-def test_a_cache_of_another_run_is_refused(folder: Path, outcome: Any) -> None:
+def test_a_cache_of_another_run_is_refused(folder, outcome):
     config = start(folder, "alm", "label")
     read_inputs(config, world_size=1)
     other = folder / "other.jsonl"
@@ -150,16 +138,14 @@ def test_a_cache_of_another_run_is_refused(folder: Path, outcome: Any) -> None:
             read_inputs(dataclasses.replace(config, **change), world_size=1)
 
 
-def test_a_cache_that_is_cut_off_is_refused_before_the_run(folder: Path, outcome: Any) -> None:
+def test_a_cache_that_is_cut_off_is_refused_before_the_run(folder, outcome):
     path = sorted((folder / "halted").glob("targets-*.bin"))[-1]
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="cut off"):
         read_inputs(start(folder, "partition_kl", "halted"), world_size=1)
 
 
-def start(
-    folder: Path, objective: str, cache: str, options: dict[str, Any] | None = None
-) -> DistillConfig:
+def start(folder, objective, cache, options=None):
     """A run that has not been there before."""
     config = config_of(folder, CachedRun("new", "alm", {}, cache))
     loss = LossConfig(objective=objective, options=options or {})

@@ -1,9 +1,5 @@
 """The token of a teacher's server, which only one machine does without."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from megatron_ext.errors import ConfigError
@@ -14,14 +10,12 @@ ENVIRONMENT = ServingConfig()
 
 
 @pytest.fixture(autouse=True)
-def without_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_variable(monkeypatch):
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
 
 
 @pytest.mark.parametrize("address", ["node7:7000", "0.0.0.0:7000", "[::]:7000"])
-def test_a_server_that_others_reach_needs_a_token(
-    monkeypatch: pytest.MonkeyPatch, address: str
-) -> None:
+def test_a_server_that_others_reach_needs_a_token(monkeypatch, address):
     with pytest.raises(ConfigError, match=TOKEN_VARIABLE) as refused:
         server_token(ENVIRONMENT, address)
     assert str(refused.value).startswith(address)
@@ -30,25 +24,21 @@ def test_a_server_that_others_reach_needs_a_token(
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:7000", "localhost:7000", "[::1]:7000"])
-def test_a_server_of_one_machine_makes_its_own(address: str) -> None:
+def test_a_server_of_one_machine_makes_its_own(address):
     assert set_token(ENVIRONMENT) is None
     with pytest.raises(ConfigError, match=TOKEN_VARIABLE):
         server_token(ENVIRONMENT, address)
 
 
 @pytest.mark.parametrize("token", [" ", "short", "a" * 15])
-def test_a_token_that_can_be_guessed_is_refused(
-    monkeypatch: pytest.MonkeyPatch, token: str
-) -> None:
+def test_a_token_that_can_be_guessed_is_refused(monkeypatch, token):
     monkeypatch.setenv(TOKEN_VARIABLE, token)
     with pytest.raises(ConfigError, match="16 characters") as refused:
         set_token(ENVIRONMENT)
     assert f"got {token}" not in str(refused.value)
 
 
-def test_a_file_goes_before_the_environment(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_file_goes_before_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv(TOKEN_VARIABLE, "another")
     file = tmp_path / "token"
     file.write_text("0123456789abcdef\n")
@@ -66,9 +56,7 @@ def test_a_file_goes_before_the_environment(
     ],
     ids=["none", "empty", "bytes", "letters", "lines"],
 )
-def test_a_file_that_has_no_token_is_named_and_what_it_has_is_not(
-    content: bytes | None, words: str, tmp_path: Path
-) -> None:
+def test_a_file_that_has_no_token_is_named_and_what_it_has_is_not(content, words, tmp_path):
     file = tmp_path / "token"
     if content is not None:
         file.write_bytes(content)

@@ -1,9 +1,5 @@
 """What a phase of a step takes is its own time, and nothing waits to learn it."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from megatron_ext.training.step_clock import StepClock, StepWatch
@@ -12,22 +8,22 @@ from megatron_ext.training.step_clock import StepClock, StepWatch
 class Device:
     """Reaches its marks when it is told to, a second of its own after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.marked = self.reached = 0
 
-    def mark(self) -> Reached:
+    def mark(self):
         self.marked += 1
         return Reached(self, self.marked)
 
 
 class Reached:
-    def __init__(self, device: Device, number: int) -> None:
+    def __init__(self, device, number):
         self.device, self.number = device, number
 
-    def query(self) -> bool:
+    def query(self):
         return self.number <= self.device.reached
 
-    def elapsed_time(self, later: Reached) -> float:
+    def elapsed_time(self, later):
         assert later.query(), "this would wait for the device"
         return 1e3 * (later.number - self.number)
 
@@ -36,13 +32,13 @@ class Batches:
     waited = 0.0
 
 
-def run_phases(clock: StepClock, *names: str) -> None:
+def run_phases(clock, *names):
     for name in names:
         with clock.phase(name):
             pass
 
 
-def test_an_inner_phase_is_not_counted_in_the_outer_one() -> None:
+def test_an_inner_phase_is_not_counted_in_the_outer_one():
     device = Device()
     clock = StepClock(device.mark)
     with clock.phase("student"):
@@ -53,7 +49,7 @@ def test_an_inner_phase_is_not_counted_in_the_outer_one() -> None:
     assert clock.read() == {}
 
 
-def test_phases_that_the_device_has_not_ended_are_in_the_next_reading() -> None:
+def test_phases_that_the_device_has_not_ended_are_in_the_next_reading():
     device = Device()
     clock = StepClock(device.mark)
     run_phases(clock, "teacher")
@@ -66,7 +62,7 @@ def test_phases_that_the_device_has_not_ended_are_in_the_next_reading() -> None:
     assert clock.read() == {"student": 2.0, "loss": 1.0, "optimizer": 1.0}
 
 
-def test_the_host_is_timed_where_there_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_is_timed_where_there_is_no_device(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     moments = iter([1.0, 3.5])
     monkeypatch.setattr("time.perf_counter", lambda: next(moments))
@@ -75,7 +71,7 @@ def test_the_host_is_timed_where_there_is_no_device(monkeypatch: pytest.MonkeyPa
     assert clock.read() == {"data": 2.5}
 
 
-def test_a_phase_that_fails_is_over() -> None:
+def test_a_phase_that_fails_is_over():
     device = Device()
     clock = StepClock(device.mark)
     with pytest.raises(ValueError, match="broken"), clock.phase("data"):
@@ -85,11 +81,11 @@ def test_a_phase_that_fails_is_over() -> None:
     assert clock.read() == {"data": 1.0, "teacher": 1.0}
 
 
-def test_the_loss_of_a_forward_step_is_timed_and_passed_on() -> None:
+def test_the_loss_of_a_forward_step_is_timed_and_passed_on():
     device = Device()
     clock = StepClock(device.mark)
 
-    def step(microbatches: Any, model: Any) -> Any:
+    def step(microbatches, model):
         return "output", lambda output, non_loss_data=False: (output, non_loss_data)
 
     with clock.phase("student"):
@@ -100,10 +96,10 @@ def test_the_loss_of_a_forward_step_is_timed_and_passed_on() -> None:
     assert clock.read() == {"student": 3.0, "loss": 2.0}
 
 
-def test_a_row_has_throughput_waiting_and_memory() -> None:
+def test_a_row_has_throughput_waiting_and_memory():
     device, batches = Device(), Batches()
     clock = StepClock(device.mark)
-    watch = StepWatch(clock, batches)  # type: ignore[arg-type]
+    watch = StepWatch(clock, batches)
     batches.waited = 0.5
     run_phases(clock, "data")
     device.reached = device.marked

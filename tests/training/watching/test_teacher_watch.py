@@ -1,15 +1,12 @@
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from megatron_ext.training.step_clock import TeacherWatch
 
 
-def test_a_row_has_the_waiting_of_its_step_and_the_bytes_of_targets_without_the_head() -> None:
-    remote: Any = SimpleNamespace(waited_s=5.0, received_bytes=1000, received_tokens=0)
+def test_a_row_has_the_waiting_of_its_step_and_the_bytes_of_targets_without_the_head():
+    remote = SimpleNamespace(waited_s=5.0, received_bytes=1000, received_tokens=0)
     watch = TeacherWatch({"far": remote})
     watch.begin()
     remote.waited_s, remote.received_bytes, remote.received_tokens = 7.0, 1800, 10
@@ -27,7 +24,7 @@ def test_a_row_has_the_waiting_of_its_step_and_the_bytes_of_targets_without_the_
     assert watch.row(seconds=4.0)["teacher_waiting_share"] == pytest.approx(0.25)
 
 
-def test_a_run_without_teachers_elsewhere_says_nothing() -> None:
+def test_a_run_without_teachers_elsewhere_says_nothing():
     watch = TeacherWatch({})
     watch.begin()
     assert watch.row(seconds=1.0) == {}

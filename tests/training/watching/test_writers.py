@@ -1,12 +1,8 @@
 """Rows of the log reach TensorBoard and Weights & Biases, whichever a run names."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -27,20 +23,20 @@ ROW = {"iteration": 4, "loss": 1.5, "kd/kl": 0.25, "teacher_bits_per_byte": None
 class Recorder:
     """Stands in for a package: keeps what it is called with."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(self, *arguments, **options):
         self.options, self.calls = options, []
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return lambda *arguments, **options: self.calls.append((name, *arguments, *options.items()))
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
+def opened(monkeypatch):
     """Both packages, and what was opened of them."""
-    found: dict[str, Recorder] = {}
+    found = {}
 
-    def opens(name: str) -> Any:
-        def open_one(**options: Any) -> Recorder:
+    def opens(name):
+        def open_one(**options):
             found[name] = Recorder(**options)
             return found[name]
 
@@ -53,20 +49,18 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
     return found
 
 
-def watched(tmp_path: Path, **keys: str) -> RunPlan:
+def watched(tmp_path, **keys):
     config = planned_run()
     training = dataclasses.replace(config.training, **keys)
     changed = dataclasses.replace(config, run_dir=str(tmp_path / "a-run"), training=training)
     return RunPlan.of(changed)
 
 
-def test_a_run_that_names_no_writer_opens_none(tmp_path: Path) -> None:
+def test_a_run_that_names_no_writer_opens_none(tmp_path):
     assert open_writers(watched(tmp_path), last_iteration=0) == []
 
 
-def test_tensorboard_gets_every_number_and_hides_what_comes_again(
-    tmp_path: Path, opened: dict[str, Recorder]
-) -> None:
+def test_tensorboard_gets_every_number_and_hides_what_comes_again(tmp_path, opened):
     run = watched(tmp_path, tensorboard_dir=str(tmp_path / "events"))
     (writer,) = open_writers(run, last_iteration=3)
     writer.write(ROW)
@@ -83,9 +77,7 @@ def test_tensorboard_gets_every_number_and_hides_what_comes_again(
     assert opened["tensorboard"].options["purge_step"] is None
 
 
-def test_wandb_gets_every_number_and_goes_on_with_the_same_run(
-    tmp_path: Path, opened: dict[str, Recorder]
-) -> None:
+def test_wandb_gets_every_number_and_goes_on_with_the_same_run(tmp_path, opened):
     run = watched(tmp_path, wandb_project="distillation")
     (writer,) = open_writers(run, last_iteration=0)
     writer.write(ROW)
@@ -102,7 +94,7 @@ def test_wandb_gets_every_number_and_goes_on_with_the_same_run(
     assert opened["wandb"].options["id"] == first.options["id"]
 
 
-def test_the_log_passes_every_row_on_and_closes_what_it_was_given(tmp_path: Path) -> None:
+def test_the_log_passes_every_row_on_and_closes_what_it_was_given(tmp_path):
     recorder = Recorder()
     with MetricsLog(tmp_path, last_iteration=0, writers=[recorder]) as log:
         log.write(iteration=1, loss=2.0)
@@ -110,16 +102,14 @@ def test_the_log_passes_every_row_on_and_closes_what_it_was_given(tmp_path: Path
     assert recorder.calls[-1] == ("close",)
 
 
-def test_a_package_that_is_missing_is_told_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_that_is_missing_is_told_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(metrics, "find_spec", lambda name: None)
     check_writers(watched(tmp_path).training)
     with pytest.raises(MissingDependencyError, match=r"wandb_project needs the package wandb"):
         check_writers(watched(tmp_path, wandb_project="distillation").training)
 
 
-def test_tensorboard_itself_reads_what_was_written(tmp_path: Path) -> None:
+def test_tensorboard_itself_reads_what_was_written(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -131,6 +121,6 @@ def test_tensorboard_itself_reads_what_was_written(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("kd/kl")] == [(4, 0.25)]
 
 
-def test_measurements_are_told_from_results() -> None:
+def test_measurements_are_told_from_results():
     measured = {"seconds": 1, "seconds/data": 1, "tokens_per_second": 2, "memory_bytes": 3}
     assert without_measurements({**measured, **ROW}) == ROW
