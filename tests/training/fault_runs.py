@@ -1,12 +1,12 @@
 """What spawned ranks run in the tests of faults: PP2, a student alone, next-token training."""
 
-import dataclasses
 import errno
 import os
 import signal
 import time
-from contextlib import contextmanager, redirect_stderr
+from contextlib import nullcontext, redirect_stderr
 from datetime import timedelta
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from unittest.mock import patch
@@ -18,60 +18,50 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-from megatron_ext.errors import DistributedError, MegatronExtError
+from megatron_ext.errors import DistributedError
 from megatron_ext.training import rank_phase, watchdog
-from megatron_ext.training.config import DataConfig, LossConfig
+from megatron_ext.training.config import LossConfig
 from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.metrics import read_metrics
 from megatron_ext.training.saved_run import SavedRun
 from megatron_ext.training.start_agreement import check_same_start
 from megatron_ext.training.watchdog import Watchdog
-from tests.training.rank_functions import _trainer
-from tests.training.tiny_run import student_run
+from tests.training.rank_functions import _trainer, error_of
+from tests.training.tiny_run import changed, student_run
 
 
 def config_of(folder, name, **training):
     """Four steps, a checkpoint after each; ``training`` changes that section."""
-    config = student_run(folder, name, pipeline_model_parallel_size=2)
-    settings = {
-        "train_iters": 4,
-        "micro_batch_size": 2,
-        "global_batch_size": 4,
-        "save_interval": 1,
-        "keep_checkpoints": 2,
-    }
-    return dataclasses.replace(
-        config,
+    return changed(
+        student_run(folder, name, pipeline_model_parallel_size=2),
         teacher=None,
-        data=DataConfig(train=config.data.train),
+        data={"validation": ()},
         loss=LossConfig(objective="next_token"),
-        training=dataclasses.replace(config.training, **settings | training),
+        training={"train_iters": 4, "keep_checkpoints": 2, **training},
     )
 
 
 def survive_faults(rank, folder):
     """One fault after the other, on both ranks; what came of each on this one."""
+
+    def run(name, spoil=None, **training):
+        return _run(config_of(folder, name, **training), spoil)
+
+    def spoil_gradient(at):
+        return lambda trainer: _spoil_gradient(trainer, rank, at)
+
+    def spoil_weight(*at):
+        return lambda trainer: _spoil_weight(trainer, rank, set(at))
+
+    skips = {"nan_policy": "skip", "save_interval": 4}
+    few = {"nan_policy": "skip", "max_consecutive_skips": 1, "save_interval": 2}
     return {
         "agreement": _disagree(rank, folder),
-        "whole": _run(config_of(folder, "whole", save_interval=4)),
-        "gradient": _run(
-            config_of(folder, "gradient", nan_policy="skip", save_interval=4),
-            lambda trainer: _spoil_gradient(trainer, rank, 2),
-        ),
-        "loss": _run(
-            config_of(folder, "loss", nan_policy="skip", save_interval=4),
-            lambda trainer: _spoil_weight(trainer, rank, {2}),
-        ),
-        "stop": _run(
-            config_of(folder, "stop", save_interval=2),
-            lambda trainer: _spoil_gradient(trainer, rank, 3),
-        ),
-        "too-many": _run(
-            config_of(
-                folder, "too-many", nan_policy="skip", max_consecutive_skips=1, save_interval=2
-            ),
-            lambda trainer: _spoil_weight(trainer, rank, {2, 3}),
-        ),
+        "whole": run("whole", save_interval=4),
+        "gradient": run("gradient", spoil_gradient(2), **skips),
+        "loss": run("loss", spoil_weight(2), **skips),
+        "stop": run("stop", spoil_gradient(3), save_interval=2),
+        "too-many": run("too-many", spoil_weight(2, 3), **few),
         "full-disk": _full_disk(rank, folder, is_async=False),
         "full-disk-async": _full_disk(rank, folder, is_async=True),
         "killed-writer": _killed_writer(rank, folder, is_async=False),
@@ -85,11 +75,7 @@ def _run(config, spoil=None):
     trainer = _trainer(config)
     if spoil:
         spoil(trainer)
-    error = None
-    try:
-        trainer.train()
-    except MegatronExtError as raised:
-        error = f"{type(raised).__name__}: {raised}"
+    error = error_of(trainer.train)
     weights = [p.detach().clone() for p in trainer.student.chunks[0].parameters()]
     run = Path(config.run_dir)
     return {
@@ -113,13 +99,10 @@ def _latest(run):
 
 def _spoil_gradient(trainer, rank, at):
     """Of the first stage alone, behind the reduction."""
-    _before_and_after(
-        trainer, at={at}, after=lambda: _fill_gradient(trainer) if rank == 0 else None
-    )
-
-
-def _fill_gradient(trainer):
-    next(iter(trainer.student.chunks[0].parameters())).main_grad[0] = torch.nan
+    if rank:
+        return
+    first = next(iter(trainer.student.chunks[0].parameters()))
+    _before_and_after(trainer, at={at}, after=lambda: first.main_grad[0].fill_(torch.nan))
 
 
 def _spoil_weight(trainer, rank, at):
@@ -155,20 +138,15 @@ def _before_and_after(trainer, *, at, before=lambda: None, after=lambda: None):
 
 def _full_disk(rank, folder, *, is_async):
     """Rank 1's writers find the disk full at the second save, and at the last, the fourth."""
-    seen = []
-    real = SavedRun.save
+    name, seen, real = f"full-disk-{is_async}", [], SavedRun.save
 
     def save(saved, iteration, *, is_last):
-        with _disk_full(rank == 1 and iteration in (2, 4)):
+        with _disk_full() if rank == 1 and iteration in (2, 4) else nullcontext():
             real(saved, iteration, is_last=is_last)
         seen.append((_latest(folder / name), _hidden(folder / name)))
 
-    name = f"full-disk-{is_async}"
-    SavedRun.save = save
-    try:
+    with patch.object(SavedRun, "save", save):
         return _run(config_of(folder, name, async_save=is_async)) | {"seen": seen}
-    finally:
-        SavedRun.save = real
 
 
 def _killed_writer(rank, folder, *, is_async):
@@ -204,54 +182,29 @@ def _children(parent):
     return [child.name() for child in found if child.status() == psutil.STATUS_SLEEPING]
 
 
-@contextmanager
-def _disk_full(is_full):
+def _disk_full():
     """Writers, which are forked from here, write to a device that has no room."""
-    if not is_full:
-        yield
-        return
 
     def open_full(path, mode):
         return open("/dev/full", mode, buffering=0)
 
-    filesystem_async.open = open_full
-    try:
-        yield
-    finally:
-        del filesystem_async.open
+    return patch.object(filesystem_async, "open", open_full, create=True)
 
 
 def _full_disk_for_common_state(rank, folder):
     """What rank 0 writes alone, at the last save."""
-    config = config_of(folder, "full-disk-common", train_iters=1)
-    real = TorchCommonSaveStrategy.save_common
-
-    def save_common(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    if rank == 0:
-        TorchCommonSaveStrategy.save_common = save_common
-    try:
-        return _run(config)
-    finally:
-        TorchCommonSaveStrategy.save_common = real
+    full = OSError(errno.ENOSPC, "No space left on device")
+    is_full = patch.object(TorchCommonSaveStrategy, "save_common", side_effect=full)
+    with is_full if rank == 0 else nullcontext():
+        return _run(config_of(folder, "full-disk-common", train_iters=1))
 
 
 def _disagree(rank, folder):
-    """As started alike, with another learning rate on rank 1, and with another installation."""
+    """As started alike, and with another learning rate on rank 1."""
     config = config_of(folder, "agreement")
     inputs = read_inputs(config, world_size=2)
-    found = []
-    other = dataclasses.replace(
-        config, optimizer=dataclasses.replace(config.optimizer, lr=0.5 if rank else 1e-3)
-    )
-    for started in (config, other):
-        try:
-            check_same_start(started, inputs)
-            found.append(None)
-        except MegatronExtError as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found
+    other = changed(config, optimizer={"lr": 0.5 if rank else 1e-3})
+    return [error_of(partial(check_same_start, started, inputs)) for started in (config, other)]
 
 
 def _stuck(rank):
@@ -277,9 +230,7 @@ def _sleep_through():
 
 
 def _quick_heartbeats():
-    for module in (watchdog, watchdog):
-        module.HEARTBEAT_S = 0.3
-    watchdog._POLL_S = 0.1
+    watchdog.HEARTBEAT_S, watchdog._POLL_S = 0.3, 0.1
 
 
 def lose_peer(rank, folder):

@@ -1,16 +1,17 @@
 """What spawned ranks run in the tests of what a run leaves and says: TP2."""
 
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_ext.training.config import LossConfig, ParallelConfig
+from megatron_ext.training.config import LossConfig
 from megatron_ext.training.learning_step import learned_projection_file
 from megatron_ext.training.metrics import read_metrics
 from tests.training.rank_functions import _train_teacher, _trainer
-from tests.training.tiny_run import objective_run, student_run
+from tests.training.tiny_run import changed, objective_run, student_run
 
+TP2 = {"tensor_model_parallel_size": 2}
 TILE_ROWS = 7
 
 
@@ -27,23 +28,18 @@ def leave_results(rank, folder):
 def _learn_projection(folder):
     """Shares after two steps, and those that a run from their file begins with."""
     loss = LossConfig(learned_projection=True, kd_weight=30.0)
-    config = _sharded(objective_run(folder, "learned", loss), save_interval=1)
+    config = changed(objective_run(folder, "learned", loss, **TP2), training={"save_interval": 1})
     trainer = _trainer(config)
     start = _shares(trainer)
     trainer.train()
     file = Path(config.run_dir) / learned_projection_file("teacher")
     _of(trainer).to_projection().save(folder / f"trained-{dist.get_rank()}.safetensors")
-    again = _trainer(
-        dataclasses.replace(config, run_dir=str(folder / "again"), projection=str(file))
-    )
+    again = _trainer(changed(config, run_dir=str(folder / "again"), projection=str(file)))
     return {"start": start, "trained": _shares(trainer), "again": _shares(again)}
 
 
 def _of(trainer):
-    assert trainer.step.term is not None
-    learned = trainer.step.term.constants["teacher"].learned
-    assert learned is not None
-    return learned
+    return trainer.step.term.constants["teacher"].learned
 
 
 def _shares(trainer):
@@ -65,41 +61,31 @@ class _Watched:
 def _measure(folder):
     """Held-out bits per byte of one student from whole logits and from tiles; with sequences cut
     over the ranks, too."""
-    config = student_run(folder, "measured")
-    assert config.teacher is not None
-    its = dataclasses.replace(config.teacher.model, seq_length=54)
-    config = dataclasses.replace(
-        config,
-        loss=dataclasses.replace(config.loss, linear=True, linear_tile_rows=TILE_ROWS),
-        student=dataclasses.replace(config.student, seq_length=42),
-        teacher=dataclasses.replace(config.teacher, model=its),
-        parallel=ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True),
+    config = changed(
+        student_run(folder, "measured"),
+        loss={"linear": True, "linear_tile_rows": TILE_ROWS},
+        student={"seq_length": 42},
+        teacher={"model": {"seq_length": 54}},
+        parallel={**TP2, "sequence_parallel": True},
     )
     trainer = _trainer(config)
-    assert trainer.data.held_out is not None
     found = {}
     for name, linear in (("tiles", trainer.step.linear), ("whole", None)):
         watched = _Watched(trainer.step.next_token)
-        step = dataclasses.replace(trainer.step, linear=linear, next_token=watched)
-        measured = dataclasses.replace(trainer, step=step)._validate(trainer.data.held_out)
+        step = replace(trainer.step, linear=linear, next_token=watched)
+        measured = replace(trainer, step=step)._validate(trainer.data.held_out)
         found[name] = (measured, watched.rows)
     return found
 
 
 def _read_ids(folder):
     """The log of a run on the ids at ``ids``, of which some are no text or not the tokenizer's."""
-    config = _sharded(objective_run(folder, "on-ids", LossConfig(objective="next_token")))
-    data = dataclasses.replace(
-        config.data, train=(str(folder / "ids"),), indexed_tokenizer="student", bad_documents="skip"
-    )
-    _trainer(dataclasses.replace(config, data=data, teacher=None)).train()
+    config = objective_run(folder, "on-ids", LossConfig(objective="next_token"), **TP2)
+    _trainer(changed(config, data=on_ids(folder), teacher=None)).train()
     return read_metrics(Path(config.run_dir))
 
 
-def _sharded(config, **training):
-    """Under TP2."""
-    return dataclasses.replace(
-        config,
-        parallel=dataclasses.replace(config.parallel, tensor_model_parallel_size=2),
-        training=dataclasses.replace(config.training, **training),
-    )
+def on_ids(folder):
+    """The section ``data`` of that run."""
+    train = (str(folder / "ids"),)
+    return {"train": train, "indexed_tokenizer": "student", "bad_documents": "skip"}

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from megatron_ext.training.metrics import read_metrics
 from tests.process_group import run_ranks
-from tests.training.axis_runs import LAYOUTS, AxisRun, Variant, start_and_train, train_runs
-from tests.training.checkpoint_tensors import weights_of
+from tests.training.layout_runs import LAYOUTS, AxisRun, Variant, start_and_train, train_runs
+from tests.training.run_results import weights_of
 from tests.training.tiny_run import write_corpus, write_rank_list
 
 OBJECTIVES = ("projected_kl", "partition_kl", "alm")
@@ -66,10 +66,8 @@ def _differences(folder, run):
     alone, sharded = (read_metrics(folder / name) for name in (str(run.variant), run.name))
     assert len(alone) == len(sharded) == run.variant.iterations
     losses = [(row["loss"], its["loss"]) for row, its in zip(alone, sharded, strict=True)]
-    iteration = f"iter_{run.variant.iterations:07d}"
     weights, its_weights = (
-        weights_of(folder / name / "checkpoints" / iteration)
-        for name in (str(run.variant), run.name)
+        weights_of(folder / name, run.variant.iterations) for name in (str(run.variant), run.name)
     )
     assert weights.keys() == its_weights.keys()
     # The vocabulary is padded by the number of tensor-parallel ranks.

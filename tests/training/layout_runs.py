@@ -1,32 +1,126 @@
-"""What spawned ranks run in the tests of vocabulary layouts."""
+"""Short runs of one student, which any parallel layout and any order of ids must agree on."""
 
-from __future__ import annotations
-
-import dataclasses
-import shutil
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-import torch.distributed as dist
-
-from megatron_ext.training.checkpoint import save_checkpoint
-from megatron_ext.training.checkpoint_folder import checkpoint_path, set_latest_checkpoint
 from megatron_ext.training.config import LossConfig
-from megatron_ext.training.models import sharded_weights
-from tests.training.rank_functions import _trainer
-from tests.training.tiny_run import student_run, teacher_run
+from tests.training.rank_functions import _trainer, go_back, save_start
+from tests.training.tiny_run import (
+    changed,
+    checkpoints,
+    same_tokenizer_teacher,
+    student_run,
+    teacher_run,
+)
+
+LAYERS = 4
+"""A multiple of the stages of every layout."""
+
+TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
+LAYOUTS = {
+    "tp2-pp2": TP2 | PP2,
+    "pp2-vp2": PP2 | {"virtual_pipeline_model_parallel_size": 2},
+    "tp2-dp2": TP2,
+    "pp4": {"pipeline_model_parallel_size": 4},
+    "dp4": {},
+    "cp2-tp2": CP2 | TP2,
+    "cp2-pp2": CP2 | PP2,
+}
+"""Of four processes; ``pp2-vp2`` has two replicas there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """What is trained; the same under every layout."""
+
+    objective: str
+
+    packing: bool = False
+
+    iterations: int = 2
+
+    held_out: bool = False
+
+    teachers: int = 1
+    """2: beside the other one a teacher of another width that has the student's tokenizer."""
+
+    def __str__(self):
+        packed, taught = "-packed" * self.packing, "-two-teachers" * (self.teachers == 2)
+        return f"{self.objective}{packed}{taught}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxisRun:
+    """One run."""
+
+    name: str
+
+    variant: Variant
+
+    parallel: Mapping[str, Any] = field(default_factory=dict)
+
+    training: Mapping[str, Any] = field(default_factory=dict)
+
+    goes_on_from: tuple[str, int] | None = None
+    """A run, and its iteration whose checkpoint this one resumes."""
+
+    def config(self, folder):
+        """Its configuration; the first weights of both models are in ``folder``."""
+        variant = self.variant
+        saves = ("train_iters", "save_interval", "keep_checkpoints")
+        config = changed(
+            student_run(folder, self.name),
+            student={"num_layers": LAYERS, "seq_length": 40},
+            teacher={"model": {"num_layers": LAYERS, "seq_length": 52}},
+            data={"packing": variant.packing, **({} if variant.held_out else {"validation": ()})},
+            loss=LossConfig(objective=variant.objective, ce_weight=0.5),
+            parallel=dict(self.parallel),
+            training={**dict.fromkeys(saves, variant.iterations), **self.training},
+            initial_checkpoint=checkpoints(folder, "start"),
+        )
+        if variant.teachers == 1:
+            return config
+        two = {"other": config.teacher, "own": _own_teacher(folder)}
+        return changed(config, teacher=None, teachers=two)
+
+
+def train_runs(rank, folder, runs):
+    """One run after the other."""
+    for run in runs:
+        if run.goes_on_from is not None:
+            before, iteration = run.goes_on_from
+            go_back(rank, folder, run.name, iteration, of=before)
+        _trainer(run.config(folder)).train()
+
+
+def start_and_train(rank, folder, runs):
+    """The weights that every run starts from, as checkpoints, and runs of one process."""
+    config = teacher_run(folder)
+    save_start(changed(config, student={"num_layers": LAYERS}))
+    if any(run.variant.teachers == 2 for run in runs):
+        own = _own_teacher(folder)
+        run_dir = str(folder / "own")
+        save_start(changed(config, run_dir=run_dir, tokenizer=own.tokenizer, student=own.model))
+    start = AxisRun(name="start", variant=changed(runs[0].variant, teachers=1)).config(folder)
+    save_start(changed(start, initial_checkpoint=None))
+    train_runs(rank, folder, runs)
+
+
+def _own_teacher(folder):
+    return same_tokenizer_teacher(folder, "own", num_layers=LAYERS, hidden_size=48, seq_length=40)
 
 
 class Run(NamedTuple):
-    """Two steps of a student, named by a folder."""
+    """Two steps of a student with a vocabulary layout, named by a folder."""
 
     name: str
     vocabulary_layout: str = "co_sharded"
     untied: bool = False
     teacher: str = "teacher"
     objective: str = "projected_kl"
-    options: dict[str, Any] | None = None
-    parallel: dict[str, Any] | None = None
+    parallel: Mapping[str, Any] = {}
     precision: Literal["fp32", "bf16"] = "fp32"
     goes_on_from: str | None = None
     """A finished run of which this one does the last step again."""
@@ -37,31 +131,17 @@ class Run(NamedTuple):
 
 def config_of(folder, run):
     """A student of 8,001 tokens, a teacher of 32,768; ``tied-teacher`` shares its embeddings."""
-    config = student_run(folder, run.name, **(run.parallel or {}))
-    assert config.teacher is not None
-    is_tied = run.teacher == "tied-teacher"
-    teacher = dataclasses.replace(
-        config.teacher,
-        model=dataclasses.replace(
-            config.teacher.model, untie_embeddings_and_output_weights=not is_tied
-        ),
-        checkpoint=str(folder / run.teacher / "checkpoints"),
-    )
-    return dataclasses.replace(
-        config,
-        student=dataclasses.replace(config.student, untie_embeddings_and_output_weights=run.untied),
-        teacher=teacher,
-        initial_checkpoint=str(folder / f"start-{run.untied}" / "checkpoints"),
+    return changed(
+        student_run(folder, run.name, **run.parallel),
+        student={"untie_embeddings_and_output_weights": run.untied},
+        teacher={
+            "model": {"untie_embeddings_and_output_weights": run.teacher != "tied-teacher"},
+            "checkpoint": checkpoints(folder, run.teacher),
+        },
+        initial_checkpoint=checkpoints(folder, f"start-{run.untied}"),
         projection=str(folder / "start-False" / "projection.safetensors"),
-        loss=LossConfig(objective=run.objective, options=run.options or {}, ce_weight=0.5),
-        training=dataclasses.replace(
-            config.training,
-            train_iters=2,
-            global_batch_size=4,
-            save_interval=1,
-            vocabulary_layout=run.vocabulary_layout,
-            precision=run.precision,
-        ),
+        loss=LossConfig(objective=run.objective, ce_weight=0.5),
+        training={"vocabulary_layout": run.vocabulary_layout, "precision": run.precision},
     )
 
 
@@ -69,34 +149,19 @@ def run_alone(rank, folder, runs, seen):
     """The teachers, the first weights, runs of one rank, and the heads of another."""
     config = teacher_run(folder)
     _trainer(config).train()
-    tied = dataclasses.replace(config.student, untie_embeddings_and_output_weights=False)
-    _trainer(
-        dataclasses.replace(config, run_dir=str(folder / "tied-teacher"), student=tied)
-    ).train()
+    tied = {"untie_embeddings_and_output_weights": False}
+    _trainer(changed(config, run_dir=str(folder / "tied-teacher"), student=tied)).train()
     for untied in (False, True):
-        start = dataclasses.replace(
-            config_of(folder, Run(f"start-{untied}", "original", untied=untied)),
-            initial_checkpoint=None,
-            projection=None,
-        )
-        trainer = _trainer(start)
-        save_checkpoint(
-            Path(start.run_dir) / "checkpoints",
-            0,
-            {**sharded_weights(trainer.student.chunks), "run": trainer.run_record},
-            groups=trainer.groups,
-            keep=1,
-        )
+        start = config_of(folder, Run(f"start-{untied}", "original", untied=untied))
+        save_start(changed(start, initial_checkpoint=None, projection=None))
     return run_layouts(rank, folder, runs, seen)
 
 
 def run_layouts(rank, folder, runs, seen):
     """Runs one after the other; then this rank's rows of the heads of both models in another."""
     for run in runs:
-        if rank == 0 and run.goes_on_from is not None:
-            shutil.copytree(folder / run.goes_on_from, folder / run.name)
-            set_latest_checkpoint(checkpoint_path(folder / run.name / "checkpoints", 1), keep=2)
-        dist.barrier()
+        if run.goes_on_from is not None:
+            go_back(rank, folder, run.name, 1, of=run.goes_on_from)
         trainer = _trainer(config_of(folder, run))
         if run.only_saves:
             saved = trainer._saved()

@@ -1,18 +1,20 @@
 """What spawned ranks run in the training tests."""
 
-import dataclasses
-from contextlib import ExitStack, nullcontext
+import random
+import shutil
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import yaml
 from megatron.core import parallel_state
 
 from megatron_ext.distributed import process_groups
-from megatron_ext.distributed.layout import Layout
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.losses import CompletionTable
 from megatron_ext.projection import SparseProjection
@@ -30,7 +32,14 @@ from megatron_ext.training.metrics import read_metrics
 from megatron_ext.training.models import build_gpt_model, sharded_weights
 from megatron_ext.training.saved_run import SavedRun
 from tests.training.added_objective import register
-from tests.training.tiny_run import ITERATIONS, objective_run, student_run, teacher_run
+from tests.training.tiny_run import (
+    ITERATIONS,
+    changed,
+    checkpoints,
+    objective_run,
+    student_run,
+    teacher_run,
+)
 
 
 def train_alone(rank, folder):
@@ -42,22 +51,35 @@ def train_alone(rank, folder):
 def _train_teacher(folder):
     """A teacher, and the student's first weights as a checkpoint."""
     _trainer(teacher_run(folder)).train()
-    start = _trainer(student_run(folder, "start"))
+    save_start(student_run(folder, "start"))
+
+
+def save_start(config):
+    """The first weights of a run, as a checkpoint of its."""
+    trainer = _trainer(config)
     save_checkpoint(
-        Path(start.run_dir) / "checkpoints",
+        Path(config.run_dir) / "checkpoints",
         0,
-        {**sharded_weights(start.student.chunks), "run": start.run_record},
-        groups=start.groups,
+        {**sharded_weights(trainer.student.chunks), "run": trainer.run_record},
+        groups=trainer.groups,
         keep=1,
     )
+
+
+def go_back(rank, folder, name, iteration, *, of=None):
+    """Let a run, or a copy of the run ``of``, go on from the checkpoint of an iteration."""
+    if rank == 0:
+        if of is not None:
+            shutil.copytree(folder / of, folder / name)
+        set_latest_checkpoint(checkpoint_path(folder / name / "checkpoints", iteration), keep=2)
+    dist.barrier()
 
 
 def train_layouts(rank, folder, layouts):
     """One run per layout, one after the other, all from the same first weights."""
     for name, parallel in layouts:
         config = student_run(folder, name, **parallel)
-        start = str(folder / "start" / "checkpoints")
-        _trainer(dataclasses.replace(config, initial_checkpoint=start)).train()
+        _trainer(replace(config, initial_checkpoint=checkpoints(folder, "start"))).train()
 
 
 SAVED = ("next_token", "dskd", "gold")
@@ -85,63 +107,118 @@ def train_with_broken_teacher(rank, folder, parallel):
         assert isinstance(trainer.teacher, MegatronTeacher)
         with torch.no_grad():
             trainer.teacher.chunks[-1].decoder.final_layernorm.weight[0] = torch.nan
+    return error_of(trainer.train)
+
+
+def error_of(begin):
+    """Kind and text of the error that ends it; None: it ends well."""
     try:
-        trainer.train()
+        begin()
     except MegatronExtError as error:
         return f"{type(error).__name__}: {error}"
-    return "no error"
+    return None
+
+
+def train_unsaved(trainer):
+    """Metrics of a run that leaves no checkpoint."""
+    with patch.object(SavedRun, "save"):
+        trainer.train()
+    dist.barrier()
+    return read_metrics(Path(trainer.run_dir))
 
 
 def resume_dskd_in_bf16(rank, folder):
     """Metrics of a run by ``dskd``, whole and with its last step done again."""
-    loss = LossConfig(objective="dskd")
-    config = objective_run(folder, "dskd-bf16", loss, use_distributed_optimizer=True)
-    training = dataclasses.replace(config.training, precision="bf16", save_interval=1)
-    config = dataclasses.replace(config, training=training)
+    config = objective_run(
+        folder, "dskd-bf16", LossConfig(objective="dskd"), use_distributed_optimizer=True
+    )
+    config = changed(config, training={"precision": "bf16", "save_interval": 1})
     _trainer(config).train()
     whole = read_metrics(Path(config.run_dir))
-    set_latest_checkpoint(checkpoint_path(Path(config.run_dir) / "checkpoints", 1), keep=2)
+    go_back(rank, folder, "dskd-bf16", 1)
     _trainer(config).train()
     return whole, read_metrics(Path(config.run_dir))
 
 
 def repeat_last_iteration(rank, folder, name, parallel):
     """Resume a finished run from the checkpoint before its last one."""
-    config = student_run(folder, name, **parallel)
-    if rank == 0:
-        before_last = checkpoint_path(Path(config.run_dir) / "checkpoints", ITERATIONS - 1)
-        set_latest_checkpoint(before_last, keep=2)
-    dist.barrier()
-    start = str(folder / "start" / "checkpoints")
-    _trainer(dataclasses.replace(config, initial_checkpoint=start)).train()
+    go_back(rank, folder, name, ITERATIONS - 1)
+    train_layouts(rank, folder, [(name, parallel)])
+
+
+def go_on(rank, folder, layouts):
+    """One run, stretch by stretch: up to an iteration, under a layout; what each stretch saw."""
+    return [_stretch(folder, iterations, parallel) for iterations, parallel in layouts]
+
+
+def _stretch(folder, iterations, parallel):
+    config = changed(
+        student_run(folder, "run", micro_batch_size=1, **parallel),
+        teacher=None,
+        loss=LossConfig(objective="next_token"),
+        training={"train_iters": iterations},
+        # Of the iterations trained by then; the schedule would follow their number.
+        optimizer={"lr_decay_style": "constant"},
+    )
+    trainer = _trainer(config)
+    done = trainer._saved().load()
+    found = {"done": done, "loaded": _held_out(trainer), "numbers": _numbers()}
+    # It loads once more, the numbers drawn included.
+    trainer.train()
+    return found | {"trained": _held_out(trainer), "next_numbers": _numbers()}
+
+
+def _held_out(trainer):
+    return trainer._validate(trainer.data.held_out).student
+
+
+def _numbers():
+    """The next number of each generator."""
+    return [random.random(), float(np.random.random()), float(torch.rand(()))]
 
 
 def first_layer(rank, folder):
     """What this rank's stage draws for its first layer under two pipeline stages."""
     config = student_run(folder, "stages", pipeline_model_parallel_size=2)
-    cpu_megatron.install()
-    groups = process_groups.initialize(Layout(pipeline_model_parallel_size=2))
     gpt = build_gpt_model(
         config.student,
         padded_vocab_size=64,
         parallel=config.parallel,
         training=config.training,
-        groups=groups,
+        groups=fresh_groups(config.parallel.layout),
     )
     return gpt.decoder.layers[0].mlp.linear_fc1.weight.detach()
 
 
 def _trainer(config):
     """A trainer in a fresh layout over the ranks that are there."""
-    cpu_megatron.install()
-    parallel_state.destroy_model_parallel()
-    groups = process_groups.initialize(config.parallel.layout)
+    groups, inputs = read_afresh(config)
     # To draw a run takes longer than a step of it; tests/cli/test_resume.py looks for the picture.
     patch("megatron_ext.training.trainer.plot_loss_curve").start()
+    with _once():
+        return build_trainer(config, groups, inputs)
+
+
+def fresh_groups(layout):
+    """A layout over the ranks that are there, in the place of any other."""
+    cpu_megatron.install()
+    parallel_state.destroy_model_parallel()
+    return process_groups.initialize(layout)
+
+
+def read_afresh(config):
+    """The groups of a fresh layout, and the inputs of a run."""
+    groups = fresh_groups(config.parallel.layout)
+    with _once():
+        return groups, read_inputs(config, world_size=dist.get_world_size())
+
+
+@contextmanager
+def _once():
     with ExitStack() as stack:
         for patched in _ONCE:
             stack.enter_context(patched())
-        return build_trainer(config, groups, read_inputs(config, world_size=dist.get_world_size()))
+        yield
 
 
 def _load_saved(kind, folder):

@@ -1,19 +1,25 @@
-"""What spawned ranks run in the tests of several teachers."""
+"""What spawned ranks run in the tests of several teachers, and of teachers in different places."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
+import yaml
 
-from megatron_ext.training.checkpoint_folder import checkpoint_path, set_latest_checkpoint
-from megatron_ext.training.config import LossConfig, TeacherConfig
-from tests.training.rank_functions import _train_teacher, _trainer
-from tests.training.tiny_run import objective_run, student_run
-
-ITERATIONS = 2
+from megatron_ext.training.config import LossConfig
+from megatron_ext.training.run_folder import config_values
+from tests.training.rank_functions import _train_teacher, _trainer, go_back, train_unsaved
+from tests.training.tiny_run import (
+    ITERATIONS,
+    changed,
+    checkpoints,
+    objective_run,
+    same_tokenizer_teacher,
+    student_run,
+)
 
 
 class Run(NamedTuple):
@@ -25,9 +31,9 @@ class Run(NamedTuple):
     """By name what differs from ``other`` or, called ``own...``, from ``own``; None: the one
     ``teacher``."""
 
-    loss: Mapping[str, Any] | None = None
+    loss: Mapping[str, Any] = {}
 
-    parallel: Mapping[str, Any] | None = None
+    parallel: Mapping[str, Any] = {}
 
     is_measured: bool = False
     """On held-out text, at the end."""
@@ -41,43 +47,27 @@ class Run(NamedTuple):
 
 def config_of(folder, run):
     """``other`` has another tokenizer, ``own`` the student's; both have trained for one step."""
-    loss = LossConfig(**{"ce_weight": 0.5, **(run.loss or {})})
-    # Another objective than vocab_kl, for which objective_run has a teacher of its own.
-    config = objective_run(folder, run.name, dataclasses.replace(loss, objective="alm"))
-    assert config.teacher is not None
-    config = dataclasses.replace(
-        config,
-        loss=loss,
-        parallel=dataclasses.replace(config.parallel, **(run.parallel or {})),
-        data=student_run(folder, run.name).data if run.is_measured else config.data,
-        training=dataclasses.replace(
-            config.training, train_iters=ITERATIONS, save_interval=1 if run.is_kept else ITERATIONS
-        ),
+    config = changed(
+        student_run(folder, run.name, **run.parallel),
+        loss=LossConfig(**{"ce_weight": 0.5, **run.loss}),
+        training={"save_interval": 1 if run.is_kept else ITERATIONS},
+        data={} if run.is_measured else {"validation": ()},
+        initial_checkpoint=checkpoints(folder, "start"),
     )
-    if run.teachers is None:
-        return config
-    other, own = config.teacher, _own(config, folder)
-    assert other is not None
-    teachers = {
-        name: dataclasses.replace(own if name.startswith("own") else other, **changes)
-        for name, changes in run.teachers.items()
-    }
-    return dataclasses.replace(config, teacher=None, teachers=teachers)
+    return config if run.teachers is None else _taught(config, folder, run.teachers)
 
 
 def train_teachers(rank, folder, runs):
     """Both teachers, the student's first weights, and the runs."""
     _train_teacher(folder)
-    config = student_run(folder, "own")
-    _trainer(
-        dataclasses.replace(
-            config,
-            teacher=None,
-            loss=LossConfig(objective="next_token"),
-            data=dataclasses.replace(config.data, validation=()),
-            training=dataclasses.replace(config.training, train_iters=1, seed=7),
-        )
-    ).train()
+    own = changed(
+        student_run(folder, "own"),
+        teacher=None,
+        loss=LossConfig(objective="next_token"),
+        data={"validation": ()},
+        training={"train_iters": 1, "seed": 7},
+    )
+    _trainer(own).train()
     train_runs(rank, folder, runs)
 
 
@@ -85,16 +75,40 @@ def train_runs(rank, folder, runs):
     """One after the other."""
     for run in runs:
         if run.goes_on:
-            if rank == 0:
-                checkpoints = folder / run.name / "checkpoints"
-                set_latest_checkpoint(checkpoint_path(checkpoints, ITERATIONS - 1), keep=2)
-            dist.barrier()
+            go_back(rank, folder, run.name, ITERATIONS - 1)
         _trainer(config_of(folder, run)).train()
 
 
-def _own(config, folder):
-    return TeacherConfig(
-        tokenizer=config.tokenizer,
-        model=config.student,
-        checkpoint=str(folder / "own" / "checkpoints"),
+def elsewhere_run(folder, name, teachers, *, iterations=ITERATIONS, loss=None, **parallel):
+    """A run from the first weights in ``folder``, with teachers of one checkpoint."""
+    loss = loss or LossConfig(temperature=1.5, ce_weight=0.5)
+    config = changed(
+        objective_run(folder, name, loss, **{"distributed_timeout_minutes": 2} | parallel),
+        # So that the first steps of a run are the same however many follow.
+        optimizer={"lr_decay_style": "constant"},
+        training={"train_iters": iterations, "save_interval": 1000},
     )
+    return _taught(config, folder, teachers)
+
+
+def write_config(config):
+    """The configuration as a file beside the run's folder; its path."""
+    path = Path(f"{config.run_dir}.yaml")
+    path.write_text(yaml.safe_dump(config_values(config), sort_keys=False))
+    return str(path)
+
+
+def train_beside(rank, folder, runs):
+    """A teacher, first weights, and runs with all teachers on the student's ranks."""
+    _train_teacher(folder)
+    for name, (teachers, loss) in runs.items():
+        train_unsaved(_trainer(elsewhere_run(folder, name, teachers, loss=loss)))
+
+
+def _taught(config, folder, teachers):
+    own = same_tokenizer_teacher(folder, "own")
+    taught = {
+        name: changed(own if name.startswith("own") else config.teacher, **fields)
+        for name, fields in teachers.items()
+    }
+    return replace(config, teacher=None, teachers=taught)

@@ -1,4 +1,5 @@
 import argparse
+from functools import reduce
 
 import pytest
 
@@ -26,126 +27,134 @@ training: {train_iters: 10}
 
 
 @pytest.fixture
-def file(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text(FILE)
-    return path
+def read(tmp_path):
+    """The configuration of flags, beside a file that has ``FILE`` but for ``changes``."""
+
+    def read(words, *changes):
+        file, text = tmp_path / "run.yaml", FILE
+        for before, after in changes:
+            assert before in text
+            text = text.replace(before, after)
+        file.write_text(text)
+        parser = argparse.ArgumentParser(exit_on_error=False)
+        add_config_arguments(parser)
+        return config_from_arguments(parser.parse_args(["--config", str(file), *words.split()]))
+
+    return read
 
 
-def config(*arguments):
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    add_config_arguments(parser)
-    return config_from_arguments(parser.parse_args(arguments))
-
-
-def test_without_flags_the_file_speaks(file):
-    read = config("--config", str(file))
-    assert read.optimizer.lr == 0.5
-    assert read.student.num_layers == 2
-    assert read.loss.temperature is None
-
-
-def test_a_flag_wins_over_the_file_and_leaves_its_neighbours(file):
-    read = config("--config", str(file), "--lr", "3e-4", "--train-iters", "7")
-    assert read.optimizer.lr == 3e-4
-    assert read.training.train_iters == 7
-    assert read.student.num_layers == 2
-
-
-def test_a_flag_reaches_a_section_that_the_file_leaves_out(file):
-    assert config("--config", str(file), "--loss-temperature", "2").loss.temperature == 2.0
-
-
-def test_the_same_flag_with_the_teachers_prefix_is_the_teachers(file):
-    read = config(
-        *("--config", str(file), "--teacher-hidden-size", "32", "--hidden-size", "64"),
-        *("--teacher-tokenizer-library", "sentencepiece", "--tokenizer-mode", "text"),
-        *("--teacher-checkpoint", "runs/c"),
-    )
-    assert read.teacher is not None
-    assert (read.teacher.model.hidden_size, read.student.hidden_size) == (32, 64)
-    assert (read.teacher.tokenizer.library, read.tokenizer.library) == ("sentencepiece", "tiktoken")
-    assert read.teacher.checkpoint == "runs/c"
+def value_of(config, keys):
+    return reduce(getattr, keys.split("."), config)
 
 
 @pytest.mark.parametrize(
-    ("flag", "value"),
-    [("--data-append-eod", True), ("--no-data-append-eod", False)],
-    ids=lambda value: str(value),
+    ("words", "expected"),
+    [
+        pytest.param(
+            "",
+            {"optimizer.lr": 0.5, "student.num_layers": 2, "loss.temperature": None},
+            id="the-file-speaks",
+        ),
+        pytest.param(
+            "--lr 3e-4 --train-iters 7",
+            {"optimizer.lr": 3e-4, "training.train_iters": 7, "student.num_layers": 2},
+            id="a-flag-wins-and-leaves-its-neighbours",
+        ),
+        pytest.param("--loss-temperature 2", {"loss.temperature": 2.0}, id="absent-section"),
+        pytest.param(
+            "--teacher-hidden-size 32 --hidden-size 64 --teacher-tokenizer-library sentencepiece "
+            "--tokenizer-mode text --teacher-checkpoint runs/c",
+            {
+                "teacher.model.hidden_size": 32,
+                "student.hidden_size": 64,
+                "teacher.tokenizer.library": "sentencepiece",
+                "tokenizer.library": "tiktoken",
+                "teacher.checkpoint": "runs/c",
+            },
+            id="prefix-of-the-teacher",
+        ),
+        pytest.param("--data-append-eod", {"data.append_eod": True}, id="switch"),
+        pytest.param("--no-data-append-eod", {"data.append_eod": False}, id="switched-off"),
+        pytest.param(
+            "--data-train a.txt b.jsonl --seed 1", {"data.train": ("a.txt", "b.jsonl")}, id="list"
+        ),
+        pytest.param(
+            '--loss-options {"top_k":8,"tail":"bucket"}',
+            {"loss.options": {"top_k": 8, "tail": "bucket"}},
+            id="mapping",
+        ),
+        pytest.param("--clip-grad 0", {"optimizer.clip_grad": 0.0}, id="zero"),
+    ],
 )
-def test_a_switch_can_be_turned_both_ways(file, flag, value):
-    assert config("--config", str(file), flag).data.append_eod is value
-
-
-def test_a_list_takes_several_values(file):
-    read = config("--config", str(file), "--data-train", "a.txt", "b.jsonl", "--seed", "1")
-    assert read.data.train == ("a.txt", "b.jsonl")
-
-
-def test_a_mapping_is_json(file):
-    read = config("--config", str(file), "--loss-options", '{"top_k": 8, "tail": "bucket"}')
-    assert read.loss.options == {"top_k": 8, "tail": "bucket"}
-
-
-@pytest.mark.parametrize("text", ["top_k=8", "[8]"])
-def test_what_is_no_json_object_names_the_flag(file, text):
-    with pytest.raises(argparse.ArgumentError, match=r"argument --loss-options: not"):
-        config("--config", str(file), "--loss-options", text)
+def test_flags_are_read_over_the_file(read, words, expected):
+    config = read(words, ("lr: 0.5", "lr: 0.5, clip_grad: 3"))
+    assert {keys: value_of(config, keys) for keys in expected} == expected
 
 
 def test_flags_alone_describe_a_run():
-    read = config(
-        *("--run-dir", "r", "--tokenizer-model", "a", "--num-layers", "1", "--hidden-size", "8"),
-        *("--num-attention-heads", "2", "--data-train", "x", "--train-iters", "1"),
-        *("--loss-objective", "next_token"),
-    )
-    assert read.teacher is None
-    assert read.student.hidden_size == 8
+    parser = argparse.ArgumentParser()
+    add_config_arguments(parser)
+    words = "--run-dir r --tokenizer-model a --num-layers 1 --hidden-size 8 --num-attention-heads 2"
+    more = "--data-train x --train-iters 1 --loss-objective next_token"
+    config = config_from_arguments(parser.parse_args(f"{words} {more}".split()))
+    assert config.teacher is None
+    assert config.student.hidden_size == 8
 
 
-def test_a_flag_of_zero_or_false_is_not_taken_for_absent(file):
-    file.write_text(FILE.replace("lr: 0.5", "lr: 0.5, clip_grad: 3"))
-    assert config("--config", str(file), "--clip-grad", "0").optimizer.clip_grad == 0.0
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--loss-options top_k=8", "argument --loss-options: not"),
+        ("--loss-options [8]", "argument --loss-options: not"),
+        ("--lr fast", "argument --lr: invalid float value: 'fast'"),
+    ],
+)
+def test_an_error_in_a_flags_value_names_the_flag(read, words, message):
+    with pytest.raises(argparse.ArgumentError, match=message):
+        read(words)
 
 
-def test_an_optional_section_with_one_flag_of_it_asks_for_the_rest(file):
-    start, end = FILE.index("teacher:"), FILE.index("data:")
-    file.write_text(FILE[:start] + FILE[end:])
-    with pytest.raises(ConfigError, match="required configuration key is missing"):
-        config("--config", str(file), "--teacher-num-layers", "2")
+TEACHER_SECTION = FILE[FILE.index("teacher:") : FILE.index("data:")]
 
 
-def test_an_error_in_a_flags_value_names_the_flag(file):
-    with pytest.raises(argparse.ArgumentError, match=r"argument --lr: invalid float value: 'fast'"):
-        config("--config", str(file), "--lr", "fast")
-
-
-def test_an_error_in_the_file_names_the_line_though_other_flags_are_given(file):
-    file.write_text(FILE.replace("lr: 0.5", "lr: fast"))
-    with pytest.raises(ConfigError, match=r"run\.yaml:12: optimizer\.lr: a value has the wrong"):
-        config("--config", str(file), "--seed", "3")
-
-
-def test_a_flag_does_not_hide_that_its_section_is_no_mapping(file):
-    file.write_text(FILE.replace("optimizer: {lr: 0.5}", "optimizer: fast"))
-    with pytest.raises(ConfigError, match=r"run\.yaml:12: optimizer: a section is not a mapping"):
-        config("--config", str(file), "--lr", "1")
-
-
-def test_a_value_that_the_configuration_refuses_names_its_section(file):
-    with pytest.raises(ConfigError, match=r"run\.yaml:6: student: num_layers must be positive"):
-        config("--config", str(file), "--num-layers", "0")
-
-
-def test_the_documented_tokenizer_flags_exist_for_both_sides():
-    names = {flag.name for flag in config_flags()}
-    for option in ("library", "model", "mode", "prompt-format"):
-        assert f"--tokenizer-{option}" in names
-        assert f"--teacher-tokenizer-{option}" in names
+@pytest.mark.parametrize(
+    ("words", "change", "message"),
+    [
+        pytest.param(
+            "--teacher-num-layers 2",
+            (TEACHER_SECTION, ""),
+            "required configuration key is missing",
+            id="one-flag-of-a-section",
+        ),
+        pytest.param(
+            "--seed 3",
+            ("lr: 0.5", "lr: fast"),
+            r"run\.yaml:12: optimizer\.lr: a value has the wrong",
+            id="line-of-the-file",
+        ),
+        pytest.param(
+            "--lr 1",
+            ("optimizer: {lr: 0.5}", "optimizer: fast"),
+            r"run\.yaml:12: optimizer: a section is not a mapping",
+            id="no-mapping",
+        ),
+        pytest.param(
+            "--num-layers 0",
+            ("optimizer", "optimizer"),
+            r"run\.yaml:6: student: num_layers must be positive",
+            id="value-of-a-section",
+        ),
+    ],
+)
+def test_what_the_configuration_refuses_has_its_place(read, words, change, message):
+    with pytest.raises(ConfigError, match=message):
+        read(words, change)
 
 
 def test_the_help_shows_every_flag_with_percent_signs_as_they_are():
     parser = argparse.ArgumentParser()
     add_config_arguments(parser)
-    text = parser.format_help()
-    assert all(flag.name in text for flag in config_flags())
+    text, names = parser.format_help(), {flag.name for flag in config_flags()}
+    assert all(name in text for name in names)
+    for option in ("library", "model", "mode", "prompt-format"):
+        assert {f"--tokenizer-{option}", f"--teacher-tokenizer-{option}"} <= names

@@ -212,7 +212,6 @@ def run(tmp_path):
 
 @pytest.mark.parametrize("library", ["megatron", "huggingface"])
 def test_a_dry_run_refuses_another_tokenizer_of_a_teacher(run, library):
-    assert run.teacher is not None
     teacher = dataclasses.replace(run.teacher, library=library)
     page = dry_run(dataclasses.replace(run, teacher=teacher), world_size=1)
     assert page.count("model and tokenizer fit") == 2
@@ -231,7 +230,6 @@ def test_a_dry_run_refuses_another_tokenizer_of_a_teacher(run, library):
 
 
 def test_a_dry_run_refuses_another_tokenizer_of_the_student(run):
-    assert run.teacher is not None
     wrong = dataclasses.replace(run, tokenizer=run.teacher.tokenizer)
     with pytest.raises(CheckpointError, match="or set allow_other_tokenizer if"):
         dry_run(wrong, world_size=1)

@@ -8,14 +8,10 @@ import torch
 from tests.fork_server import fork_server
 from tests.process_group import run_ranks
 from tests.training.fault_runs import lose_peer, survive_faults
-from tests.training.tiny_run import write_corpus, write_rank_list
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("faults")
-    write_corpus(folder)
-    write_rank_list(folder)
+def ranks(folder):
     return run_ranks(2, survive_faults, folder, timeout_s=300)
 
 
@@ -51,7 +47,6 @@ def test_a_run_stops_before_anything_of_the_bad_iteration_is_saved(ranks):
 def test_skips_in_a_row_have_a_limit(ranks):
     for rank in ranks:
         run = rank["too-many"]
-        assert run["error"] is not None
         assert "iteration 3" in run["error"]
         assert run["counts"]["skips_in_a_row"] == 2
         assert run["latest"] == "iter_0000002"

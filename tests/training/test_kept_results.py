@@ -1,6 +1,5 @@
 """What a run leaves beside its checkpoints, and what it says of the text that it read."""
 
-import dataclasses
 import json
 
 import numpy as np
@@ -16,8 +15,8 @@ from megatron_ext.tokenizers import build_tokenizer
 from megatron_ext.training.run_data import RunData
 from tests.documents.indexed_files import write_ids
 from tests.process_group import run_ranks
-from tests.training.kept_runs import TILE_ROWS, leave_results
-from tests.training.tiny_run import SENTENCES, student_run, write_corpus, write_rank_list
+from tests.training.kept_runs import TILE_ROWS, leave_results, on_ids
+from tests.training.tiny_run import SENTENCES, changed, student_run
 
 WHOLE = Replica(0, 1, 2)
 SPOILT = 3
@@ -25,10 +24,7 @@ SPOILT = 3
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("kept")
-    write_corpus(folder)
-    write_rank_list(folder)
+def folder(folder):
     tokenizer = build_tokenizer(student_run(folder, "run").tokenizer)
     texts = [[tokenizer.text_to_ids(text)] for text in SENTENCES]
     half = next(i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) == b"\xe6")
@@ -44,7 +40,6 @@ def ranks(folder):
 
 def test_a_learned_projection_is_left_as_a_file_that_has_the_trained_shares(folder, ranks):
     config = student_run(folder, "learned")
-    assert config.teacher is not None
     student, teacher = map(build_tokenizer, (config.tokenizer, config.teacher.tokenizer))
     path = folder / "learned" / "learned_projection.safetensors"
     kept = SparseProjection.load(path, student=student, teacher=teacher)
@@ -87,7 +82,6 @@ def test_a_run_starts_where_the_file_is(ranks):
 def test_held_out_text_is_measured_by_tiles_where_the_loss_is(ranks):
     for rank in ranks:
         (tiled, rows_of_tiles), (whole, rows) = (rank["measured"][k] for k in ("tiles", "whole"))
-        assert whole.student is not None
         assert tiled.student == pytest.approx(whole.student, rel=1e-6)
         assert tiled.teachers["teacher"] == pytest.approx(whole.teachers["teacher"], rel=1e-6)
         assert tiled.agreement == whole.agreement
@@ -104,15 +98,8 @@ def test_documents_of_ids_that_cannot_be_read_and_that_differ_are_in_the_log(fol
     assert {document["place"] for document in refused} == {f"{folder}/ids.bin:{SPOILT}"}
     assert "spell no UTF-8" in refused[0]["reason"]
     assert rows[-1]["refused_documents"] == len(refused)
-    config = student_run(folder, "run")
-    data = dataclasses.replace(
-        config.data, train=(f"{folder}/ids",), validation=(), indexed_tokenizer="student"
-    )
-    config = dataclasses.replace(
-        config,
-        data=dataclasses.replace(data, bad_documents="skip"),
-        training=dataclasses.replace(config.training, global_batch_size=4),
-    )
+    data = on_ids(folder) | {"validation": ()}
+    config = changed(student_run(folder, "run"), data=data)
     reader = RunData.read(config, build_tokenizer(config.tokenizer), {}).batches(WHOLE)
     expected = 0
     for row in rows:

@@ -1,11 +1,27 @@
-"""Teachers, weights and forms of the loss as a configuration names them."""
+"""Objectives, teachers, weights and forms of the loss as a configuration names them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import pytest
 
-from megatron_ext.errors import ConfigError
-from megatron_ext.losses import GradientMagnitudeWeighting, MatchedWeighting, ScheduledWeighting
-from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.objective import teacher_objective
+from megatron_ext.distributed.layout import Layout
+from megatron_ext.errors import ConfigError, UnknownNameError
+from megatron_ext.losses import (
+    LOSS_REGISTRY,
+    AlmLoss,
+    DskdProjectors,
+    GradientMagnitudeWeighting,
+    MatchedWeighting,
+    Needs,
+    Objective,
+    ProjectedKLLoss,
+    ScheduledWeighting,
+    StrictTopKLoss,
+)
+from megatron_ext.training.config import DistillConfig, LossConfig
+from megatron_ext.training.objective import make_objective, teacher_objective
 from megatron_ext.training.run_folder import _check_same_run, config_values
 from megatron_ext.training.run_loss import check_loss, make_weighting
 from megatron_ext.training.run_plan import TeacherPlan
@@ -28,9 +44,14 @@ def config_of(**changes):
     return build_config(DistillConfig, values | changes, ".".join)
 
 
-def check(config, **tokenizers):
-    teachers = {name: teacher_tokenizer() for name in config.named_teachers}
-    check_loss(config, student_tokenizer(), teachers | tokenizers)
+def check(config):
+    check_loss(
+        config, student_tokenizer(), dict.fromkeys(config.named_teachers, teacher_tokenizer())
+    )
+
+
+def objective(name, temperature=None, **options):
+    return make_objective(LossConfig(objective=name, options=options, temperature=temperature))
 
 
 def weighting(loss):
@@ -97,32 +118,36 @@ def test_a_teacher_has_the_objective_and_options_of_the_loss_but_for_its_own():
 
 
 @pytest.mark.parametrize(
-    ("loss", "words"),
+    ("changes", "words"),
     [
-        ({"teacher_mode": "averaged_logits"}, "averaged logits need teachers with the student's"),
         (
-            {"teacher_mode": "select_teacher", "teacher_weights": "entropy"},
+            {"loss": {"teacher_mode": "averaged_logits"}},
+            "averaged logits need teachers with the student's",
+        ),
+        (
+            {"loss": {"teacher_mode": "select_teacher", "teacher_weights": "entropy"}},
             "loss.teacher_mode: dynamic weights",
         ),
         (
-            {"weighting": "matched", "weighting_options": {"decoy": 0.5}},
+            {"loss": {"weighting": "matched", "weighting_options": {"decoy": 0.5}}},
             "loss.weighting_options.decoy: unknown",
         ),
-        ({"weighting": "matched", "weighting_options": {"decay": 2.0}}, "expected in [0, 1)"),
-        ({"weighting_options": {"kd": 2.0}}, "loss.weighting_options.kd: no such option"),
+        (
+            {"loss": {"weighting": "matched", "weighting_options": {"decay": 2.0}}},
+            "expected in [0, 1)",
+        ),
+        ({"loss": {"weighting_options": {"kd": 2.0}}}, "loss.weighting_options.kd: no such option"),
+        (
+            {"teachers": {"a": TEACHER | {"options": {"top_kk": 3}}}},
+            "teachers.a.options.top_kk: unknown",
+        ),
     ],
     ids=lambda value: "" if isinstance(value, dict) else value,
 )
-def test_what_does_not_go_together_is_refused_before_a_model_is_built(loss, words):
+def test_what_does_not_go_together_is_refused_before_a_model_is_built(changes, words):
     with pytest.raises(ConfigError) as caught:
-        check(config_of(loss=loss))
+        check(config_of(**changes))
     assert words in str(caught.value)
-
-
-def test_an_option_of_a_teacher_is_refused_where_it_is():
-    teachers = {"a": TEACHER | {"options": {"top_kk": 3}}}
-    with pytest.raises(ConfigError, match=r"teachers\.a\.options\.top_kk: unknown"):
-        check(config_of(teachers=teachers))
 
 
 def test_a_weighting_has_the_weights_of_the_loss_and_its_own_options():
@@ -157,3 +182,178 @@ def test_a_run_goes_on_with_the_same_teachers_wherever_they_are(changes, refused
         return
     with pytest.raises(ConfigError, match=f"another {refused}"):
         _check_same_run(before, now, tmp_path)
+
+
+def test_options_and_temperature_reach_the_objective():
+    options = {"top_k": 8, "tail": "renormalise"}
+    expected = StrictTopKLoss(**options, temperature=1.0)
+    assert objective("strict_topk", **options) == expected
+    assert objective("strict_topk", 1.5, **options) == replace(expected, temperature=1.5)
+    # Without one an objective keeps its own, and without a teacher it means nothing.
+    assert objective("alm").temperature == 5.0
+    objective("next_token", 2.0)
+
+
+@pytest.mark.parametrize("name", sorted(LOSS_REGISTRY))
+def test_every_objective_is_made_without_options(name):
+    assert isinstance(objective(name), LOSS_REGISTRY[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "complaint"),
+    [
+        pytest.param(
+            "projected_kl",
+            {"vocab_topkk": 8},
+            r"loss\.options\.vocab_topkk: unknown configuration key; .*did you mean 'vocab_topk'\?",
+            id="unknown",
+        ),
+        pytest.param(
+            "projected_kl",
+            {"vocab_topk": "many"},
+            r"loss\.options\.vocab_topk: a value has the wrong type; got 'many'; expected int",
+            id="type",
+        ),
+        pytest.param(
+            "gold",
+            {"direction": "sideways"},
+            r"loss\.options\.direction: .*expected one of forward, reverse, jensen_shannon",
+            id="choice",
+        ),
+        pytest.param("mined", {"mixture": 2.0}, r"loss\.options: .*mixture", id="value"),
+        pytest.param(
+            "dskd",
+            {"projectors": "tails"},
+            r"loss\.options\.projectors: .*got 'tails'; expected one of random, heads",
+            id="projectors",
+        ),
+        pytest.param("next_token", {"top_k": 8}, r"loss\.options\.top_k: unknown", id="none"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_its_name(name, options, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        objective(name, **options)
+
+
+def test_a_temperature_given_twice_and_an_unknown_objective_are_refused():
+    loss = LossConfig(objective="gold", options={"temperature": 2.0}, temperature=1.0)
+    with pytest.raises(ConfigError, match=r"given twice; got 2\.0"):
+        make_objective(loss)
+    with pytest.raises(UnknownNameError, match="did you mean 'projected_kl'"):
+        objective("projected_lk")
+
+
+def test_projectors_are_those_that_are_given():
+    projectors = DskdProjectors(student_hidden=3, teacher_hidden=5)
+    dskd = make_objective(LossConfig(objective="dskd", options={"projectors": "heads"}), projectors)
+    assert dskd.projectors is projectors
+
+
+def test_an_objective_needs_what_its_options_make_it_read():
+    assert AlmLoss().needs.boundary
+    assert not AlmLoss(debias=False).needs.boundary
+    assert AlmLoss(debias=False, merge="words").needs.boundary
+    hybrid = objective("hybrid_kl", min_share=0.8)
+    assert hybrid.needs == Needs(projection="retokenized", match=True, min_share=0.8)
+    assert objective("gold").needs.min_share is None
+    assert ProjectedKLLoss().needs == Needs(projection="retokenized", shard=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Added(Objective):
+    """An objective of a user's own."""
+
+    name = "added"
+
+    strength: float = 1.0
+
+    def compute(self, inputs):
+        raise NotImplementedError
+
+
+def test_an_objective_that_is_added_has_its_options_and_all_that_it_may_read(monkeypatch):
+    monkeypatch.setattr(LOSS_REGISTRY, "_rows", dict(LOSS_REGISTRY._rows))
+    LOSS_REGISTRY.register("added", _Added)
+    added = objective("added", strength=2.0)
+    assert added == _Added(strength=2.0)
+    assert added.needs == Needs(projection="retokenized", shard=True, match=True)
+    assert added.target_forms == ("hidden",)
+
+
+def test_objectives_over_labels_are_known():
+    assert objective("vocab_kl").sums_over == "tokens"
+    assert objective("uld", alignment="position").sums_over == "tokens"
+    assert objective("uld").sums_over == "chunks"
+
+
+CUT = {"context_parallel_size": 2}
+
+
+def loss(name, **options):
+    return {"loss": {"objective": name, "options": options}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (loss("alm", merge="words"), "loss.options: the objective needs whole sequences so"),
+        (
+            loss("alm", merge="likely_boundaries"),
+            "of alm: merge, of chunks that can lie on two ranks",
+        ),
+        (loss("uld", alignment="position"), "of uld: alignment position"),
+        (loss("projected_kl", numerics="nemo"), "of projected_kl: numerics nemo"),
+        (
+            {
+                "teachers": {
+                    "big": TEACHER,
+                    "own": TEACHER | {"objective": "alm", "options": {"merge": "words"}},
+                }
+            },
+            "teachers.own.options: the objective needs whole",
+        ),
+    ],
+    ids=["words", "boundaries", "position", "nemo", "one-of-two"],
+)
+def test_a_loss_that_needs_whole_sequences_is_refused(changes, words):
+    check(config_of(**changes))
+    with pytest.raises(ConfigError, match="context") as error:
+        check(config_of(parallel=CUT, **changes))
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        loss("alm"),
+        loss("partition_kl"),
+        loss("uld"),
+        {"loss": {"objective": "projected_kl", "learned_projection": True}},
+        {
+            "loss": {"objective": "projected_kl"},
+            "training": {"train_iters": 5, "vocabulary_layout": "co_sharded"},
+            "teachers": {"one": TEACHER},
+        },
+    ],
+    ids=["alm", "partition_kl", "uld", "learned", "layout"],
+)
+def test_every_other_loss_goes(changes):
+    check(config_of(parallel=CUT, **changes))
+
+
+def test_ranks_that_share_sequences_are_of_one_replica():
+    layout = Layout(tensor_model_parallel_size=2, context_parallel_size=2)
+    assert layout.replicas(8) == 2
+    with pytest.raises(ConfigError, match=r"multiple of 6 .* x context_parallel_size 3"):
+        replace(layout, context_parallel_size=3).replicas(8)
+
+
+@pytest.mark.parametrize(
+    ("context", "tensor", "is_cut", "expected"),
+    [(1, 2, True, 1), (2, 2, False, 4), (2, 2, True, 4), (2, 4, True, 8), (2, 3, True, 12)],
+)
+def test_rows_divide_over_slices_and_sequence_parallel_ranks(context, tensor, is_cut, expected):
+    layout = Layout(
+        context_parallel_size=context, tensor_model_parallel_size=tensor, sequence_parallel=is_cut
+    )
+    assert layout.sequence_multiple == expected

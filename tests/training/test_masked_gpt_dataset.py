@@ -103,45 +103,43 @@ def test_a_sample_that_fills_a_batch_trains_nothing(prefixes, tmp_path):
     assert train[None]["loss_mask"].sum() == 0
 
 
-def test_indices_that_are_loaded_late_are_the_same(prefixes, tmp_path):
-    expected, _ = build(MaskedGPTDataset, prefixes[:1], tmp_path)
-    late, _ = build(MaskedGPTDataset, prefixes[:1], tmp_path, defer_npy_index_mmap=True)
-    for a, b in zip(expected, late, strict=False):
-        assert torch.equal(a["loss_mask"], b["loss_mask"])
-
-
-def test_workers_of_a_data_loader_read_it(prefixes, tmp_path):
+def test_indices_that_are_loaded_late_and_workers_of_a_loader_give_the_same(prefixes, tmp_path):
     train, _ = build(MaskedGPTDataset, prefixes[:1], tmp_path)
+    expected = torch.stack([sample["loss_mask"] for sample in train])
+    late, _ = build(MaskedGPTDataset, prefixes[:1], tmp_path, defer_npy_index_mmap=True)
+    assert torch.equal(torch.stack([sample["loss_mask"] for sample in late]), expected)
     loader = torch.utils.data.DataLoader(
         train, batch_size=4, num_workers=1, multiprocessing_context="fork"
     )
-    batches = torch.cat([batch["loss_mask"] for batch in loader])
-    assert torch.equal(batches, torch.stack([sample["loss_mask"] for sample in train]))
+    assert torch.equal(torch.cat([batch["loss_mask"] for batch in loader]), expected)
 
 
-def test_tokens_without_a_mask_are_refused(prefixes, tmp_path):
+def _no_mask(folder, end):
+    (folder / f"a_messages_loss_mask.{end}").unlink()
+
+
+def _others_mask(folder, end):
+    (folder / f"long_messages_loss_mask.{end}").replace(folder / f"a_messages_loss_mask.{end}")
+
+
+def _tokens_as_mask(folder, end):
+    mask = folder / f"a_messages_loss_mask.{end}"
+    (folder / f"a_messages_document.{end}").replace(mask)
+    (folder / f"a_messages_document.{end}").hardlink_to(mask)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_no_mask, r"a_messages_loss_mask\.idx: .* no loss mask; make both"),
+        (_others_mask, "the loss mask is of another shape"),
+        (_tokens_as_mask, "the loss mask is of another type"),
+    ],
+)
+def test_a_mask_that_is_not_of_the_tokens_is_refused(prefixes, tmp_path, spoil, message):
     for end in ("bin", "idx"):
-        (tmp_path / f"a_messages_loss_mask.{end}").unlink()
-    with pytest.raises(DataError, match=r"a_messages_loss_mask\.idx: .* no loss mask; make both"):
-        build(MaskedGPTDataset, prefixes[:1], tmp_path)
-
-
-def test_a_mask_of_other_tokens_is_refused(prefixes, tmp_path):
-    for end in ("bin", "idx"):
-        (tmp_path / f"long_messages_loss_mask.{end}").replace(
-            tmp_path / f"a_messages_loss_mask.{end}"
-        )
-    with pytest.raises(DataError, match="the loss mask is of another shape"):
-        build(MaskedGPTDataset, prefixes[:1], tmp_path)
-
-
-def test_a_mask_that_holds_no_bytes_is_refused(prefixes, tmp_path):
-    for end in ("bin", "idx"):
-        (tmp_path / f"a_messages_document.{end}").replace(tmp_path / f"a_messages_loss_mask.{end}")
-        (tmp_path / f"a_messages_document.{end}").hardlink_to(
-            tmp_path / f"a_messages_loss_mask.{end}"
-        )
-    with pytest.raises(DataError, match="the loss mask is of another type"):
+        spoil(tmp_path, end)
+    with pytest.raises(DataError, match=message):
         build(MaskedGPTDataset, prefixes[:1], tmp_path)
 
 

@@ -24,7 +24,7 @@ from tests.training.pretrain_runs import (
     train_and_resume,
 )
 from tests.training.release_parser import RELEASES, release_parser
-from tests.training.tiny_run import STUDENT_VOCAB_SIZE, write_corpus, write_rank_list
+from tests.training.tiny_run import STUDENT_VOCAB_SIZE
 
 LAYOUTS = {
     "dp2-sharded-optimizer": {"use_distributed_optimizer": True},
@@ -35,14 +35,6 @@ LAYOUTS = {
         "precision": "bf16",
     },
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pretrain")
-    write_corpus(folder)
-    write_rank_list(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -1,20 +1,14 @@
+"""Models are made of the layers that a machine has, and a launch says what it runs on."""
+
 import pytest
 import torch
 from megatron.core.transformer.transformer_block import HAVE_TE, TransformerBlockSubmodules
 
+from megatron_ext.errors import ConfigError
 from megatron_ext.training import cpu_megatron, models
 from megatron_ext.training.config import ModelConfig, ParallelConfig
+from megatron_ext.training.cpu_megatron import announce_device
 from megatron_ext.training.layers import TorchNorm
-from tests.process_group import run_ranks
-from tests.training.rank_functions import first_layer
-
-
-def test_the_stages_of_a_pipeline_draw_different_weights(tmp_path):
-    first, second = run_ranks(2, first_layer, tmp_path)
-    assert first.shape == second.shape
-    assert not torch.isclose(first, second).any(dim=1).all()
-    # Of the same distribution all the same.
-    torch.testing.assert_close(first.std(), second.std(), rtol=0.1, atol=0)
 
 
 @pytest.mark.skipif(HAVE_TE, reason="Transformer Engine is installed, so its layers are used")
@@ -25,3 +19,42 @@ def test_a_gpu_without_transformer_engine_gets_torch_layers_and_a_torch_norm(mon
     assert isinstance(spec, TransformerBlockSubmodules)
     assert len(spec.layer_specs) == 2
     assert spec.layer_norm is TorchNorm
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"NVIDIA H{index}00")
+
+
+@pytest.fixture
+def cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_gpu_is_named_with_the_ranks_by_the_first(monkeypatch, capsys):
+    for name, value in {"RANK": "0", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    announce_device(require_gpu=True)
+    assert capsys.readouterr().out == "device: cuda:1 NVIDIA H100, 8 ranks\n"
+    monkeypatch.setenv("RANK", "1")
+    announce_device(require_gpu=True)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.usefixtures("cpu")
+def test_a_cpu_comes_with_its_reason(monkeypatch, capsys):
+    announce_device(require_gpu=False)
+    assert capsys.readouterr().out == "device: cpu (no CUDA device is visible), 1 rank\n"
+    monkeypatch.setattr(torch.version, "cuda", None)
+    announce_device(require_gpu=False)
+    assert "is built without CUDA), 1 rank" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("cpu")
+def test_a_cpu_is_refused_where_a_gpu_is_required_by_every_rank(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(ConfigError, match="got no CUDA device is visible; start where"):
+        announce_device(require_gpu=True)

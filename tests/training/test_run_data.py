@@ -1,30 +1,29 @@
-"""A run's own data: texts, conversations, packing, blends and workers, from its configuration."""
+"""A run's own data, from its configuration; and what each context-parallel rank reads of it."""
 
-import dataclasses
 import json
 
 import pytest
 import torch
 
 from megatron_ext.constants import IGNORE_INDEX
+from megatron_ext.data.aligner import PackedSample
 from megatron_ext.data.global_batches import Replica
+from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.errors import TokenizerError
 from megatron_ext.training.config import DataConfig
 from megatron_ext.training.microbatch import Microbatch
 from megatron_ext.training.run_data import RunData
 from tests.data.readers import student_tokenizer, teacher_tokenizer
-from tests.training.tiny_run import student_run, write_corpus
+from tests.training.tiny_run import changed, student_run, write_corpus
 
 WHOLE = Replica(0, 1, 2)
 
 
-def run_data(folder, **data):
-    settings = {"train": (str(write_corpus(folder)),)}
-    config = dataclasses.replace(
-        student_run(folder, "run", global_batch_size=8), data=DataConfig(**settings | data)
-    )
-    teachers = {"teacher": (teacher_tokenizer(), 60)}
-    return RunData.read(config, student_tokenizer(), teachers)
+def run_data(folder, *, size=1, length=60, **data):
+    """Of rows of 41 positions, of the teacher's ``length``, that divide over ``size`` ranks."""
+    config = student_run(folder, "run", global_batch_size=8, context_parallel_size=size)
+    config = changed(config, data=DataConfig(train=(str(write_corpus(folder)),), **data))
+    return RunData.read(config, student_tokenizer(), {"teacher": (teacher_tokenizer(), length)})
 
 
 def microbatches(data):
@@ -39,7 +38,6 @@ def test_rows_of_one_text_need_no_mask_and_packed_rows_do(tmp_path):
     masked = [b.student for b in packed if b.student.attention_mask is not None]
     assert masked
     for side in masked:
-        assert side.attention_mask is not None
         expected = _slow_mask(side.position_ids)
         seen = side.labels[:, :] != IGNORE_INDEX
         rows = torch.nonzero(seen)
@@ -69,7 +67,6 @@ def test_a_packed_run_has_fewer_rows_an_epoch(tmp_path):
 
 def test_held_out_labels_are_the_text(tmp_path):
     data = run_data(tmp_path, validation=(str(write_corpus(tmp_path)),))
-    assert data.held_out is not None
     found = []
     bytes_of_labels = 0
     for microbatch_rows in data.held_out.global_batches(WHOLE):
@@ -86,7 +83,6 @@ def test_held_out_labels_are_the_text(tmp_path):
 
 def test_replicas_share_the_held_out_rows(tmp_path):
     data = run_data(tmp_path, validation=(str(write_corpus(tmp_path)),))
-    assert data.held_out is not None
     whole = [sum(map(len, part)) for part in data.held_out.global_batches(Replica(0, 1, 2))]
     parts = [
         [sum(map(len, part)) for part in data.held_out.global_batches(Replica(rank, 4, 2))]
@@ -118,3 +114,95 @@ def test_a_document_that_no_tokenizer_takes(tmp_path, bad_documents):
     texts = [json.loads(line)["text"] for line in (tmp_path / "train.jsonl").open()]
     expected = {f"{tmp_path}/train.jsonl:{n}" for n, t in enumerate(texts, 1) if t == bad}
     assert {document.place for document in refused} == expected
+
+
+LENGTHS = (41, 53)
+
+
+def context_data(folder, *, packing, size):
+    return run_data(folder, packing=packing, size=size, length=LENGTHS[1])
+
+
+def batches(data):
+    """One more than a run has: of a row without a text."""
+    blank = [PackedSample(())] * 2
+    return [data.collator(rows) for rows in [*data.batches(WHOLE).take(), blank]]
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["alone", "packed"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_filled_rows_hold_the_texts_of_plain_ones(tmp_path, size, packing):
+    plain = batches(context_data(tmp_path, packing=packing, size=1))
+    filled = batches(context_data(tmp_path, packing=packing, size=size))
+    for one, other in zip(plain, filled, strict=True):
+        assert one.token_count == other.token_count
+        sides = [
+            (one.student, other.student, LENGTHS[0]),
+            (one.teachers["teacher"], other.teachers["teacher"], LENGTHS[1]),
+        ]
+        for before, after, length in sides:
+            total = after.input_ids.shape[1]
+            assert before.input_ids.shape[1] == length
+            assert total == -(-length // (2 * size)) * 2 * size > length
+            assert torch.equal(after.input_ids[:, :length], before.input_ids)
+            assert torch.equal(after.labels[:, :length], before.labels)
+            assert (after.labels[:, length:] == IGNORE_INDEX).all()
+            # Learned positions have no more than the model's.
+            assert int(after.position_ids.max()) < length
+        ours, theirs = one.alignments["teacher"], other.alignments["teacher"]
+        assert torch.equal(theirs.student_chunk_id[:, : LENGTHS[0]], ours.student_chunk_id)
+        assert torch.equal(theirs.teacher_chunk_id[:, : LENGTHS[1]], ours.teacher_chunk_id)
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["alone", "packed"])
+def test_parts_of_all_ranks_are_the_rows(tmp_path, packing):
+    size = 3
+    masked = 0
+    for sides in batches(context_data(tmp_path, packing=packing, size=size)):
+        whole = Microbatch.of(sides, {})
+        ranks = [ContextRank(rank=rank, size=size) for rank in range(size)]
+        parts = [Microbatch.of(sides, {}, context=rank) for rank in ranks]
+        for part in parts:
+            assert part.token_count == whole.token_count
+            assert part.chunk_counts == whole.chunk_counts
+            assert part.row_length == whole.row_length == whole.student.tokens.shape[1]
+            assert torch.equal(part.whole_labels, whole.student.labels)
+            labels = part.whole_labels_of("teacher")
+            assert torch.equal(labels, whole.teachers["teacher"].labels)
+        pairs = [
+            (whole.student, [part.student for part in parts]),
+            (whole.teachers["teacher"], [part.teachers["teacher"] for part in parts]),
+        ]
+        for one, cut in pairs:
+            masked += one.attention_mask is not None
+            _check_parts(one, cut, ranks)
+    assert (masked > 0) == packing
+
+
+def _check_parts(whole, parts, ranks):
+    length = whole.tokens.shape[1]
+    places = torch.arange(length)[None]
+    held = torch.cat([rank.cut(places)[0] for rank in ranks])
+    assert torch.equal(held.sort().values, places[0])
+    for rank, part in zip(ranks, parts, strict=True):
+        own = rank.cut(places)[0]
+        assert len(own) * rank.size == length
+        assert torch.equal(part.tokens, whole.tokens[:, own])
+        assert torch.equal(part.labels, whole.labels[:, own])
+        assert torch.equal(part.position_ids, whole.position_ids[:, own])
+        assert part.byte_count == whole.byte_count
+        if whole.attention_mask is None:
+            assert part.attention_mask is None
+        else:
+            assert torch.equal(part.attention_mask, whole.attention_mask[:, :, own])
+
+
+def test_parts_move_to_a_device_and_whole_rows_are_sent_once(tmp_path):
+    data = context_data(tmp_path, packing=True, size=2)
+    sides = batches(data)[0]
+    part = Microbatch.of(sides, {}, context=ContextRank(rank=1, size=2))
+    moved = part.to(torch.device("cpu"))
+    assert torch.equal(moved.student.tokens, part.student.tokens)
+    assert moved.student.tokens.shape[1] * 2 == moved.sides.student.input_ids.shape[1]
+    whole = Microbatch.of(sides, {}).to(torch.device("cpu"))
+    assert whole.student.tokens is whole.sides.student.input_ids

@@ -99,7 +99,6 @@ def test_a_new_run_passes_and_the_check_writes_nothing(config, tmp_path):
 
 def test_the_recorded_configuration_reads_back_as_the_same_run(config, started):
     recorded = build_config(DistillConfig, *read_config_file(started / CONFIG_FILE))
-    assert config.teacher is not None
     teacher = str(Path(config.teacher.checkpoint) / "iter_0000001")
     assert recorded == changed(config, "teacher.checkpoint", teacher)
     assert (started / DATA_FILE).exists()
@@ -120,6 +119,7 @@ def test_a_teacher_may_move_but_not_be_trained_further(config, started, tmp_path
         ("training.save_interval", 7),
         ("training.micro_batch_size", 4),
         ("training.keep_checkpoints", 5),
+        ("training.vocabulary_layout", "co_sharded"),
         ("parallel.tensor_model_parallel_size", 2),
         ("tokenizer.model", "elsewhere.json"),
         ("data.train", ("elsewhere.jsonl",)),
@@ -154,7 +154,6 @@ def test_what_makes_another_experiment_is_refused_by_name(config, started, keys,
 
 def test_where_a_teacher_runs_may_change_and_what_it_sends_may_not(config, started):
     own = ServingConfig(ranks=2, tensor_model_parallel_size=2, prefetch=3)
-    assert config.teacher is not None
     teacher = dataclasses.replace(config.teacher, placement="own_ranks", serving=own)
     elsewhere = dataclasses.replace(config, teacher=teacher)
     check_run_folder(elsewhere)

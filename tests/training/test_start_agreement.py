@@ -5,41 +5,26 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from megatron_ext.projection import SparseProjection
-from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
+from megatron_ext.tokenizers import build_tokenizer
 from megatron_ext.tokenizers.identity import tokenizer_identity
-from megatron_ext.training.inputs import Inputs, TeacherInputs
+from megatron_ext.training.inputs import Inputs, TeacherInputs, read_inputs
 from megatron_ext.training.run_data import RunData
 from megatron_ext.training.start_agreement import start_of
 from tests.data.readers import student_tokenizer, teacher_tokenizer
-from tests.training.tiny_run import STUDENT_VOCAB_SIZE, student_run, write_corpus, write_rank_list
+from tests.training.tiny_run import changed, student_run, write_rank_list
 
 
 def rank_list(path):
-    return build_tokenizer(
-        TokenizerConfig(
-            library="tiktoken",
-            model=str(path),
-            tiktoken_num_special_tokens=100,
-            vocab_size=STUDENT_VOCAB_SIZE,
-        )
-    )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("agreement")
-    write_corpus(folder)
-    write_rank_list(folder)
-    return folder
+    return build_tokenizer(student_run(path.parent, "run").tokenizer)
 
 
 @pytest.fixture(scope="module")
 def started(folder):
     """A run whose teacher has the rank list, and a projection of one entry."""
-    config = student_run(folder, "run")
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, validation=()))
+    config = changed(student_run(folder, "run"), data={"validation": ()})
     data = RunData.read(config, student_tokenizer(), {"teacher": (teacher_tokenizer(), 53)})
     projection = SparseProjection.from_entries([0], [1], [1.0], (4, 4))
     teacher = TeacherInputs(tokenizer=rank_list(folder / "ranks.json"), projection=projection)
@@ -88,3 +73,20 @@ def test_a_tokenizer_file_is_read_once_until_it_changes(tmp_path):
         path.write_text(path.read_text() + "\n")
         assert tokenizer_identity(tokenizer)["file"] != first["file"]
         assert read.call_count == 2
+
+
+def test_a_teacher_may_be_named_by_its_run_and_the_checkpoint_is_told(folder):
+    checkpoint = folder / "teacher" / "checkpoints" / "iter_0000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "metadata.json").write_text("{}")
+    torch.save({}, checkpoint / "common.pt")
+    (checkpoint.parent / "latest").write_text("iter_0000001\n")
+    config = changed(
+        student_run(folder, "run"),
+        teacher={"checkpoint": str(folder / "teacher")},
+        training={"vocabulary_layout": "co_sharded"},
+    )
+    inputs = read_inputs(config, world_size=1)
+    assert inputs.teachers["teacher"].projection is None
+    taken = f"{checkpoint}: the latest checkpoint of"
+    assert any(warning.startswith(taken) for warning in inputs.warnings)

@@ -7,24 +7,22 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 
 from megatron_ext.training.config import LossConfig
 from megatron_ext.training.metrics import read_metrics
 from tests.certificates import OPENSSL, make_certificate
 from tests.huggingface.tiny_models import save_model
 from tests.process_group import run_ranks
-from tests.training.elsewhere_runs import ITERATIONS, elsewhere_run, train_beside, write_config
-from tests.training.huggingface_teacher_runs import write_texts
+from tests.training.cached_teacher_runs import LibraryRun, library_values, read_values, write_texts
 from tests.training.launched_ranks import Launch, free_port
-from tests.training.tiny_run import write_corpus, write_rank_list
+from tests.training.run_results import LOSS_TOLERANCE as TOLERANCE
+from tests.training.teacher_runs import elsewhere_run, train_beside, write_config
+from tests.training.tiny_run import ITERATIONS
 
 ALL = bool(os.environ.get("MEGATRON_EXT_ALL_TEXT"))
 TWO = {"near": {}, "far": {"weight": 0.5, "temperature": 2.0}}
 ALM = LossConfig(objective="alm", options={"debias": True}, ce_weight=0.5)
 
-# fp32 sums in another order, as in test_layouts.
-TOLERANCE = 1e-5
 HIDDEN_BYTES = 48 * 4
 
 
@@ -55,11 +53,8 @@ if ALL:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(folder):
     """With the runs whose teachers are on the student's ranks."""
-    folder = tmp_path_factory.mktemp("elsewhere")
-    write_corpus(folder)
-    write_rank_list(folder)
     runs = {"two": (TWO, None)}
     if ALL:
         runs |= {"alm": ({"near": {}}, ALM)}
@@ -208,24 +203,10 @@ def test_a_model_of_transformers_is_the_same_on_ranks_of_its_own(tmp_path):
     save_model("qwen2", tmp_path / "teacher")
     save_model("llama", tmp_path / "student")
     write_texts(tmp_path)
-    sizes = {"seq_length": 48, "make_vocab_size_divisible_by": 8}
     elsewhere = own(1) | {"library": "huggingface"}
     for name, fields, processes in (("beside", {}, 1), ("own", elsewhere, 2)):
-        values = {
-            "run_dir": str(tmp_path / name),
-            "initial_checkpoint": str(tmp_path / "student"),
-            "student": sizes,
-            "teacher": {"checkpoint": str(tmp_path / "teacher"), "model": sizes, **fields},
-            "data": {
-                "train": [str(tmp_path / "train.jsonl")],
-                "validation": [str(tmp_path / "held-out.jsonl")],
-                "packing": True,
-            },
-            "loss": {"objective": "vocab_kl"},
-            "training": {"train_iters": 2, "global_batch_size": 2},
-        }
         path = tmp_path / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(values))
+        read_values(path, library_values(tmp_path, LibraryRun(name, fields, {})))
         argv = ["distill", "--config", str(path)]
         ended = Launch(argv, world_size=processes, folder=tmp_path, name=name).wait(240)
         assert [process.exit_code for process in ended] == [0] * processes, ended

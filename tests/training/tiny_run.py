@@ -1,13 +1,18 @@
 """A distillation run small enough for a test, on real vocabularies of two libraries."""
 
-import dataclasses
 import importlib.resources
 import json
+from dataclasses import is_dataclass, replace
 from functools import cache
 from pathlib import Path
 
 from megatron_ext.files import write_bytes
 from megatron_ext.tokenizers import TokenizerConfig
+from megatron_ext.tokenizers.libraries.sentencepiece_model import (
+    LENGTH_DELIMITED,
+    bytes_field,
+    read_field,
+)
 from megatron_ext.training.config import (
     DataConfig,
     DistillConfig,
@@ -18,7 +23,6 @@ from megatron_ext.training.config import (
     TeacherConfig,
     TrainingConfig,
 )
-from tests.training.short_sentencepiece import short_sentencepiece
 
 SENTENCES = (
     "A dictionary display yields a new dictionary object. ",
@@ -63,6 +67,15 @@ def _rank_list():
     return json.dumps(vocabulary_file["vocab"][: STUDENT_VOCAB_SIZE - 100])
 
 
+def changed(config, **sections):
+    """A copy; a mapping changes fields of its section, and of the sections in it."""
+    for name, value in sections.items():
+        before = getattr(config, name)
+        if is_dataclass(before) and isinstance(value, dict):
+            sections[name] = changed(before, **value)
+    return replace(config, **sections)
+
+
 def teacher_run(folder):
     """One step of next-token training, for a checkpoint to distil from."""
     return DistillConfig(
@@ -77,9 +90,6 @@ def teacher_run(folder):
 
 def student_run(folder, name, *, micro_batch_size=2, global_batch_size=4, **parallel):
     """Projected KL plus cross-entropy from that checkpoint; ``parallel`` is the layout."""
-    teacher = dataclasses.replace(
-        _teacher(folder), checkpoint=str(folder / "teacher" / "checkpoints")
-    )
     return DistillConfig(
         run_dir=str(folder / name),
         tokenizer=TokenizerConfig(
@@ -97,7 +107,7 @@ def student_run(folder, name, *, micro_batch_size=2, global_batch_size=4, **para
             seq_length=41,
             make_vocab_size_divisible_by=8,
         ),
-        teacher=teacher,
+        teacher=changed(_teacher(folder), checkpoint=checkpoints(folder, "teacher")),
         data=DataConfig(
             train=(str(folder / "train.jsonl"),), validation=(str(folder / "held-out.jsonl"),)
         ),
@@ -113,28 +123,35 @@ def student_run(folder, name, *, micro_batch_size=2, global_batch_size=4, **para
     )
 
 
+def checkpoints(folder, name):
+    """Where the run ``name`` saves."""
+    return str(folder / name / "checkpoints")
+
+
+def same_tokenizer_teacher(folder, name, **model):
+    """A teacher with the student's tokenizer and sizes: the run ``name``."""
+    base = student_run(folder, name)
+    return TeacherConfig(
+        tokenizer=base.tokenizer,
+        model=replace(base.student, **model),
+        checkpoint=checkpoints(folder, name),
+    )
+
+
 def objective_run(folder, name, loss, **parallel):
     """Two steps of ``student_run`` by another objective, from its first weights.
 
     ``vocab_kl`` learns from a model with the student's tokenizer, the run ``next_token-alone``.
     """
     config = student_run(folder, name, **parallel)
-    teacher = config.teacher
     if loss.objective == "vocab_kl":
-        teacher = TeacherConfig(
-            tokenizer=config.tokenizer,
-            model=config.student,
-            checkpoint=str(folder / "next_token-alone" / "checkpoints"),
-        )
-    return dataclasses.replace(
+        config = replace(config, teacher=same_tokenizer_teacher(folder, "next_token-alone"))
+    return changed(
         config,
-        teacher=teacher,
         loss=loss,
-        data=DataConfig(train=config.data.train),
-        training=TrainingConfig(
-            train_iters=2, micro_batch_size=2, global_batch_size=4, save_interval=2
-        ),
-        initial_checkpoint=str(folder / "start" / "checkpoints"),
+        data={"validation": ()},
+        training={"save_interval": 2},
+        initial_checkpoint=checkpoints(folder, "start"),
     )
 
 
@@ -159,3 +176,35 @@ def _sentencepiece(folder):
         whole = Path(vocabulary("mistral_instruct_tokenizer_240323.model.v3")).read_bytes()
         write_bytes(path, short_sentencepiece(whole, TEACHER_PIECES))
     return path
+
+
+_PIECE = 1
+"""Number of the field that is repeated, a piece each; and within a piece of its text."""
+
+
+@cache
+def short_sentencepiece(model, pieces):
+    """``model`` with its first ``pieces`` pieces, and every later one that is a single character.
+
+    Merges come in the order in which they were learnt and the characters last, so that what is
+    kept merges as before.
+    """
+    kept, place = [], 0
+    for number, content in _fields(model):
+        if number == _PIECE:
+            place += 1
+            text = next(value for name, value in _fields(content) if name == _PIECE)
+            if place > pieces and len(text.decode()) > 1:
+                continue
+        kept.append(bytes_field(number, content))
+    return b"".join(kept)
+
+
+def _fields(message):
+    """Number and content of each field that is of a length which is said."""
+    at = 0
+    while at < len(message):
+        number, wire, size, end = read_field(message, at)
+        if wire == LENGTH_DELIMITED:
+            yield number, message[end - size : end]
+        at = end

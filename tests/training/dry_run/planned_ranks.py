@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from megatron.core import parallel_state
 
-from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.layout import Layout
-from megatron_ext.training import cpu_megatron
 from megatron_ext.training.config import ParallelConfig, TrainingConfig
 from megatron_ext.training.models import build_model_chunks
 from megatron_ext.training.student import Student
 from tests.training.dry_run.planned_runs import BATCH, PADDED_VOCABULARY, planned_run
+from tests.training.rank_functions import fresh_groups
 
 
 class Measured(NamedTuple):
@@ -27,7 +25,7 @@ class Measured(NamedTuple):
 
 def measure_models(rank, layout, models):
     """Every model, with its precision, under a layout."""
-    groups = _groups(layout)
+    groups = fresh_groups(Layout(**layout))
     return [_measured(model, precision, layout, groups) for model, precision in models]
 
 
@@ -37,7 +35,7 @@ def measure_optimizer(rank, cases):
     Args:
         cases: Precision, and whether the optimizer is distributed.
     """
-    groups = _groups({})
+    groups = fresh_groups(Layout())
     found = []
     for precision, is_distributed in cases:
         config = planned_run(precision=precision, use_distributed_optimizer=is_distributed)
@@ -63,13 +61,6 @@ def measure_optimizer(rank, cases):
             }
         )
     return found
-
-
-def _groups(layout):
-    cpu_megatron.install()
-    parallel_state.destroy_model_parallel()
-    sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, **layout}
-    return process_groups.initialize(Layout(**sizes))
 
 
 def _measured(model, precision, layout, groups):

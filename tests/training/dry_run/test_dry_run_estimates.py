@@ -41,7 +41,6 @@ def test_a_teacher_elsewhere_takes_its_targets_and_head_and_nothing_of_its_layer
     kind, head, width
 ):
     config = planned_run(**PP2)
-    assert config.teacher is not None
     config = dataclasses.replace(
         config, teacher=dataclasses.replace(config.teacher, placement="process")
     )

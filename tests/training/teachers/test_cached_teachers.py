@@ -1,6 +1,5 @@
 """A student learns the same from a cache as from the teacher, under any layout of either."""
 
-import dataclasses
 import json
 import os
 
@@ -13,8 +12,8 @@ from megatron_ext.training.config import LossConfig
 from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.teachers.target_cache import TargetCache
 from tests.process_group import run_ranks
-from tests.training.cached_teacher_runs import CachedRun, cache_and_train, config_of, form_of
-from tests.training.tiny_run import SENTENCES, write_corpus, write_rank_list
+from tests.training.cached_teacher_runs import CachedRun, cache_and_train, cached_config, form_of
+from tests.training.tiny_run import SENTENCES, changed
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -26,9 +25,9 @@ CACHES = [
     ("hidden", form_of("hidden", "fp32"), PP2),
 ]
 LIVE = [
-    CachedRun("alm", "alm", {}, None),
-    CachedRun("partition", "partition_kl", {}, None, form=TOPK),
-    CachedRun("projected", "projected_kl", {}, None),
+    CachedRun("alm", "alm", None),
+    CachedRun("partition", "partition_kl", None, form=TOPK),
+    CachedRun("projected", "projected_kl", None),
 ]
 CACHED = {
     # As (live run, cache, layout, rows of a microbatch).
@@ -49,21 +48,13 @@ TOLERANCE, ROUNDED = 1e-5, 2e-2
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("cached")
-    write_corpus(folder)
-    write_rank_list(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def outcome(folder):
     live = {run.name: run for run in LIVE}
     cached = [
-        CachedRun(name, live[of].objective, {}, cache, parallel, size)
+        CachedRun(name, live[of].objective, cache, parallel, size)
         for name, (of, cache, parallel, size) in CACHED.items()
     ]
-    foreign = CachedRun("foreign", "alm", {}, "label")
+    foreign = CachedRun("foreign", "alm", "label")
     (first, *_) = run_ranks(
         2, cache_and_train, folder, CACHES, [*LIVE, *cached], foreign, timeout_s=300
     )
@@ -129,13 +120,13 @@ def test_a_cache_of_another_run_is_refused(folder, outcome):
     other = folder / "other.jsonl"
     other.write_text(json.dumps({"text": SENTENCES[0]}) + "\n")
     foreign = {
-        "data": {"data": dataclasses.replace(config.data, train=(str(other),))},
-        "training.precision": {"training": dataclasses.replace(config.training, precision="bf16")},
-        "lengths": {"student": dataclasses.replace(config.student, seq_length=40)},
+        "data": {"data": {"train": (str(other),)}},
+        "training.precision": {"training": {"precision": "bf16"}},
+        "lengths": {"student": {"seq_length": 40}},
     }
     for what, change in foreign.items():
         with pytest.raises(ConfigError, match=f"made with another {what}"):
-            read_inputs(dataclasses.replace(config, **change), world_size=1)
+            read_inputs(changed(config, **change), world_size=1)
 
 
 def test_a_cache_that_is_cut_off_is_refused_before_the_run(folder, outcome):
@@ -147,6 +138,6 @@ def test_a_cache_that_is_cut_off_is_refused_before_the_run(folder, outcome):
 
 def start(folder, objective, cache, options=None):
     """A run that has not been there before."""
-    config = config_of(folder, CachedRun("new", "alm", {}, cache))
+    config = cached_config(folder, CachedRun("new", "alm", cache))
     loss = LossConfig(objective=objective, options=options or {})
-    return dataclasses.replace(config, loss=loss)
+    return changed(config, loss=loss)

@@ -1,0 +1,58 @@
+"""What finished runs came to, and how far the same run may be off under another layout."""
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+# fp32 sums in another order.
+LOSS_TOLERANCE = 1e-5
+
+# The same, a few ulps in each gradient, which AdamW turns into at most a small share of one step of
+# size lr = 1e-3 where a gradient is itself near rounding.
+PARAMETER_TOLERANCE = 2e-5
+
+# megatron-core takes each tensor's norm with torch.norm, whose fp32 sum over a vocabulary's rows is
+# off by some 1e-5 on the CPU; a shard, being shorter, is off by less.
+GRADIENT_NORM_TOLERANCE = 1e-4
+
+
+def tensors_of(run, iteration=2):
+    """Those of a checkpoint by name, whole, the optimizer's too; without any process group."""
+    state = {}
+    _load_state_dict(
+        state,
+        storage_reader=FileSystemReader(str(run / "checkpoints" / f"iter_{iteration:07d}")),
+        planner=_EmptyStateDictLoadPlanner(),
+        no_dist=True,
+    )
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+
+
+def weights_of(run, iteration=2):
+    """The tensors of a checkpoint that are not the optimizer's."""
+    tensors = tensors_of(run, iteration)
+    return {name: it for name, it in tensors.items() if not name.startswith("optimizer")}
+
+
+def assert_same_weights(run, expected, iteration=2):
+    """To rounding; vocabularies may be padded to different numbers of rows."""
+    ours, theirs = weights_of(run, iteration), weights_of(expected, iteration)
+    assert ours.keys() == theirs.keys()
+    for name, weight in theirs.items():
+        rows = min(len(weight), len(ours[name]))
+        torch.testing.assert_close(
+            ours[name][:rows], weight[:rows], rtol=0, atol=PARAMETER_TOLERANCE, msg=name
+        )
+
+
+def assert_same_numbers(rows, expected, names, *, exact=()):
+    """To rounding, of rows of metrics; ``grad_norm`` is compared everywhere."""
+    assert len(rows) == len(expected)
+    for row, its in zip(rows, expected, strict=True):
+        for name in exact:
+            assert row.get(name) == its.get(name), name
+        for name in names:
+            assert row[name] == pytest.approx(its[name], rel=LOSS_TOLERANCE), name
+        assert row["grad_norm"] == pytest.approx(its["grad_norm"], rel=GRADIENT_NORM_TOLERANCE)
