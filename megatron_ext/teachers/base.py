@@ -88,6 +88,12 @@ class TokenRows:
         return ahead | (own_text[:, None, :, None] != text[:, None, None])
 
 
+def whole_rows(batch: TokenInputs) -> TokenRows:
+    """The host rows of a batch; those of a run have them."""
+    assert batch.rows is not None
+    return batch.rows
+
+
 class TextBatch(NamedTuple):
     """Texts of similar length from a microbatch; on the host."""
 

@@ -20,11 +20,6 @@ from megatron_ext.huggingface.checkpoint_files import CheckpointFiles
 _PROBED_LOGIT: Final = 1000.0
 """Magnitude of the probe's logits, large enough to show any cap on logits."""
 
-_PROBE_TOLERANCE: Final = {torch.float32: 1e-4}
-"""Tolerance of rounding relative to the largest logit; others have ``_SHORT_TOLERANCE``."""
-
-_SHORT_TOLERANCE: Final = 2e-2
-
 _OLDEST: Final = (4, 56)
 """Oldest supported version of transformers."""
 
@@ -96,6 +91,7 @@ def load_causal_lm(
         config = transformers.AutoConfig.from_pretrained(
             folder, trust_remote_code=False, local_files_only=True
         )
+        capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
         model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
@@ -104,7 +100,7 @@ def load_causal_lm(
             trust_remote_code=False,
             local_files_only=True,
             output_loading_info=True,
-            **_attention(config),
+            **({"attn_implementation": "eager"} if capped else {}),
         )
     except _LOADING_ERRORS as error:
         raise CheckpointError(
@@ -154,16 +150,12 @@ def frozen_causal_lm(model: Any, *, dtype: torch.dtype) -> CausalLM:
     with torch.no_grad():
         scale = _scale_of_plain_head(model, dtype)
         if scale is None:
-            return CausalLM(module=model, kind="logits", width=_logit_count(model), dtype=dtype)
+            token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+            width = int(model(input_ids=token, use_cache=False).logits.shape[-1])
+            return CausalLM(module=model, kind="logits", width=width, dtype=dtype)
     head = model.get_output_embeddings().weight
-    return CausalLM(
-        module=model.base_model,
-        kind="hidden",
-        width=head.shape[1],
-        dtype=dtype,
-        head=head,
-        scale=scale,
-    )
+    module, width = model.base_model, head.shape[1]
+    return CausalLM(module=module, kind="hidden", width=width, dtype=dtype, head=head, scale=scale)
 
 
 @torch.no_grad()
@@ -178,18 +170,6 @@ def _add_rows(model: Any, vocab_size: int) -> None:
             values[rows:] = 0
 
 
-def _attention(config: Any) -> dict[str, str]:
-    """Arguments that select the attention implementation; empty for transformers' own choice."""
-    text = config.get_text_config()
-    is_capped = getattr(text, "attn_logit_softcapping", None) is not None
-    return {"attn_implementation": "eager"} if is_capped else {}
-
-
-def _logit_count(model: Any) -> int:
-    tokens = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    return int(model(input_ids=tokens, use_cache=False).logits.shape[-1])
-
-
 def _scale_of_plain_head(model: Any, dtype: torch.dtype) -> float | None:
     """``s`` if logits are ``s * hidden @ weight.T`` of the output embeddings, else None.
 
@@ -198,56 +178,48 @@ def _scale_of_plain_head(model: Any, dtype: torch.dtype) -> float | None:
     """
     embeddings = model.get_output_embeddings()
     weight = getattr(embeddings, "weight", None)
-    base = model.base_model
-    if base is model or weight is None or weight.ndim != 2:
+    if model.base_model is model or weight is None or weight.ndim != 2:
         return None
-    logits_of = _Probe(model, base)
-    own = logits_of(None)
+    own = _probed(model, None)
     if own is None or own.shape[-1] != weight.shape[1]:
         return None
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(own.shape, generator=draw).to(device=own.device, dtype=own.dtype)
     hidden = hidden * (_PROBED_LOGIT / functional.linear(hidden, weight).std())
-    at_zero, logits = logits_of(torch.zeros_like(hidden)), logits_of(hidden)
+    at_zero, logits = _probed(model, torch.zeros_like(hidden)), _probed(model, hidden)
     plain = functional.linear(hidden, weight).float()
     if at_zero is None or logits is None or logits.shape != plain.shape or bool(at_zero.any()):
         return None
     scale = float((logits.float() * plain).sum() / plain.square().sum())
     difference = (logits.float() - scale * plain).abs().max()
-    tolerance = _PROBE_TOLERANCE.get(dtype, _SHORT_TOLERANCE)
+    # Rounding, relative to the largest logit.
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
     if not difference <= tolerance * (scale * plain).abs().max():
         return None
     return 1.0 if abs(scale - 1) < 1e-3 else scale
 
 
-class _Probe:
-    """Logits of a model for given hidden states, by a hook on the base model."""
+def _probed(model: Any, hidden: torch.Tensor | None) -> torch.Tensor | None:
+    """Logits [1, 4, V] of hidden states; for None, the model's hidden states [1, 4, D].
 
-    def __init__(self, model: Any, base: Any) -> None:
-        self._model, self._base = model, base
+    Returns None if the model has no such output.
+    """
+    seen: list[torch.Tensor] = []
 
-    def __call__(self, hidden: torch.Tensor | None) -> torch.Tensor | None:
-        """Logits [1, 4, V] of hidden states; for None, the model's hidden states [1, 4, D].
-
-        Returns None if the model has no such output.
-        """
-        seen: list[torch.Tensor] = []
-
-        def replace(module: nn.Module, arguments: Any, output: Any) -> Any:
-            own = getattr(output, "last_hidden_state", None)
-            if own is None:
-                return output
+    def replace(module: nn.Module, arguments: Any, output: Any) -> Any:
+        own = getattr(output, "last_hidden_state", None)
+        if own is not None:
             seen.append(own)
             if hidden is not None:
                 output.last_hidden_state = hidden
-            return output
+        return output
 
-        hook = self._base.register_forward_hook(replace)
-        tokens = torch.zeros(1, 4, dtype=torch.int64, device=self._model.device)
-        try:
-            logits: torch.Tensor = self._model(input_ids=tokens, use_cache=False).logits
-        finally:
-            hook.remove()
-        if not seen:
-            return None
-        return seen[0] if hidden is None else logits
+    hook = model.base_model.register_forward_hook(replace)
+    tokens = torch.zeros(1, 4, dtype=torch.int64, device=model.device)
+    try:
+        logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
+    finally:
+        hook.remove()
+    if not seen:
+        return None
+    return seen[0] if hidden is None else logits

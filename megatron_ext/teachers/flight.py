@@ -33,8 +33,6 @@ _DTYPES: Final = {
     )
 }
 _NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
-
-
 _MOST_DIMENSIONS: Final = 8
 
 
@@ -171,23 +169,9 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 with needed_packages("a remote teacher"):
     import pyarrow as pa
-    import pyarrow.flight as fl
+    import pyarrow.flight
 
-__all__ = [
-    "CLIENT_OPTIONS",
-    "SCHEMA",
-    "Frame",
-    "FrameLimits",
-    "bytes_of",
-    "empty",
-    "fl",
-    "from_bytes",
-    "header_of",
-    "read_frame",
-    "receive",
-    "to_bytes",
-    "to_chunks",
-]
+fl: Final = pyarrow.flight
 
 SCHEMA: Final = pa.schema([("bytes", pa.uint8())])
 

@@ -15,7 +15,13 @@ from torch.nn import functional
 from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses.targets import TeacherTargets
-from megatron_ext.teachers.base import TokenInputs, TokenRows, device_tensor, text_batches
+from megatron_ext.teachers.base import (
+    TokenInputs,
+    TokenRows,
+    device_tensor,
+    text_batches,
+    whole_rows,
+)
 from megatron_ext.teachers.causal_lm import CausalLM
 
 if TYPE_CHECKING:
@@ -69,7 +75,7 @@ class HuggingFaceTeacher:
 
         Collectives: one broadcast over ``group`` for each microbatch.
         """
-        rows = [_whole_rows(batch) for batch in microbatches]
+        rows = [whole_rows(batch) for batch in microbatches]
         device = microbatches[0].tokens.device
         # Compute all of this rank's first: a broadcast waits for the rank that computes.
         outputs = {
@@ -127,11 +133,6 @@ class StageWithoutTeacher:
     def targets(self, microbatches: Sequence[TokenInputs]) -> list[TeacherTargets]:
         """An empty list."""
         return []
-
-
-def _whole_rows(batch: TokenInputs) -> TokenRows:
-    assert batch.rows is not None, "a run keeps whole rows on the host"
-    return batch.rows
 
 
 def _head_rows(model: CausalLM, shard: VocabShard, *, is_own: bool) -> torch.Tensor | None:

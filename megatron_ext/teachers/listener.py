@@ -9,34 +9,20 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from megatron_ext.errors import ConfigError, DistributedError
 from megatron_ext.teachers.flight import SCHEMA, Frame, fl, to_bytes, to_chunks
 from megatron_ext.teachers.messages import ERROR, HELLO
-from megatron_ext.teachers.server_limits import ConnectionSweep, Peer, ServerLimits, peer_of
+from megatron_ext.teachers.server_limits import ConnectionSweep, Peer, peer_of
 from megatron_ext.teachers.student_session import StudentSession
+
+if TYPE_CHECKING:
+    from megatron_ext.teachers.server import TeacherServer
 
 _END_S: Final = 5.0
 _START_S: Final = 60.0
 """Longest wait of a student for a server that is bound but not open yet, in seconds."""
-
-
-class Desk(Protocol):
-    """Handler of a listener's students; its methods are called from gRPC threads."""
-
-    limits: ServerLimits
-
-    def hello(self) -> Frame:
-        """The server's greeting."""
-
-    def begin(self, peer: str) -> StudentSession:
-        """Begin the session of a new student.
-
-        Args:
-            peer: The student's address in gRPC's notation.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +68,7 @@ class TeacherListener:
         host, port = split_address(address)
         pair = tls and tls.contents()
         _check_bindable(host, port, address)
-        self._desk: Desk | None = None
+        self._desk: TeacherServer | None = None
         self._sweep: ConnectionSweep | None = None
         self._running: dict[StudentSession, Peer] = {}
         self._changing = threading.Lock()
@@ -97,15 +83,15 @@ class TeacherListener:
         self.port: int = self._server.port
         self.address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
-    def open(self, desk: Desk) -> None:
+    def open(self, desk: TeacherServer) -> None:
         """Accept students."""
         self._desk = desk
         most, idle_s = desk.limits.most_strangers, desk.limits.handshake_s
         self._sweep = ConnectionSweep(self.port, self._checked, most=most, idle_s=idle_s)
         self._opened.set()
 
-    def desk(self) -> Desk:
-        """The handler of students; waits for ``open``."""
+    def desk(self) -> TeacherServer:
+        """The server, which gRPC threads call; waits for ``open``."""
         self._opened.wait(_START_S)
         if self._desk is None:
             raise fl.FlightUnavailableError("the server is not ready")
@@ -154,17 +140,6 @@ class TeacherListener:
         thread = threading.Thread(target=self._server.shutdown, daemon=True)
         thread.start()
         thread.join(_END_S)
-
-    def __enter__(self) -> TeacherListener:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class _FlightServer(fl.FlightServerBase):  # type: ignore[misc]

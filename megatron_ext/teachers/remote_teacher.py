@@ -16,7 +16,7 @@ from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses.targets import TeacherTargets
-from megatron_ext.teachers.base import Teacher, TokenInputs, TokenRows
+from megatron_ext.teachers.base import Teacher, TokenInputs, TokenRows, whole_rows
 from megatron_ext.teachers.formed_targets import Fields
 from megatron_ext.teachers.messages import empty_fields
 from megatron_ext.teachers.target_form import TargetForm
@@ -129,7 +129,7 @@ class RemoteTeacher:
         """
         if not self._replicas:
             return
-        rows, count = [_whole(batch) for batch in microbatches], len(self._replicas)
+        rows, count = [whole_rows(batch) for batch in microbatches], len(self._replicas)
         bounds = [len(rows) * index // count for index in range(count + 1)]
         numbers = [
             replica.ask(rows[start:stop])
@@ -152,7 +152,7 @@ class RemoteTeacher:
         if self._replicas:
             answers[:] = self._answers(microbatches)
         return [
-            self._targets(_whole(batch), fields)
+            self._targets(whole_rows(batch), fields)
             for batch, fields in zip(microbatches, answers, strict=True)
         ]
 
@@ -204,7 +204,6 @@ class RemoteTeacher:
         """[Vp, D] this rank's rows of the head, zero-padded."""
         head = self._replicas[0].head() if self._replicas else None
         width, vocab_size = self._shard.width, self._form.vocab_size
-        local = None
         for start in range(0, width * self._groups.tp.size(), width):
             part = torch.zeros(
                 width, self._form.count, dtype=self._dtype, device=self._groups.device
@@ -215,7 +214,6 @@ class RemoteTeacher:
             self._broadcast(part)
             if start == self._shard.start:
                 local = part
-        assert local is not None
         return local
 
     def _broadcast(self, values: torch.Tensor) -> None:
@@ -223,11 +221,6 @@ class RemoteTeacher:
         if self._last_stage.size() > 1:
             main = dist.get_process_group_ranks(self._last_stage)[0]
             dist.broadcast(values, src=main, group=self._last_stage)
-
-
-def _whole(batch: TokenInputs) -> TokenRows:
-    assert batch.rows is not None, "batches of a run have their rows"
-    return batch.rows
 
 
 def remote_teachers(teachers: Mapping[str, Teacher]) -> dict[str, RemoteTeacher]:

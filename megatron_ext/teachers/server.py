@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -72,8 +72,7 @@ _IDLE_S: Final = 2.0
 """Seconds between broadcasts of an idle replica, so that collectives do not time out."""
 
 
-@dataclass(frozen=True, slots=True)
-class _ServedRows:
+class _ServedRows(NamedTuple):
     """Rows of a request on the device; see ``TokenInputs``."""
 
     tokens: torch.Tensor
@@ -158,11 +157,11 @@ class TeacherServer:
         self._ranks.broadcast(_END)
 
     def hello(self) -> Frame:
-        """See ``Desk``."""
+        """The server's greeting."""
         return Frame(HELLO, self._hello.values(), {})
 
     def begin(self, peer: str) -> StudentSession:
-        """See ``Desk``."""
+        """Begin the session of a new student, whose address is in gRPC's notation."""
         session = StudentSession(
             peer,
             form=self._formed.form,
@@ -181,8 +180,13 @@ class TeacherServer:
             if event is None:
                 self._ranks.broadcast(b"")
                 self._on_idle()
-                if until_client_leaves and not has_come:
-                    self._check_timeout(time.monotonic() - started)
+                waited_s = time.monotonic() - started
+                if until_client_leaves and not has_come and waited_s > self._timeout_s:
+                    raise DistributedError(
+                        f"no student came to the teacher {self._hello.teacher}",
+                        got=f"{waited_s:.0f} s without one",
+                        fix="look at the student's log",
+                    )
                 continue
             if event.kind == "joined":
                 has_come = True
@@ -194,14 +198,6 @@ class TeacherServer:
             elif event.session in self._students:
                 assert event.frame is not None
                 self._answer(event.session, event.frame, is_shared=not until_client_leaves)
-
-    def _check_timeout(self, waited_s: float) -> None:
-        if waited_s > self._timeout_s:
-            raise DistributedError(
-                f"no student came to the teacher {self._hello.teacher}",
-                got=f"{waited_s:.0f} s without one",
-                fix="look at the student's log",
-            )
 
     def _answer(self, session: StudentSession, frame: Frame, *, is_shared: bool) -> None:
         """Answer a frame, on the main rank.
@@ -266,12 +262,9 @@ class TeacherServer:
         device = self._ranks.device
         batches = [
             _ServedRows(
-                rows.tokens.to(device),
-                rows.position_ids.to(device),
-                rows.attention_mask(device),
-                rows,
+                its.tokens.to(device), its.position_ids.to(device), its.attention_mask(device), its
             )
-            for rows in asked
+            for its in asked
         ]
         payloads = []
         for batch, targets in zip(batches, self._teacher.targets(batches), strict=False):

@@ -41,6 +41,9 @@ class StudentSession:
         requests: Queue that the session adds its requests to.
         limits: What the student may take.
         timeout_s: Longest time that the student may leave an answer unread.
+
+    Attributes:
+        unread_bytes: Bytes of frames that the student has not read.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class StudentSession:
         self._failed_since: float | None = None
         self._offered: set[str] = {FLIGHT}
         self._heads = 0
-        self._unread = 0
+        self.unread_bytes = 0
         self._counting = threading.Lock()
         self._has_joined = False
         self._has_failed = False
@@ -150,15 +153,10 @@ class StudentSession:
             self._has_ended.wait(_LAST_WORDS_S)
 
     @property
-    def unread_bytes(self) -> int:
-        """Bytes of frames that the student has not read."""
-        return self._unread
-
-    @property
     def can_take(self) -> bool:
         """Whether an answer can be sent without waiting for the student."""
         is_free = self._ring is None or self._ring.has_room
-        is_read = not self._unread or self._unread < self._limits.unread_bytes
+        is_read = not self.unread_bytes or self.unread_bytes < self._limits.unread_bytes
         return is_free and is_read and not self._has_failed
 
     def check(self) -> None:
@@ -179,7 +177,6 @@ class StudentSession:
                 return
 
     def _next(self) -> Frame | None:
-        """The next frame to send; None at the end."""
         try:
             return self._outbox.get(timeout=BEAT_S)
         except Empty:
@@ -221,7 +218,7 @@ class StudentSession:
 
     def _count(self, size: int) -> None:
         with self._counting:
-            self._unread += size
+            self.unread_bytes += size
         if size < 0:
             self._requests.wake()
 

@@ -19,7 +19,7 @@ Source: Elias 1974, doi 10.1145/321812.321820; Fano 1971.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, get_args
 
 import numpy as np
@@ -166,13 +166,8 @@ class TargetForm:
 
     def values(self) -> dict[str, Any]:
         """Plain values."""
-        return {
-            "kind": self.kind,
-            "precision": self.precision,
-            "count": self.count,
-            "vocab_size": self.vocab_size,
-        }
+        return asdict(self)
 
     def __str__(self) -> str:
-        of = {"label": "", "topk": f" {self.count}", "hidden": f" {self.count}"}[self.kind]
+        of = "" if self.kind == "label" else f" {self.count}"
         return f"{self.kind}{of} in {self.precision}"

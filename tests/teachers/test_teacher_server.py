@@ -2,6 +2,7 @@
 
 import dataclasses
 import socket
+from contextlib import closing
 from unittest.mock import patch
 
 import pytest
@@ -184,14 +185,14 @@ def test_a_teacher_that_fails_for_one_request_says_why(is_shared):
 def test_a_server_that_no_student_comes_to_gives_up():
     server = server_of(TableTeacher(), timeout_s=0.1)
     with (
-        TeacherListener("127.0.0.1:0", "") as listener,
+        closing(TeacherListener("127.0.0.1:0", "")) as listener,
         pytest.raises(DistributedError, match="no student came to the teacher table"),
     ):
         server.serve(listener, until_client_leaves=True)
 
 
 def test_an_address_that_nobody_listens_at_is_refused_in_time():
-    with TeacherListener("127.0.0.1:0", "") as listener:
+    with closing(TeacherListener("127.0.0.1:0", "")) as listener:
         address = listener.address
     with pytest.raises(DistributedError, match="does not answer; got Connection refused"):
         connected(address, timeout_s=0.5)
