@@ -80,13 +80,7 @@ class LentSegment(NamedTuple):
 
 
 class SegmentRing:
-    """The server's segments; the student returns each once it has read it.
-
-    Args:
-        channel: Channel of the segments.
-        device: The server's device.
-        timeout_s: Longest time that a student may keep a segment.
-    """
+    """The server's segments; the student returns each once it has read it, within ``timeout_s``."""
 
     def __init__(self, channel: Channel, device: torch.device, *, timeout_s: float) -> None:
         self._channel = channel
@@ -107,7 +101,7 @@ class SegmentRing:
     def has_room(self) -> bool:
         """Whether ``take`` returns without waiting."""
         with self._changed:
-            return bool(self._is_closed or self._free or len(self._segments) < _MOST_SEGMENTS)
+            return self._has_room()
 
     def take(self, size: int) -> LentSegment:
         """A free segment of at least ``size`` bytes; waits for one.
@@ -116,11 +110,7 @@ class SegmentRing:
             OSError: The student is gone or kept all segments too long, or memory is exhausted.
         """
         with self._changed:
-            can_have = self._changed.wait_for(
-                lambda: self._is_closed or self._free or len(self._segments) < _MOST_SEGMENTS,
-                self._timeout_s,
-            )
-            if self._is_closed or not can_have:
+            if not self._changed.wait_for(self._has_room, self._timeout_s) or self._is_closed:
                 raise OSError("a student does not give memory back")
             for number in sorted(self._free):
                 if self._segments[number].memory.numel() >= size:
@@ -145,6 +135,9 @@ class SegmentRing:
             self._segments.clear()
             self._free.clear()
             self._changed.notify_all()
+
+    def _has_room(self) -> bool:
+        return bool(self._is_closed or self._free or len(self._segments) < _MOST_SEGMENTS)
 
     def _created(self, size: int) -> LentSegment:
         # Some headroom for the longer rows that may come next.
@@ -284,11 +277,7 @@ _PROBE_BYTES: Final = 64
 
 
 class ChannelOffers:
-    """The server's trial segments, one a channel with random bytes, until a student has chosen.
-
-    Args:
-        device: The server's device.
-    """
+    """The server's trial segments, one a channel with random bytes, until a student has chosen."""
 
     def __init__(self, form: TargetForm, device: torch.device) -> None:
         self._probes: dict[str, Segment] = {}
@@ -314,7 +303,6 @@ def choose(offers: Mapping[str, Any], device: torch.device) -> str:
 
     Args:
         offers: ``ChannelOffers.values``.
-        device: Device on which targets are needed.
     """
     for name, channel in CHANNELS.items():
         if name not in offers or (name == "cuda_ipc" and device.type != "cuda"):

@@ -41,7 +41,6 @@ class Connection:
     """Sends requests, and holds the answers until they are taken.
 
     Args:
-        server: The replica.
         form: Form of the targets that the run reads.
         identity: Values that the targets depend on; a server with other values is refused.
         device: Device on which the targets are needed.
@@ -241,12 +240,10 @@ class Connection:
         payloads, start = [], 0
         for shape in shapes:
             size = payload_size(self._form, shape)
-            on_device = memory.device.type == "cuda"
-            payload = (
-                torch.empty(size, dtype=torch.uint8, device=self._device)
-                if on_device
-                else self._allocate(size)
-            )
+            if memory.device.type == "cuda":
+                payload = torch.empty(size, dtype=torch.uint8, device=self._device)
+            else:
+                payload = self._allocate(size)
             payloads.append(payload.copy_(memory[start : start + size]))
             start += size
         if memory.device.type == "cuda":
@@ -267,13 +264,7 @@ class Connection:
 
 
 def own_addresses(addresses: Sequence[str], *, client: int, clients: int) -> list[str]:
-    """The addresses of the teacher replicas that one student replica connects to.
-
-    Args:
-        addresses: One address a teacher replica.
-        client: Index of the student replica.
-        clients: Number of student replicas.
-    """
+    """The addresses, one a teacher replica, that the student replica ``client`` connects to."""
     if len(addresses) >= clients:
         return list(addresses[client::clients])
     return [addresses[client % len(addresses)]]

@@ -60,40 +60,30 @@ class FormedTargets:
             return {"hidden": hidden}
         source = hidden if hidden is not None else targets.logits
         assert source is not None
-        rows, flat_labels = source.flatten(0, 1), labels.flatten()
-        tiles = [
-            slice(start, start + self.tile_rows) for start in range(0, len(rows), self.tile_rows)
-        ]
         parts = []
-        for tile in tiles:
-            logits = rows[tile] if head is None else rows[tile] @ head.t()
-            parts.append(self._of_logits(logits, flat_labels[tile], targets))
+        tiles = source.flatten(0, 1).split(self.tile_rows), labels.flatten().split(self.tile_rows)
+        for rows, its_labels in zip(*tiles, strict=True):
+            logits = rows if head is None else rows @ head.t()
+            parts.append(self._of_logits(logits, its_labels, targets.shard))
         return {
             name: torch.cat([part[name] for part in parts]).unflatten(0, labels.shape)
             for name in parts[0]
         }
 
     def _of_logits(
-        self, logits: torch.Tensor, labels: torch.Tensor, targets: TeacherTargets
+        self, logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard
     ) -> dict[str, torch.Tensor]:
-        shard = targets.shard
         likelihood, _ = token_likelihood(TokenRows(logits, labels, self.boundary, shard))
         if self.form.kind == "label":
-            assert self.boundary is not None
+            assert likelihood.log_mass is not None
             return {
                 "label_log_probs": likelihood.log_prob,
                 "boundary_log_probs": likelihood.log_mass,
             }
         top = topk_targets(logits[None], self.form.count, shard)
-        assert top.topk_ids is not None
-        assert top.topk_logits is not None
-        assert top.log_normaliser is not None
-        return {
-            "topk_ids": top.topk_ids[0],
-            "topk_logits": top.topk_logits[0],
-            "log_normaliser": top.log_normaliser[0],
-            "label_log_probs": likelihood.log_prob,
-        }
+        names = ("topk_ids", "topk_logits", "log_normaliser")
+        fields = {name: getattr(top, name)[0] for name in names}
+        return fields | {"label_log_probs": likelihood.log_prob}
 
     def _whole(self, values: torch.Tensor) -> torch.Tensor:
         """Gather [B, T, ...] from the context-parallel ranks' [B, S, ...]."""
@@ -187,14 +177,12 @@ def from_records(records: Records, form: TargetForm) -> dict[str, torch.Tensor]:
 
 def filler(form: TargetForm, length: int) -> dict[str, torch.Tensor]:
     """Placeholder fields of ``length`` positions that no loss reads."""
-    shapes = {"topk_ids": form.count, "topk_logits": form.count, "hidden": form.count}
     fields = {}
     for name in form.parts:
-        shape = (length, shapes[name]) if name in shapes else (length,)
+        shape = (length, form.count) if name in ("topk_logits", "hidden") else (length,)
+        fields[name] = torch.zeros(shape, dtype=_dtype(name, form))
         if name == "topk_ids":
-            fields[name] = torch.arange(form.count).expand(shape).contiguous()
-        else:
-            fields[name] = torch.zeros(shape, dtype=_dtype(name, form))
+            fields[name] = torch.arange(form.count).repeat(length, 1)
     return fields
 
 

@@ -19,7 +19,13 @@ import torch
 from megatron_ext.errors import ConfigError, DistributedError
 from megatron_ext.teachers.base import TokenRows
 from megatron_ext.teachers.flight import Frame, bytes_of
-from megatron_ext.teachers.formed_targets import PRECISION_DTYPES, Fields, from_records, to_records
+from megatron_ext.teachers.formed_targets import (
+    PRECISION_DTYPES,
+    Fields,
+    filler,
+    from_records,
+    to_records,
+)
 from megatron_ext.teachers.server_limits import ServerLimits
 from megatron_ext.teachers.target_form import FormKind, TargetForm
 
@@ -94,7 +100,6 @@ class Hello:
             form: Form of the targets that the run reads.
             identity: Values that must be equal, by name; the server may have more.
             name: Name of the teacher in the run.
-            where: The server's address.
 
         Raises:
             ConfigError: A value differs.
@@ -288,13 +293,10 @@ def fields_of(payload: torch.Tensor, form: TargetForm, shape: Sequence[int]) -> 
 
 def empty_fields(form: TargetForm, shape: Sequence[int], device: torch.device) -> Fields:
     """Uninitialised fields of the shapes and dtypes of ``fields_of``."""
-    few = {"topk_ids": torch.int64, "topk_logits": PRECISION_DTYPES[form.precision]}
-    many = few | {"hidden": PRECISION_DTYPES[form.precision]}
+    few = filler(form, 0)
     return {
-        name: torch.empty(*shape, form.count, dtype=many[name], device=device)
-        if name in many
-        else torch.empty(*shape, dtype=torch.float32, device=device)
-        for name in form.parts
+        name: torch.empty(*shape, *values.shape[1:], dtype=values.dtype, device=device)
+        for name, values in few.items()
     }
 
 

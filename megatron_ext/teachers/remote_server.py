@@ -63,11 +63,7 @@ class RemoteServer:
         return fl.FlightClient(where(host, port), generic_options=CLIENT_OPTIONS, **options)
 
     def options(self, timeout_s: float | None) -> Any:
-        """``FlightCallOptions`` with the token.
-
-        Args:
-            timeout_s: Time limit of the call; None for none.
-        """
+        """``FlightCallOptions`` with the token, and a time limit of the call or none."""
         headers = [(b"authorization", f"Bearer {self.token}".encode())]
         return fl.FlightCallOptions(timeout=timeout_s, headers=headers)
 
@@ -106,11 +102,7 @@ class RemoteServer:
         return f"{type(error).__name__}: {error}"
 
     def gone(self, reason: str) -> DistributedError:
-        """The error of a server that has ended or left.
-
-        Args:
-            reason: The server's error message, or the exit status of its process.
-        """
+        """The error of a server that has left with a message, or ended with an exit status."""
         return DistributedError(
             f"the teacher {self.name} is gone", where=self.address, got=reason, fix=_FIX
         )

@@ -59,10 +59,8 @@ class ReplicaRanks:
         length = int(size)
         if not length:
             return b""
-        if content is None:
-            buffer = torch.empty(length, dtype=torch.uint8, device=self.device)
-        else:
-            buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self.device)
+        given = torch.frombuffer(bytearray(content or length), dtype=torch.uint8)
+        buffer = given.to(self.device)
         dist.broadcast(buffer, src=self.main, group=self.group)
         return content if content is not None else buffer.cpu().numpy().tobytes()
 
@@ -89,12 +87,10 @@ class TeacherServer:
 
     Args:
         teacher: This rank's part of the teacher.
-        name: Name of the teacher, for errors.
         formed: Converter of targets to the form that is sent.
         head: Collective that gathers the head [V, D] on the CPU of the main rank; None if the form
             is not ``hidden``.
         identity: Values that the targets depend on, by their names in error messages.
-        ranks: The ranks of the replica.
         timeout: Longest time that a student may leave an answer unread, and with
             ``until_client_leaves`` that the first student may take to connect.
         on_idle: Called every few seconds without a request, and before each answer.
@@ -127,11 +123,10 @@ class TeacherServer:
         self._students: list[StudentSession] = []
 
     def serve(self, listener: TeacherListener | None, *, until_client_leaves: bool) -> None:
-        """Answer requests until the last student has left, or for ever.
+        """Answer requests for ever, or until students have connected and all have left.
 
         Args:
-            listener: The listener, on the replica's main rank; None on the others.
-            until_client_leaves: Return once students have connected and all have left.
+            listener: None on other ranks than the replica's main one.
 
         Collectives: those of ``ReplicaRanks.broadcast`` every few seconds and for each request, and
         for each request those of the teacher and of ``FormedTargets``.

@@ -115,11 +115,7 @@ class Event(NamedTuple):
 
 
 class RequestQueue:
-    """Events of all sessions; the requests of those that have left are dropped.
-
-    Args:
-        limits: Most requests of a student that wait, and their bytes.
-    """
+    """Events of all sessions; the requests of those that have left are dropped."""
 
     def __init__(self, limits: ServerLimits) -> None:
         self._limits = limits
@@ -220,11 +216,7 @@ def peer_of(text: str) -> Peer:
 
 
 def end_connection(peer: str) -> None:
-    """Shut down a student's socket.
-
-    Args:
-        peer: The student's address in gRPC's notation.
-    """
+    """Shut down the socket of a student by its address in gRPC's notation."""
     with suppress(ValueError):
         _end({peer_of(peer)}, None)
 

@@ -36,10 +36,7 @@ class StudentSession:
 
     Args:
         peer: The student's address in gRPC's notation.
-        form: Form of the targets.
-        device: The server's device.
         requests: Queue that the session adds its requests to.
-        limits: What the student may take.
         timeout_s: Longest time that the student may leave an answer unread.
 
     Attributes:
@@ -86,9 +83,7 @@ class StudentSession:
     def run(self, reader: Any, writer: Any) -> None:
         """Send queued frames, and a heartbeat every second, until either side leaves.
 
-        Args:
-            reader: Reader of the student's stream; read in a thread of its own.
-            writer: Writer of the server's stream.
+        The student's stream is read in a thread of its own.
         """
         reading = threading.Thread(target=self._read, args=(reader,), name="student", daemon=True)
         reading.start()
@@ -189,7 +184,6 @@ class StudentSession:
             self._writing_since = None
 
     def _read(self, reader: Any) -> None:
-        """Handle the student's frames until it leaves."""
         try:
             while (frame := self._received(reader)).kind != BYE:
                 self._handle(frame)
