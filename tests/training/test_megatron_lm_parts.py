@@ -47,25 +47,6 @@ def test_new_flags_leave_out_special_tokens_though_a_release_puts_them_in():
     assert parsed(words, *own).tokenizer_hf_include_special_tokens is True
 
 
-def test_the_old_prompt_format_counts_where_it_was_said_and_its_default_does_not():
-    own = ("--sft-tokenizer-prompt-format", {"default": "nemotron-h-aligned"})
-    words = "--tokenizer-library null --vocab-size 9 --tokenizer-mode sft"
-    unsaid = parsed(words, own)
-    assert unsaid.sft_tokenizer_prompt_format == "nemotron-h-aligned"
-    assert getattr(unsaid, "tokenizer_prompt_format", None) is None
-    said = parsed(words + " --sft-tokenizer-prompt-format default", own)
-    assert said.tokenizer_prompt_format == "default"
-
-
-def test_a_parser_keeps_its_defaults_after_it_has_parsed():
-    parser = ArgumentParser()
-    with_our_flags(lambda p: p)(parser)
-    action = parser.add_argument("--sft-tokenizer-prompt-format", default="nemotron-h-aligned")
-    parser.parse_args([])
-    assert action.default == "nemotron-h-aligned"
-    assert parser.parse_args([]).sft_tokenizer_prompt_format == "nemotron-h-aligned"
-
-
 def test_without_tokenizer_flags_the_scripts_own_default_type_stays():
     args = parsed("", ("--tokenizer-type", {"default": None}))
     assert args.tokenizer_type is None
@@ -176,8 +157,12 @@ def test_flags_stay_where_no_checkpoint_names_a_tokenizer(wanted):
     assert args.tokenizer_library == "null"
 
 
-def test_a_checkpoint_gets_all_that_rebuilds_the_tokenizer(tmp_path):
-    tokenizer = build_tokenizer(TokenizerConfig(library="null", vocab_size=12, null_eod_id=0))
+@pytest.fixture
+def tokenizer():
+    return build_tokenizer(TokenizerConfig(library="null", vocab_size=12, null_eod_id=0))
+
+
+def test_a_checkpoint_gets_all_that_rebuilds_the_tokenizer(tokenizer, tmp_path):
     save = with_whole_tokenizers(lambda *args: pytest.fail("the original was called"))
     for _ in range(2):
         save(tokenizer, Namespace(tokenizer_type="NullTokenizer"), str(tmp_path))
@@ -185,28 +170,24 @@ def test_a_checkpoint_gets_all_that_rebuilds_the_tokenizer(tmp_path):
     assert (again.vocab_size, again.eod) == (12, 0)
 
 
-def test_only_the_first_rank_saves_the_tokenizer(tmp_path, monkeypatch):
+def test_only_the_first_rank_saves_the_tokenizer(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    tokenizer = build_tokenizer(TokenizerConfig(library="null", vocab_size=12))
     with_whole_tokenizers(lambda *args: None)(tokenizer, None, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tokenizers_that_are_not_ours_and_object_stores_keep_the_original(tmp_path):
+def test_tokenizers_that_are_not_ours_and_object_stores_keep_the_original(tokenizer, tmp_path):
     calls = []
     save = with_whole_tokenizers(lambda *args: calls.append(args))
-    tokenizer = build_tokenizer(TokenizerConfig(library="null", vocab_size=12))
     save(object(), None, tmp_path)
     save(tokenizer, None, "msc://bucket/iter_1")
     assert len(calls) == 2
 
 
-def test_a_tokenizer_that_cannot_be_saved_does_not_end_the_run(tmp_path):
+def test_a_tokenizer_that_cannot_be_saved_does_not_end_the_run(tokenizer, tmp_path):
     (tmp_path / "tokenizer").write_text("in the way")
-    tokenizer = build_tokenizer(TokenizerConfig(library="null", vocab_size=12))
-    save = with_whole_tokenizers(lambda *args: None)
     with pytest.warns(UserWarning, match="the checkpoint has no tokenizer"):
-        save(tokenizer, None, tmp_path)
+        with_whole_tokenizers(lambda *args: None)(tokenizer, None, tmp_path)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from tests.training.pretrain_runs import (
     train_and_resume,
 )
 from tests.training.release_parser import RELEASES, release_parser
-from tests.training.tiny_run import STUDENT_VOCAB_SIZE
+from tests.training.tiny_run import STUDENT_VOCAB_SIZE, changed
 
 LAYOUTS = {
     "dp2-sharded-optimizer": {"use_distributed_optimizer": True},
@@ -113,13 +113,13 @@ def switched_on(section, **values):
 def test_every_flag_of_a_run_is_one_that_the_release_has(tmp_path, release):
     plain = pretrain_config(tmp_path, "run")
     parts = ("tensor", "pipeline", "virtual_pipeline")
-    full = dataclasses.replace(
+    full = changed(
         plain,
         # Text alone: a teacher would have to divide over the layout, too.
         teacher=None,
         loss=LossConfig(objective="next_token"),
         student=switched_on(plain.student, seq_length=40),
-        training=dataclasses.replace(plain.training, precision="bf16"),
+        training={"precision": "bf16"},
         parallel=switched_on(
             plain.parallel, **{f"{part}_model_parallel_size": 2 for part in parts}
         ),
@@ -170,7 +170,7 @@ def test_arguments_of_another_run_are_refused(tmp_path, flag, value):
 
 def test_evaluation_without_held_out_text_is_refused(tmp_path):
     config = pretrain_config(tmp_path, "run")
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, validation=()))
+    config = changed(config, data={"validation": ()})
     arguments = arguments_of(config)
     assert arguments["eval_iters"] == 0
     check_arguments(SimpleNamespace(**arguments), config)
@@ -186,16 +186,14 @@ def test_a_vocabulary_of_another_size_is_refused():
 
 def test_what_megatron_has_a_flag_for_is_passed(tmp_path):
     config = pretrain_config(tmp_path, "run")
-    student = dataclasses.replace(
-        config.student, layernorm_zero_centered_gamma=True, rotary_seq_len_interpolation_factor=8.0
-    )
-    flags = " ".join(loop_flags(dataclasses.replace(config, student=student), vocab_size=100))
+    student = {"layernorm_zero_centered_gamma": True, "rotary_seq_len_interpolation_factor": 8.0}
+    flags = " ".join(loop_flags(changed(config, student=student), vocab_size=100))
     assert "--apply-layernorm-1p " in flags
     assert "--rotary-seq-len-interpolation-factor 8 " in flags
 
 
 def test_what_only_our_loop_has_is_refused(tmp_path):
     config = pretrain_config(tmp_path, "run")
-    training = dataclasses.replace(config.training, vocabulary_layout="co_sharded")
+    config = changed(config, training={"vocabulary_layout": "co_sharded"})
     with pytest.raises(ConfigError, match=r"training\.vocabulary_layout"):
-        PretrainDistillation(dataclasses.replace(config, training=training), SimpleNamespace)
+        PretrainDistillation(config, SimpleNamespace)

@@ -1,6 +1,5 @@
 """Rows of the log come back as they were, and reach TensorBoard and Weights & Biases."""
 
-import dataclasses
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +22,7 @@ from megatron_ext.training.metrics import (
 from megatron_ext.training.run_folder import METRICS_FILE
 from megatron_ext.training.run_plan import RunPlan
 from tests.training.dry_run.planned_runs import planned_run
+from tests.training.tiny_run import changed
 
 
 def write_rows(run, *iterations, last_iteration=0, loss=1.5):
@@ -37,12 +37,6 @@ def test_rows_come_back_bitwise(tmp_path):
     assert read_metrics(tmp_path) == [
         {"iteration": 1, "loss": 0.1 + 0.2, "chunks": 7, "student_bits_per_byte": None}
     ]
-
-
-def test_a_row_can_be_read_as_soon_as_it_is_written(tmp_path):
-    with MetricsLog(tmp_path, last_iteration=0) as log:
-        log.write(iteration=1, loss=1.0)
-        assert len(read_metrics(tmp_path)) == 1
 
 
 def test_a_resumed_run_drops_the_rows_that_it_computes_again(tmp_path):
@@ -82,8 +76,8 @@ def test_rows_that_no_disk_takes_are_an_error_at_the_end(tmp_path):
         pass
 
 
-def test_rows_are_written_at_the_end_of_a_run_that_fails(tmp_path: Path) -> None:
-    def fail() -> None:
+def test_rows_are_written_at_the_end_of_a_run_that_fails(tmp_path):
+    def fail():
         with MetricsLog(tmp_path, last_iteration=0) as log:
             file, log._file = log._file, Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115
             log.write(iteration=1, loss=1.0)
@@ -133,28 +127,21 @@ def test_a_folder_without_metrics_has_no_rows(tmp_path):
     assert read_metrics(tmp_path) == []
 
 
-@pytest.mark.parametrize("measured", [True, False], ids=["with-held-out", "without"])
-def test_the_plot_is_a_png_of_what_there_is(tmp_path, measured):
-    with MetricsLog(tmp_path, last_iteration=0) as log:
-        for iteration in (1, 2, 3):
-            log.write(
-                iteration=iteration,
-                loss=1.0 / iteration,
-                student_bits_per_byte=2.5 if measured else None,
-            )
-    path = plot_loss_curve(tmp_path, title="a run")
-    assert path == tmp_path / PLOT_FILE
-    image = path.read_bytes()
-    assert image.startswith(b"\x89PNG\r\n\x1a\n")
-    assert image.endswith(b"IEND\xaeB`\x82")
+def test_the_plot_is_a_png_that_shows_every_row_and_held_out_text_where_there_is(tmp_path):
+    def image():
+        path = plot_loss_curve(tmp_path, title="a run")
+        assert path == tmp_path / PLOT_FILE
+        content = path.read_bytes()
+        assert content.startswith(b"\x89PNG\r\n\x1a\n")
+        assert content.endswith(b"IEND\xaeB`\x82")
+        return content
 
-
-def test_the_plot_shows_every_row(tmp_path):
     write_rows(tmp_path, 1, 2)
-    before = plot_loss_curve(tmp_path, title="a run").read_bytes()
-    assert plot_loss_curve(tmp_path, title="a run").read_bytes() == before
-    write_rows(tmp_path, 3, last_iteration=2)
-    assert plot_loss_curve(tmp_path, title="a run").read_bytes() != before
+    before = image()
+    assert image() == before
+    with MetricsLog(tmp_path, last_iteration=2) as log:
+        log.write(iteration=3, loss=0.5, student_bits_per_byte=2.5)
+        assert image() != before
 
 
 def test_the_progress_line_starts_where_the_run_stands(capsys):
@@ -198,10 +185,7 @@ def opened(monkeypatch):
 
 
 def watched(tmp_path, **keys):
-    config = planned_run()
-    training = dataclasses.replace(config.training, **keys)
-    changed = dataclasses.replace(config, run_dir=str(tmp_path / "a-run"), training=training)
-    return RunPlan.of(changed)
+    return RunPlan.of(changed(planned_run(), run_dir=str(tmp_path / "a-run"), training=keys))
 
 
 def test_a_run_that_names_no_writer_opens_none(tmp_path):

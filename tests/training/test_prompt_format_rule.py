@@ -81,8 +81,7 @@ def own(parser):
 
 def run(parser):
     """As ``megatron-ext run`` has it."""
-    made = with_our_flags(lambda parser: parser)(parser)
-    return made
+    return with_our_flags(lambda parser: parser)(parser)
 
 
 PARSERS = {

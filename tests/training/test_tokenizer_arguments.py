@@ -6,7 +6,7 @@ from dataclasses import fields
 import pytest
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.tokenizers import TokenizerConfig, namespace
+from megatron_ext.tokenizers import TokenizerConfig
 from megatron_ext.tokenizers.legacy_types import LEGACY_TYPES
 from megatron_ext.training.tokenizer_arguments import (
     OLD_FLAGS,
@@ -98,12 +98,13 @@ def test_the_help_lists_every_flag_and_every_old_type():
 
 
 def test_new_flags_become_the_configuration():
-    assert config(
-        *("--tokenizer-library", "sentencepiece", "--tokenizer-model", "m.model"),
-        *("--tokenizer-mode", "sft", "--tokenizer-prompt-format", "file:own.jinja"),
-        *("--tokenizer-engine", "reference", "--tokenizer-parse-special-tokens"),
-        *("--no-tokenizer-sentencepiece-ignore-extra-whitespaces", "--vocab-extra-ids", "3"),
-    ) == TokenizerConfig(
+    words = """
+        --tokenizer-library sentencepiece --tokenizer-model m.model --tokenizer-mode sft
+        --tokenizer-prompt-format file:own.jinja --tokenizer-engine reference
+        --tokenizer-parse-special-tokens --no-tokenizer-sentencepiece-ignore-extra-whitespaces
+        --vocab-extra-ids 3
+    """
+    assert config(*words.split()) == TokenizerConfig(
         library="sentencepiece",
         model="m.model",
         mode="sft",
@@ -127,7 +128,6 @@ def test_new_flags_become_the_configuration():
         ("--special-tokens <image>", "special_tokens", ("<image>",)),
         ("--special-tokens", "special_tokens", ()),
         ("--use-gigatoken", "engine", "gigatoken"),
-        ("--tokenizer-mode sft --sft-tokenizer-prompt-format x", "prompt_format", "x"),
     ],
 )
 def test_every_spelling_and_polarity_is_read(words, field, value):
@@ -142,12 +142,6 @@ def test_every_old_type_is_read(name):
     assert (got.library, got.mode, got.model) == (legacy.library, legacy.mode, legacy.model)
 
 
-def test_an_old_type_warns_and_names_the_new_flags():
-    namespace._warn_once.cache_clear()
-    with pytest.warns(FutureWarning, match="use --tokenizer-library huggingface --tokenizer-mode"):
-        config("--tokenizer-type", "SFTTokenizer")
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -158,10 +152,6 @@ def test_an_old_type_warns_and_names_the_new_flags():
         (
             "--tokenizer-hf-use-fast --tokenizer-hf-no-use-fast",
             "--tokenizer-hf-use-fast and --tokenizer-hf-no-use-fast",
-        ),
-        (
-            "--tokenizer-prompt-format a --sft-tokenizer-prompt-format b",
-            "--tokenizer-prompt-format a and --sft-tokenizer-prompt-format b",
         ),
         (
             "--tokenizer-type NullTokenizer --tokenizer-library tiktoken",
@@ -216,13 +206,6 @@ def test_a_flag_that_a_parser_has_takes_our_values_too():
     add_tokenizer_arguments(parser)
     args = parser.parse_args(["--tokenizer-prompt-format", "auto", "--tiktoken-pattern", r"\S+"])
     assert (args.tokenizer_prompt_format, args.tiktoken_pattern) == ("auto", r"\S+")
-
-
-def test_flags_may_be_added_twice():
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    add_tokenizer_arguments(parser)
-    add_tokenizer_arguments(parser)
-    assert parser.parse_args(["--tokenizer-model", "m"]).tokenizer_model == "m"
 
 
 def test_a_name_that_is_taken_can_be_an_error():

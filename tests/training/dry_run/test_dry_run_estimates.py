@@ -16,6 +16,7 @@ from megatron_ext.training.dry_run.step_time import (
     wire_bytes,
 )
 from tests.training.dry_run.planned_runs import BATCH, MODELS, plan_of, planned_run
+from tests.training.tiny_run import changed
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -40,10 +41,7 @@ def test_targets_are_the_hidden_states_of_every_microbatch_on_the_last_stage_alo
 def test_a_teacher_elsewhere_takes_its_targets_and_head_and_nothing_of_its_layers(
     kind, head, width
 ):
-    config = planned_run(**PP2)
-    config = dataclasses.replace(
-        config, teacher=dataclasses.replace(config.teacher, placement="process")
-    )
+    config = changed(planned_run(**PP2), teacher={"placement": "process"})
     form = TargetForm.of(kind, precision="fp32", top_k=4, hidden_size=64, vocab_size=256)
     here = plan_of(config, world_size=2)
     plan = dataclasses.replace(here, forms={"teacher": form})
@@ -110,29 +108,20 @@ def test_a_stage_keeps_the_microbatches_between_it_and_the_last(parallel, microb
 
 
 def test_an_interleaved_pipeline_keeps_more_on_its_first_stage():
-    student = dataclasses.replace(MODELS[0][0], num_layers=4)
-    teacher = dataclasses.replace(planned_run().teacher.model, num_layers=4)
+    four = {"num_layers": 4}
     kept = []
     for chunks in (1, 2):
-        config = planned_run(student, **PP2)
-        parallel = dataclasses.replace(config.parallel, virtual_pipeline_model_parallel_size=chunks)
-        its_teacher = dataclasses.replace(config.teacher, model=teacher)
-        config = dataclasses.replace(config, parallel=parallel, teacher=its_teacher)
+        parallel = PP2 | {"virtual_pipeline_model_parallel_size": chunks}
+        config = changed(planned_run(), student=four, teacher={"model": four}, parallel=parallel)
         kept.append(kept_activations(plan_of(config, world_size=2), 0))
     # Two microbatches of two chunks, against five chunks of half a microbatch.
     assert kept[1] / kept[0] == pytest.approx(5 / 4)
 
 
 def test_recomputed_layers_keep_their_input_and_cost_a_forward_pass_more():
-    config = planned_run()
-    plain = plan_of(config)
-    training = dataclasses.replace(
-        config.training,
-        recompute_granularity="full",
-        recompute_method="uniform",
-        recompute_num_layers=1,
-    )
-    again = plan_of(dataclasses.replace(config, training=training))
+    plain, recompute = plan_of(planned_run()), {"granularity": "full", "method": "uniform"}
+    training = {f"recompute_{key}": value for key, value in recompute.items()}
+    again = plan_of(changed(planned_run(), training=training | {"recompute_num_layers": 1}))
     inputs = 2 * TOKENS * 32 * 4
     final_norm = TOKENS * (12 * 32 + 4)
     assert stage_activations(again, again.student, 0) == inputs + final_norm
