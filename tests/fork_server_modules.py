@@ -16,6 +16,7 @@ _LATE: Final = (
     "megatron_ext.tokenizers.engine",
     "megatron_ext.tokenizers.libraries.sentencepiece",
     "megatron_ext.tokenizers.libraries.tiktoken",
+    "pytest",
     "safetensors.numpy",
     "safetensors.torch",
     "tests.training.rank_functions",

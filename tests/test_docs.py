@@ -70,17 +70,19 @@ def test_a_link_leads_to_a_file_and_a_heading(page, link):
         assert anchor in headings(target.read_text(encoding="utf-8"))
 
 
-def test_the_tables_of_the_tokenizer_page_are_current():
-    script = runpy.run_path(str(ROOT / "docs" / "generate_tokenizer_tables.py"))
-    assert script["PAGE"].read_text(encoding="utf-8") == script["tokenizers_page"](), (
-        "run: python docs/generate_tokenizer_tables.py"
-    )
-
-
-def test_the_configuration_reference_is_current():
-    script = runpy.run_path(str(ROOT / "docs" / "generate_configuration.py"))
-    assert script["PAGE"].read_text(encoding="utf-8") == script["configuration_page"](), (
-        "run: python docs/generate_configuration.py"
+@pytest.mark.parametrize(
+    ("name", "made"),
+    [
+        ("tokenizer_tables", "tokenizers_page"),
+        ("configuration", "configuration_page"),
+        ("performance", "performance_page"),
+        ("scaling", "scaling_page"),
+    ],
+)
+def test_a_generated_page_is_current(name, made):
+    script = runpy.run_path(str(ROOT / "docs" / f"generate_{name}.py"))
+    assert script["PAGE"].read_text(encoding="utf-8") == script[made](), (
+        f"run: python docs/generate_{name}.py"
     )
 
 

@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import shlex
 import subprocess
 import sys
 from importlib import import_module
@@ -10,7 +11,6 @@ from importlib import import_module
 import pytest
 
 from tests.cli.run_files import REPOSITORY
-from tests.examples.page_commands import commands, verb_of
 
 AFTER_THE_WALK = ("evaluation", "reports", "tokenizers", "projection")
 """Pages with commands that go on where the walk ends."""
@@ -89,3 +89,22 @@ def _run(command, folder):
     )
     assert finished.returncode == 0, f"{' '.join(command)}\n{finished.stderr[-3000:]}"
     return finished.stdout
+
+
+_SHELL = re.compile(r"^```bash\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
+
+
+def commands(page):
+    """The words of each, in order."""
+    blocks = _SHELL.findall(page.read_text(encoding="utf-8"))
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [shlex.split(line) for line in lines if line.strip()]
+
+
+def verb_of(words):
+    """The verb of a command of this package with its arguments, also where torchrun starts it."""
+    if words[0] == "megatron-ext":
+        return words[1:]
+    if words[0] == "torchrun":
+        return words[words.index("megatron_ext") + 1 :]
+    return None

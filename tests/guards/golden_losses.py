@@ -3,8 +3,6 @@
 ``golden_losses.json`` was written by ``python -m tests.guards.record losses``, in fp32 on a CPU.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Mapping

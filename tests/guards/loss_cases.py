@@ -3,8 +3,6 @@
 B batch, T tokens, Vp local columns, D hidden.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -158,7 +156,6 @@ def _inexact(case):
     """Of the same bytes are two of three chunks."""
     made = _case(case)
     alignment = made.inputs.alignment
-    assert alignment is not None
     is_exact = torch.arange(alignment.chunk_count) % 3 != 1
     alignment = replace(alignment, is_exact=is_exact)
     return replace(made, inputs=replace(made.inputs, alignment=alignment))
@@ -167,7 +164,6 @@ def _inexact(case):
 def _masked(case):
     """Two of three chunks count, and chunks have classes and scripts for the diagnostics."""
     made = _case(case)
-    assert made.inputs.alignment is not None
     number = torch.arange(made.inputs.alignment.chunk_count)
     inputs = replace(
         made.inputs,
@@ -181,7 +177,6 @@ def _masked(case):
 def _learned(case):
     made = _case(case)
     dense = case.batch().projection
-    assert made.inputs.teacher is not None
     module = LearnedProjection(
         SparseProjection(*csr_arrays(dense), (dense.shape[0], dense.shape[1])),
         student_shard=made.inputs.student_shard,

@@ -3,8 +3,6 @@
 A change of how losses are called is a change of this file, and of nothing beside it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -80,7 +78,6 @@ def linear(objective, inputs):
     form = LinearDistillation(objectives=objectives, tile_rows=TILE_ROWS)
     known = KnownAhead(labels=inputs.labels, alignment=inputs.alignment)
     tiles = form.tiles(known, inputs.completions)
-    assert inputs.student_hidden is not None
     logits = no_logits(inputs.student_hidden, inputs.student_shard)
     weights = {"kd": 0.7, "ce": 0.3}
     scales = {name: weights[name] / COUNTS[name] for name in objectives}

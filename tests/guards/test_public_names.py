@@ -1,7 +1,13 @@
 """No public name goes, comes or changes by accident."""
 
-from tests.guards.public_names import current_names, differences, recorded_names
-from tests.guards.shown_imports import imports_of_documentation, imports_of_examples, is_importable
+from tests.guards.public_names import (
+    current_names,
+    differences,
+    imports_of_documentation,
+    imports_of_examples,
+    is_importable,
+    recorded_names,
+)
 
 HOW_TO_RECORD = "if it is meant: python -m tests.guards.record names, and a line in CHANGELOG.md"
 

@@ -1,7 +1,5 @@
 """What spawned ranks run in the tests of served models: two are a teacher, two its student."""
 
-from __future__ import annotations
-
 import time
 import zlib
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Tiny models of transformers' own classes with random weights, in folders, and rows to read."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """An objective that a user adds: one class, registered by one line."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """What spawned ranks run: students of a teacher's cache, and of one that other libraries run."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Mapping

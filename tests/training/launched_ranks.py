@@ -1,7 +1,5 @@
 """Verbs of the command line on processes as a launcher starts them, without importing anew."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

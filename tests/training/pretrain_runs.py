@@ -1,7 +1,5 @@
 """Runs under our loop and under Megatron-LM's, on spawned ranks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """What spawned ranks run in the tests of several teachers, and of teachers in different places."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Attention over context-parallel ranks is that of whole sequences, gradients included."""
 
-from __future__ import annotations
-
 import math
 import sys
 from importlib import import_module

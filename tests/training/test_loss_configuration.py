@@ -1,7 +1,5 @@
 """Objectives, teachers, weights and forms of the loss as a configuration names them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import pytest
