@@ -46,7 +46,6 @@ class Measured(NamedTuple):
     """A loss and its gradients."""
 
     loss: PathLoss
-
     gradients: dict[str, torch.Tensor]
     """Of the leaves that one reaches."""
 
@@ -80,7 +79,6 @@ def measure(make, path):
 
 
 def numbers_of(measured):
-    """As the file has them."""
     if measured is None:
         return REFUSED
     return {
@@ -108,7 +106,6 @@ def bits_of(measured):
 
 
 def recorded_losses():
-    """What the file holds, by ``case: way``."""
     recorded = json.loads(GOLDEN.read_text(encoding="utf-8"))
     return recorded
 

@@ -42,7 +42,6 @@ class LossCase:
     """An objective and what it is given."""
 
     objective: Objective
-
     inputs: DistillationInputs
     """With logits and with hidden states and a head, which have nothing to do with one another but
     in the cases of ``dskd``."""

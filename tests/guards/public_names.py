@@ -100,7 +100,6 @@ Snapshot = dict[str, Any]
 
 
 def recorded_names():
-    """What ``public_names.json`` holds."""
     snapshot = json.loads(SNAPSHOT.read_text(encoding="utf-8"))
     return snapshot
 

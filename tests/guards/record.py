@@ -20,7 +20,6 @@ from tests.guards.public_names import SNAPSHOT, current_names, differences, reco
 
 
 def main():
-    """Write what was asked for."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

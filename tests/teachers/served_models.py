@@ -40,14 +40,12 @@ class Run(NamedTuple):
 
     @property
     def form(self):
-        """In fp32."""
         return TargetForm.of(
             self.kind, precision="fp32", top_k=TOP_K, hidden_size=WIDTH, vocab_size=VOCAB
         )
 
     @property
     def name(self):
-        """As a file."""
         return "-".join(self)
 
 

@@ -41,7 +41,6 @@ class TableTeacher:
         self.calls = []
 
     def targets(self, microbatches):
-        """See ``Teacher``."""
         time.sleep(self.delay_s)
         self.calls.append(len(microbatches))
         return [self._of(batch) for batch in microbatches]
@@ -58,7 +57,6 @@ class TableTeacher:
 
 
 def rows_of(seed, shape=(2, 6)):
-    """Random tokens, none of them poison."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(POISON, shape, generator=generator)
     return TokenRows(
@@ -67,7 +65,6 @@ def rows_of(seed, shape=(2, 6)):
 
 
 def expected(rows):
-    """What the table says of them."""
     return TABLE[rows.tokens] + rows.position_ids[..., None]
 
 
@@ -129,7 +126,6 @@ class ServerProcess:
 
     @property
     def address(self):
-        """Where it listens, once it does."""
         deadline = time.monotonic() + 60
         while not self._path.exists():
             assert time.monotonic() < deadline
@@ -139,17 +135,14 @@ class ServerProcess:
 
     @property
     def pid(self):
-        """Of the process."""
         return self.process.pid
 
     def why_gone(self):
-        """How it ended."""
         self.process.join(2)
         code = self.process.exitcode
         return None if code is None else f"exit code {code}"
 
     def end(self):
-        """Kill it, stopped or not."""
         self.process.kill()
         self.process.join()
 

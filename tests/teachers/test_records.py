@@ -22,7 +22,6 @@ HIDDEN = TargetForm(kind="hidden", precision="bf16", count=12, vocab_size=VOCAB)
 
 
 def top_k(rows, *, precision="fp32"):
-    """Of random logits over a vocabulary of 300."""
     logits = torch.randn(rows, 300, generator=torch.Generator().manual_seed(1)) * 4
     top = logits.topk(10)
     peak = top.values[:, :1]
@@ -133,7 +132,6 @@ def test_a_tensor_that_ends_early_is_no_frame():
 
 
 def assert_same(found):
-    """As ``FRAME``."""
     assert (found.kind, found.values) == (FRAME.kind, FRAME.values)
     assert list(found.tensors) == list(TENSORS)
     for name, tensor in TENSORS.items():

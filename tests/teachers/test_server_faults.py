@@ -174,12 +174,10 @@ def _descriptors():
 
 
 def threads_of_students():
-    """Of a server in this process."""
     return sum(thread.name == "student" for thread in threading.enumerate())
 
 
 def _ask(address):
-    """For more than a connection keeps."""
     with patch.dict(offers.CHANNELS, clear=True):
         client = connected(address)
     client.answer(client.ask([rows_of(1, (8, 1 << 18))]))

@@ -98,6 +98,5 @@ def packed_rows(texts, length):
 
 
 def some_texts(*lengths, seed=0):
-    """Random ids."""
     draw = torch.Generator().manual_seed(seed)
     return [torch.randint(0, VOCAB_SIZE, (length,), generator=draw) for length in lengths]

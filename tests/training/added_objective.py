@@ -34,6 +34,5 @@ class BrierLoss(Objective):
 
 
 def register():
-    """The one line."""
     if BrierLoss.name not in LOSS_REGISTRY:
         LOSS_REGISTRY.register(BrierLoss.name, BrierLoss)

@@ -28,7 +28,7 @@ from tests.training.rank_functions import (
     read_afresh,
     train_unsaved,
 )
-from tests.training.tiny_run import TEACHER_PIECES, changed, checkpoints, objective_run
+from tests.training.tiny_run import TEACHER_PIECES, TP2, changed, checkpoints, objective_run
 
 FILE_BYTES = 1 << 12
 """So that the tiny corpus is several files."""
@@ -44,7 +44,6 @@ class CachedRun(NamedTuple):
 
     parallel: Mapping[str, Any] = {}
     micro_batch_size: int = 2
-
     form: TargetForm | None = None
     """What the live teacher's targets are made into."""
 
@@ -95,7 +94,6 @@ def cache_and_train(rank, folder, caches, runs, foreign):
 
 
 def train_cached(folder, runs):
-    """Metrics of runs, one after the other."""
     metrics = {}
     for run in runs:
         trainer = _trainer(cached_config(folder, run))
@@ -108,7 +106,6 @@ def train_cached(folder, runs):
 
 
 def cached_config(folder, run):
-    """Its configuration."""
     loss = LossConfig(objective=run.objective, ce_weight=0.5)
     size = run.micro_batch_size
     config = objective_run(folder, run.name, loss, micro_batch_size=size, **run.parallel)
@@ -215,7 +212,7 @@ def _class_of(teacher):
 def _record_whole(root, run):
     """All hidden states in fp32, under tensor parallelism."""
     teacher = {key: value for key, value in run.teacher.items() if key != "cache"}
-    recorded = LibraryRun(f"record-{run.name}", teacher, {"tensor_model_parallel_size": 2})
+    recorded = LibraryRun(f"record-{run.name}", teacher, TP2)
     config = _library_config(root, recorded)
     size = config.teacher.model.hidden_size
     form = TargetForm.of("hidden", precision="fp32", top_k=0, hidden_size=size, vocab_size=1)

@@ -76,13 +76,11 @@ class Launch:
         ]
 
     def said(self):
-        """What all processes have printed so far."""
         return "\n".join(
             f"--- {path.name}\n{path.read_text()}" for path in self.outputs if path.exists()
         )
 
     def kill(self):
-        """End what runs."""
         for process in self.processes:
             process.kill()
             process.join()

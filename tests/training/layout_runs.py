@@ -7,6 +7,9 @@ from typing import Any, Literal, NamedTuple
 from megatron_ext.training.config import LossConfig
 from tests.training.rank_functions import _trainer, go_back, save_start
 from tests.training.tiny_run import (
+    CP2,
+    PP2,
+    TP2,
     changed,
     checkpoints,
     same_tokenizer_teacher,
@@ -17,8 +20,6 @@ from tests.training.tiny_run import (
 LAYERS = 4
 """A multiple of the stages of every layout."""
 
-TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
-CP2 = {"context_parallel_size": 2}
 LAYOUTS = {
     "tp2-pp2": TP2 | PP2,
     "pp2-vp2": PP2 | {"virtual_pipeline_model_parallel_size": 2},
@@ -36,13 +37,9 @@ class Variant:
     """What is trained; the same under every layout."""
 
     objective: str
-
     packing: bool = False
-
     iterations: int = 2
-
     held_out: bool = False
-
     teachers: int = 1
     """2: beside the other one a teacher of another width that has the student's tokenizer."""
 
@@ -56,13 +53,9 @@ class AxisRun:
     """One run."""
 
     name: str
-
     variant: Variant
-
     parallel: Mapping[str, Any] = field(default_factory=dict)
-
     training: Mapping[str, Any] = field(default_factory=dict)
-
     goes_on_from: tuple[str, int] | None = None
     """A run, and its iteration whose checkpoint this one resumes."""
 
@@ -87,7 +80,6 @@ class AxisRun:
 
 
 def train_runs(rank, folder, runs):
-    """One run after the other."""
     for run in runs:
         if run.goes_on_from is not None:
             before, iteration = run.goes_on_from

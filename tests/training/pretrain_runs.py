@@ -26,7 +26,6 @@ LAYERS = 4
 
 
 def pretrain_config(folder, name, *, precision="fp32", **parallel):
-    """Two steps."""
     return changed(
         student_run(folder, name),
         student={"num_layers": LAYERS},
@@ -117,5 +116,4 @@ def _tokens(stream, count):
 
 
 def train_and_resume(rank, folder, layouts):
-    """Both, in one start of ranks."""
     return train_under_both(rank, folder, layouts), resume_streams(rank, folder, {})

@@ -28,7 +28,6 @@ _ARGS = None
 
 
 def set_args(**values):
-    """What Megatron-LM parses from the command line."""
     global _ARGS
     _ARGS = SimpleNamespace(**values)
 

@@ -45,7 +45,6 @@ def flags_of(parser):
 
 
 def main():
-    """Write the record of one checkout."""
     checkout, tag = sys.argv[1:]
     sys.path.insert(0, str(Path(checkout).resolve()))
     parser = argparse.ArgumentParser(allow_abbrev=False)

@@ -24,15 +24,12 @@ class Run(NamedTuple):
     """Two steps of a student from its first weights."""
 
     name: str
-
     teachers: Mapping[str, Mapping[str, Any]] | None = None
     """By name what differs from ``other`` or, called ``own...``, from ``own``; None: the one
     ``teacher``."""
 
     loss: Mapping[str, Any] = {}
-
     parallel: Mapping[str, Any] = {}
-
     is_measured: bool = False
     """On held-out text, at the end."""
 
@@ -70,7 +67,6 @@ def train_teachers(rank, folder, runs):
 
 
 def train_runs(rank, folder, runs):
-    """One after the other."""
     for run in runs:
         if run.goes_on:
             go_back(rank, folder, run.name, ITERATIONS - 1)

@@ -100,7 +100,6 @@ def ranks():
 
 
 def plain():
-    """By the definition, chunk by chunk."""
     given, agreeing, chunks = case(), 0, 0
     for row in range(ROWS):
         for chunk in set(given["student_ids"][row].tolist()) - {-1}:

@@ -1,6 +1,5 @@
 """A model is given the tokenizer that it was trained with, or nothing starts."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -11,17 +10,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from megatron_ext.errors import CheckpointError
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.training.checkpoint_tokenizer import check_same_tokenizer, tokenizer_doubts
-from megatron_ext.training.config import (
-    DataConfig,
-    DistillConfig,
-    LossConfig,
-    ModelConfig,
-    TeacherConfig,
-    TrainingConfig,
-)
+from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.dry_run import dry_run
 from megatron_ext.training.model_section import with_huggingface_models
+from megatron_ext.typed_mapping import build_config
 from tests.examples.published_models import write_hollow_weights
+from tests.training.tiny_run import changed
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 ANOTHER = "the model was trained with another tokenizer"
@@ -79,7 +73,6 @@ def _read(tokenizer):
 
 
 def write_checkpoint(folder, tokenizer, *, keeps):
-    """What a run saves beside the weights."""
     folder.mkdir()
     torch.save({"run": {"tokenizer_fingerprint": tokenizer.fingerprint()}}, folder / "common.pt")
     if keeps:
@@ -189,49 +182,37 @@ def run(tmp_path):
     folders = [write_model(tmp_path / name, rows=300) for name in ("student", "teacher")]
     write_tokenizer(folders[1], letters=BYTES[::-1])
     values = {
+        "run_dir": str(tmp_path / "run"),
         "initial_checkpoint": str(folders[0]),
         "student": {"seq_length": 32},
         "teacher": {"checkpoint": str(folders[1]), "model": {"seq_length": 32}},
+        "data": {"train": [str(tmp_path / "text.jsonl")]},
+        "loss": {"objective": "alm"},
+        "training": {"train_iters": 1, "global_batch_size": 1},
     }
-    filled = with_huggingface_models(values)
-    return DistillConfig(
-        run_dir=str(tmp_path / "run"),
-        initial_checkpoint=str(folders[0]),
-        tokenizer=TokenizerConfig(**filled["tokenizer"]),
-        student=ModelConfig(**filled["student"]),
-        teacher=TeacherConfig(
-            checkpoint=str(folders[1]),
-            tokenizer=TokenizerConfig(**filled["teacher"]["tokenizer"]),
-            model=ModelConfig(**filled["teacher"]["model"]),
-        ),
-        data=DataConfig(train=(str(tmp_path / "text.jsonl"),)),
-        loss=LossConfig(objective="alm"),
-        training=TrainingConfig(train_iters=1, global_batch_size=1),
-    )
+    return build_config(DistillConfig, with_huggingface_models(values), ".".join)
 
 
 @pytest.mark.parametrize("library", ["megatron", "huggingface"])
 def test_a_dry_run_refuses_another_tokenizer_of_a_teacher(run, library):
-    teacher = dataclasses.replace(run.teacher, library=library)
-    page = dry_run(dataclasses.replace(run, teacher=teacher), world_size=1)
+    run = changed(run, teacher={"library": library})
+    page = dry_run(run, world_size=1)
     assert page.count("model and tokenizer fit") == 2
     assert "warning" not in page
-    many = write_tokenizer(
-        Path(run.run_dir).parent / "many", specials=[f"<{i}>" for i in range(150)]
-    )
+    specials = [f"<{i}>" for i in range(150)]
+    many = write_tokenizer(Path(run.run_dir).parent / "many", specials=specials)
     for other in (run.tokenizer, TokenizerConfig(model=str(many))):
-        wrong = dataclasses.replace(teacher, tokenizer=other)
+        wrong = changed(run, teacher={"tokenizer": other})
         with pytest.raises(CheckpointError, match=r"set teacher\.allow_other_tokenizer if"):
-            dry_run(dataclasses.replace(run, teacher=wrong), world_size=1)
-        allowed = dataclasses.replace(wrong, allow_other_tokenizer=True)
-        page = dry_run(dataclasses.replace(run, teacher=allowed), world_size=1)
-        assert f"checkpoint  {teacher.checkpoint}: the model fits\n" in page
-        assert f"warning     {teacher.checkpoint}: another tokenizer than the model's" in page
+            dry_run(wrong, world_size=1)
+        page = dry_run(changed(wrong, teacher={"allow_other_tokenizer": True}), world_size=1)
+        assert f"checkpoint  {run.teacher.checkpoint}: the model fits\n" in page
+        assert f"warning     {run.teacher.checkpoint}: another tokenizer than the model's" in page
 
 
 def test_a_dry_run_refuses_another_tokenizer_of_the_student(run):
-    wrong = dataclasses.replace(run, tokenizer=run.teacher.tokenizer)
+    wrong = changed(run, tokenizer=run.teacher.tokenizer)
     with pytest.raises(CheckpointError, match="or set allow_other_tokenizer if"):
         dry_run(wrong, world_size=1)
-    page = dry_run(dataclasses.replace(wrong, allow_other_tokenizer=True), world_size=1)
+    page = dry_run(changed(wrong, allow_other_tokenizer=True), world_size=1)
     assert f"warning     {run.initial_checkpoint}: another tokenizer" in page

@@ -20,7 +20,7 @@ from megatron_ext.training.objective import make_objective
 from megatron_ext.training.run_folder import config_values
 from megatron_ext.training.teacher_config import ServingConfig
 from megatron_ext.training.teachers.target_checks import check_targets
-from tests.training.tiny_run import changed
+from tests.training.tiny_run import PP2, TP2, changed
 
 MODEL = ModelConfig(num_layers=4, hidden_size=24, num_attention_heads=6, num_query_groups=2)
 TEACHER = TeacherConfig(
@@ -38,7 +38,6 @@ RUN = DistillConfig(
 PLAIN = changed(RUN, teacher=None, loss={"objective": "next_token"}, student={"num_layers": 8})
 """Without a teacher, and layers for two chunks on two stages."""
 
-TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 VP2 = {"virtual_pipeline_model_parallel_size": 2}
 OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 FULL = {"recompute_granularity": "full"}

@@ -29,7 +29,6 @@ class Case(NamedTuple):
     heads: int
     groups: int
     width: int
-
     packed: bool = False
     """Whether rows hold several texts, each row others."""
 
@@ -91,7 +90,6 @@ def attention(case, group):
 
 
 def on_a_rank(case, group):
-    """Output and gradients of this rank's positions."""
     rank = ContextRank.of(group)
     # ``cut`` takes rows [B, T].
     own = [rank.cut(part.transpose(0, 1)).transpose(0, 1).contiguous() for part in whole(case)]
@@ -125,7 +123,6 @@ def ranks():
 
 
 def plain(case, dtype):
-    """By softmax(q k^T) v of whole sequences."""
     *inputs, grad = (part.to(dtype) for part in whole(case))
     query, key, value = (part.requires_grad_() for part in inputs)
     heads = case.heads // case.groups

@@ -106,7 +106,6 @@ def _teacher(changes):
 
 
 def refuse(config, row):
-    """Check the run as far as the row is checked."""
     if row.stage == "targets":
         form = TargetForm.of("label", precision=None, top_k=4, hidden_size=8, vocab_size=100)
         forms = dict.fromkeys(config.named_teachers, form)

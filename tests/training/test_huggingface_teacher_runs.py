@@ -16,8 +16,8 @@ from tests.training.cached_teacher_runs import (
     train_libraries,
     write_texts,
 )
-from tests.training.layout_runs import CP2, PP2, TP2
 from tests.training.run_results import assert_same_numbers
+from tests.training.tiny_run import CP2, PP2, TP2
 
 HUGGINGFACE = {"library": "huggingface"}
 LIKE = {

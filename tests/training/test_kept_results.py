@@ -22,9 +22,8 @@ from megatron_ext.training.run_data import RunData
 from tests.documents.indexed_files import write_ids
 from tests.process_group import run_ranks
 from tests.training.rank_functions import _train_teacher, _trainer
-from tests.training.tiny_run import SENTENCES, changed, objective_run, student_run
+from tests.training.tiny_run import SENTENCES, TP2, changed, objective_run, student_run
 
-TP2 = {"tensor_model_parallel_size": 2}
 TILE_ROWS = 7
 
 

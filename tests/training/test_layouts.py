@@ -21,16 +21,15 @@ from tests.training.rank_functions import (
     train_layouts,
 )
 from tests.training.run_results import assert_same_numbers, assert_same_weights, weights_of
-from tests.training.tiny_run import ITERATIONS
+from tests.training.tiny_run import CP2, ITERATIONS, PP2, TP2
 
-TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 TWO_RANKS = {
     "tp2": TP2,
     "pp2": PP2,
     "dp2": {},
     # Smaller microbatches: two of them a rank, as on one process.
     "dp2-sharded-optimizer": {"use_distributed_optimizer": True, "micro_batch_size": 1},
-    "cp2": {"context_parallel_size": 2},
+    "cp2": CP2,
 }
 # Models of so few steps never agree on a first choice; tests/distributed compares that.
 MEASURED = ("loss", "kd", "ce", "kd/teacher_entropy", "kd/offsupport_mass")
@@ -83,11 +82,6 @@ def test_one_process_goes_on_from_a_checkpoint_of_ranks_that_share_sequences(run
     for key in ("loss", "kd", "ce", "student_bits_per_byte"):
         assert resumed[-1][key] == pytest.approx(alone[-1][key], rel=1e-5)
     assert_same_weights(runs / "cp2", runs / "alone")
-
-
-def test_the_loss_goes_down(runs):
-    losses = [row["loss"] for row in read_metrics(runs / "alone")]
-    assert losses[-1] < losses[0]
 
 
 def test_the_stages_of_a_pipeline_draw_different_weights(tmp_path):

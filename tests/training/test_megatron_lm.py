@@ -97,12 +97,8 @@ def test_the_help_of_a_script_lists_our_flags_among_its_own(checkout):
             "the sentencepiece library cannot read this file",
         ),
         ((*NULL, "--legacy-tokenizer"), "--legacy-tokenizer and --tokenizer-library"),
-        (
-            ("--tokenizer-hf-include-special-tokens", "--tokenizer-hf-no-include-special-tokens"),
-            "two flags contradict each other",
-        ),
     ],
-    ids=["library", "missing-file", "other-library", "legacy", "polarity"],
+    ids=["library", "missing-file", "other-library", "legacy"],
 )
 def test_what_a_user_can_mend_is_one_line_before_any_process_starts(words, message, checkout):
     folder = checkout("0.16")

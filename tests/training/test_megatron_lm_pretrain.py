@@ -24,11 +24,11 @@ from tests.training.pretrain_runs import (
     train_and_resume,
 )
 from tests.training.release_parser import RELEASES, release_parser
-from tests.training.tiny_run import STUDENT_VOCAB_SIZE, changed
+from tests.training.tiny_run import PP2, STUDENT_VOCAB_SIZE, changed
 
 LAYOUTS = {
     "dp2-sharded-optimizer": {"use_distributed_optimizer": True},
-    "pp2": {"pipeline_model_parallel_size": 2},
+    "pp2": PP2,
     "pp2-vp2-bf16": {
         "pipeline_model_parallel_size": 2,
         "virtual_pipeline_model_parallel_size": 2,
@@ -39,7 +39,6 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def found(folder):
-    """What each rank found."""
     return run_ranks(2, train_and_resume, folder, LAYOUTS, timeout_s=240)
 
 

@@ -15,7 +15,7 @@ from tests.training.rank_functions import (
     train_with_broken_teacher,
 )
 from tests.training.run_results import assert_same_numbers, assert_same_weights, weights_of
-from tests.training.tiny_run import student_run
+from tests.training.tiny_run import CP2, PP2, TP2, student_run
 
 OBJECTIVES = {
     "next_token": ("next_token", {}),
@@ -34,13 +34,9 @@ OBJECTIVES = {
 }
 """Folder -> objective and options; ``vocab_kl`` learns from the first; the last is a user's."""
 
-LAYOUTS = [
-    ("tp2", {"tensor_model_parallel_size": 2}),
-    ("pp2", {"pipeline_model_parallel_size": 2}),
-    ("dp2", {}),
-]
+LAYOUTS = [("tp2", TP2), ("pp2", PP2), ("dp2", {})]
 SHARDED = ("partition_kl", "hybrid_kl", "dskd-heads")
-CONTEXT = ("cp2", {"context_parallel_size": 2})
+CONTEXT = ("cp2", CP2)
 OVER_CONTEXT = ("hybrid_kl", "dskd")
 """Sums over chunks, and with parameters of its own; rows of 41 and 53 positions, which are filled
 up to divide. Sums over labels too with MEGATRON_EXT_ALL_TEXT."""
@@ -134,7 +130,7 @@ def test_projectors_go_on_exactly_from_a_checkpoint_in_bf16(runs):
 
 
 def test_nan_predictions_end_the_run_on_every_rank_before_anything_is_saved(runs):
-    errors = run_ranks(2, train_with_broken_teacher, runs, {"pipeline_model_parallel_size": 2})
+    errors = run_ranks(2, train_with_broken_teacher, runs, PP2)
     assert errors[0] == errors[1]
     assert errors[0].startswith(
         "LossError: iteration 1: the teacher's predictions hold NaN or infinity"

@@ -10,7 +10,7 @@ from tests.guards.golden_runs import check_golden
 from tests.process_group import run_ranks
 from tests.training.run_results import assert_same_numbers, assert_same_weights, weights_of
 from tests.training.teacher_runs import Run, train_runs, train_teachers
-from tests.training.tiny_run import ITERATIONS
+from tests.training.tiny_run import CP2, ITERATIONS, PP2, TP2
 
 THREE = {
     "other": {},
@@ -39,12 +39,7 @@ ALONE = [
     Run("averaged", ALIKE, VOCAB | {"teacher_mode": "averaged_logits"}),
     Run("pulled", None, {"weighting": "gradient_magnitude", "ce_weight": 1.0}),
 ]
-LAYOUTS = {
-    "tp2": {"tensor_model_parallel_size": 2},
-    "pp2": {"pipeline_model_parallel_size": 2},
-    "dp2": {},
-    "cp2": {"context_parallel_size": 2},
-}
+LAYOUTS = {"tp2": TP2, "pp2": PP2, "dp2": {}, "cp2": CP2}
 SHARDED = ["dynamic", "three", "three-linear", "selected", "pulled"]
 OF_LAYOUT = {
     "tp2": ["three-linear"],

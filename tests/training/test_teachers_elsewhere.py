@@ -17,7 +17,7 @@ from tests.training.cached_teacher_runs import LibraryRun, library_values, read_
 from tests.training.launched_ranks import Launch, free_port
 from tests.training.run_results import LOSS_TOLERANCE as TOLERANCE
 from tests.training.teacher_runs import elsewhere_run, train_beside, write_config
-from tests.training.tiny_run import ITERATIONS
+from tests.training.tiny_run import CP2, ITERATIONS, PP2
 
 ALL = bool(os.environ.get("MEGATRON_EXT_ALL_TEXT"))
 TWO = {"near": {}, "far": {"weight": 0.5, "temperature": 2.0}}
@@ -38,16 +38,11 @@ if ALL:
             "two",
             {"near": {}, "far": TWO["far"] | own(2, pipeline_model_parallel_size=2, prefetch=0)},
             4,
-            {"pipeline_model_parallel_size": 2},
+            PP2,
         ),
         # Two replicas of the student; each teacher has another number of them.
         "own-dp2": ("two", {"near": own(1), "far": TWO["far"] | own(2)}, 5, {}),
-        "own-cp2": (
-            "two",
-            {"near": own(1), "far": TWO["far"] | own(1)},
-            4,
-            {"context_parallel_size": 2},
-        ),
+        "own-cp2": ("two", {"near": own(1), "far": TWO["far"] | own(1)}, 4, CP2),
         "label": ("alm", {"near": own(1, targets="label")}, 2, {}),
     }
 
@@ -60,6 +55,12 @@ def folder(folder):
         runs |= {"alm": ({"near": {}}, ALM)}
     run_ranks(1, train_beside, folder, runs, timeout_s=240)
     return folder
+
+
+def distil(folder, config, processes=None):
+    """A launch of a run with the name of its folder."""
+    argv = ["distill", "--config", write_config(config)]
+    return Launch(argv, world_size=processes, folder=folder, name=Path(config.run_dir).name)
 
 
 def check_losses(folder, name, expected):
@@ -77,12 +78,7 @@ def test_losses_with_teachers_on_ranks_of_their_own(name, folder):
     expected, teachers, processes, parallel = PLACES[name]
     loss = ALM if expected == "alm" else None
     config = elsewhere_run(folder, name, teachers, loss=loss, **parallel)
-    ended = Launch(
-        ["distill", "--config", write_config(config)],
-        world_size=processes,
-        folder=folder,
-        name=name,
-    ).wait(240)
+    ended = distil(folder, config, processes).wait(240)
     assert [process.exit_code for process in ended] == [0] * processes, ended
     check_losses(folder, name, expected)
 
@@ -100,12 +96,12 @@ def test_losses_with_a_teacher_in_a_process_and_one_on_a_server(folder):
         "near": {"placement": "process"},
         "far": TWO["far"] | {"placement": "server", "serving": serving},
     }
-    config = write_config(elsewhere_run(folder, "places", teachers))
-    argv = ["serve-teacher", "--config", config, "--teacher", "far", "--address", address, *flags]
+    config = elsewhere_run(folder, "places", teachers)
+    argv = ["serve-teacher", "--config", write_config(config), "--teacher", "far", *flags]
+    argv += ["--address", address]
     server = Launch(argv, world_size=None, folder=folder, name="server")
     try:
-        student = ["distill", "--config", config]
-        (ended,) = Launch(student, world_size=None, folder=folder, name="places").wait(240)
+        (ended,) = distil(folder, config).wait(240)
         assert ended.exit_code == 0, ended.output + server.said()
         check_losses(folder, "places", "two")
         (log,) = (folder / "places" / "teachers").glob("near-0.log")
@@ -130,8 +126,7 @@ def killed(folder):
     config = elsewhere_run(
         folder, "killed", {"near": {}, "far": far}, iterations=1000, tensor_model_parallel_size=2
     )
-    argv = ["distill", "--config", write_config(config)]
-    run = Launch(argv, world_size=4, folder=folder, name="killed")
+    run = distil(folder, config, 4)
     try:
         _wait_for_steps(folder / "killed", run, steps=ITERATIONS)
         os.kill(run.processes[2].pid, signal.SIGKILL)
@@ -163,8 +158,7 @@ def test_a_teacher_that_is_killed_ends_the_run_on_every_rank(killed):
 @pytest.mark.skipif(not ALL, reason="as above, for another role")
 def test_a_student_that_is_killed_lets_no_rank_end_well(folder):
     config = elsewhere_run(folder, "left", {"far": own(1)}, iterations=1000)
-    argv = ["distill", "--config", write_config(config)]
-    run = Launch(argv, world_size=2, folder=folder, name="left")
+    run = distil(folder, config, 2)
     try:
         _wait_for_steps(folder / "left", run)
         os.kill(run.processes[0].pid, signal.SIGKILL)
@@ -178,8 +172,7 @@ def test_a_student_that_is_killed_lets_no_rank_end_well(folder):
 def test_a_teacher_process_that_is_killed_and_one_whose_student_is(folder):
     def started(name):
         teachers = {"near": {"placement": "process"}}
-        config = write_config(elsewhere_run(folder, name, teachers, iterations=1000))
-        run = Launch(["distill", "--config", config], world_size=None, folder=folder, name=name)
+        run = distil(folder, elsewhere_run(folder, name, teachers, iterations=1000))
         _wait_for_steps(folder / name, run)
         (child,) = _teachers_of(run.processes[0].pid)
         return run, child

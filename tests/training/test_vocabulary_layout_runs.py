@@ -9,9 +9,9 @@ from megatron_ext.projection.layout import VocabularyLayout
 from megatron_ext.training.metrics import read_metrics
 from tests.guards.golden_runs import check_golden
 from tests.process_group import run_ranks
-from tests.training.layout_runs import CP2, PP2, TP2, Run, run_alone, run_layouts
+from tests.training.layout_runs import Run, run_alone, run_layouts
 from tests.training.run_results import assert_same_numbers, assert_same_weights, tensors_of
-from tests.training.tiny_run import STUDENT_VOCAB_SIZE
+from tests.training.tiny_run import CP2, PP2, STUDENT_VOCAB_SIZE, TP2
 
 SHARDED_OPTIMIZER = {"use_distributed_optimizer": True}
 UNTIED = {"untied": True, "teacher": "tied-teacher", "objective": "partition_kl"}

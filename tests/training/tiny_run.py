@@ -34,6 +34,8 @@ SENTENCES = (
 ITERATIONS = 2
 STUDENT_VOCAB_SIZE = 8001
 TEACHER_PIECES = 4000
+TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
 
 
 def vocabulary(name):

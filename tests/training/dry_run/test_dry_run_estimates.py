@@ -16,11 +16,8 @@ from megatron_ext.training.dry_run.step_time import (
     wire_bytes,
 )
 from tests.training.dry_run.planned_runs import BATCH, MODELS, plan_of, planned_run
-from tests.training.tiny_run import changed
+from tests.training.tiny_run import CP2, PP2, TP2, changed
 
-TP2 = {"tensor_model_parallel_size": 2}
-PP2 = {"pipeline_model_parallel_size": 2}
-CP2 = {"context_parallel_size": 2}
 TOKENS, TEACHER_TOKENS = BATCH * 24, BATCH * 40
 
 

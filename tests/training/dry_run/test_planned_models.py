@@ -20,6 +20,7 @@ from tests.training.dry_run.planned_runs import (
     planned_run,
 )
 from tests.training.rank_functions import fresh_groups
+from tests.training.tiny_run import CP2, PP2, TP2
 
 
 class Measured(NamedTuple):
@@ -122,17 +123,11 @@ def _bytes(tensors):
 
 
 NAMES = ["rmsnorm-groups", "bf16", "gelu-untied", "layernorm-learned-positions"]
-LAYOUTS = {
-    "alone": {},
-    "tp2": {"tensor_model_parallel_size": 2},
-    "pp2": {"pipeline_model_parallel_size": 2},
-    "cp2": {"context_parallel_size": 2},
-}
+LAYOUTS = {"alone": {}, "tp2": TP2, "pp2": PP2, "cp2": CP2}
 
 
 @pytest.fixture(scope="module")
 def measured():
-    """Of each layout and rank, every model."""
     return {
         name: run_ranks(2 if layout else 1, measure_models, layout, MODELS)
         for name, layout in LAYOUTS.items()

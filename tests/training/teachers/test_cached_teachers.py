@@ -13,11 +13,8 @@ from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.teachers.target_cache import TargetCache
 from tests.process_group import run_ranks
 from tests.training.cached_teacher_runs import CachedRun, cache_and_train, cached_config, form_of
-from tests.training.tiny_run import SENTENCES, changed
+from tests.training.tiny_run import CP2, PP2, SENTENCES, TP2, changed
 
-TP2 = {"tensor_model_parallel_size": 2}
-PP2 = {"pipeline_model_parallel_size": 2}
-CP2 = {"context_parallel_size": 2}
 TOPK = form_of("topk", "fp32", 24)
 CACHES = [
     ("topk", TOPK, {}),
