@@ -1,10 +1,7 @@
 """Certificates of a test's own, made by the openssl of the machine."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +10,7 @@ from megatron_ext.teachers.listener import ServerTls
 OPENSSL = shutil.which("openssl")
 
 
-def make_certificate(folder: Path, names: str = "IP:127.0.0.1") -> ServerTls:
+def make_certificate(folder, names="IP:127.0.0.1"):
     """A self-signed certificate for ``names``; skips the test where there is no openssl."""
     if OPENSSL is None:
         pytest.skip("no openssl to make a certificate with")

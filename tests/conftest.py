@@ -1,11 +1,7 @@
 """What holds for every test."""
 
-from __future__ import annotations
-
 import os
-from typing import Final
 
-import pytest
 import torch
 from hypothesis import settings
 
@@ -34,18 +30,18 @@ settings.register_profile("suite", max_examples=40, deadline=None)
 settings.register_profile("everything", max_examples=400, deadline=None)
 settings.load_profile("everything" if os.environ.get("MEGATRON_EXT_ALL_TEXT") else "suite")
 
-_LONG: Final = ("training", "evaluation", "huggingface", "teachers", "examples", "cli", "ops")
+_LONG = ("training", "evaluation", "huggingface", "teachers", "examples", "cli", "ops")
 """Folders of files that take long, first of all those that start processes; what counts until
 durations are recorded."""
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     """Record durations where that is asked for."""
     if os.environ.get("MEGATRON_EXT_RECORD_DURATIONS"):
         config.pluginmanager.register(DurationRecorder(config))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Begin with what takes long: no worker is left with a long file when the others are done."""
     recorded = longest_first()
     if recorded is not None:
@@ -54,13 +50,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ranks = {name: rank for rank, name in enumerate(_LONG)}
     tests = __file__.removesuffix("conftest.py")
 
-    def rank(item: pytest.Item) -> int:
+    def rank(item):
         folder = str(item.path).removeprefix(tests).partition(os.sep)[0]
         return ranks.get(folder, len(ranks))
 
     items.sort(key=rank)
 
 
-def pytest_xdist_auto_num_workers() -> int:
+def pytest_xdist_auto_num_workers():
     """One more than cores: files that start processes mostly wait for them."""
     return (os.cpu_count() or 1) + 1

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import NamedTuple
 
 import psutil
 import pytest
 
-RECORDED: Final = Path(__file__).with_name("durations.json")
+RECORDED = Path(__file__).with_name("durations.json")
 
 
 class Seconds(NamedTuple):
@@ -27,7 +26,7 @@ class Seconds(NamedTuple):
     wall: float
 
     @classmethod
-    def now(cls) -> Seconds:
+    def now(cls):
         """On both clocks."""
         cpu = 0.0
         this = psutil.Process()
@@ -41,15 +40,13 @@ class Seconds(NamedTuple):
 class DurationRecorder:
     """A plugin that adds up the tests of each file; workers of xdist report to their controller."""
 
-    def __init__(self, config: pytest.Config, path: Path = RECORDED) -> None:
+    def __init__(self, config, path=RECORDED):
         self._config, self._path = config, path
-        self._began: Seconds | None = None
-        self._files: dict[str, Seconds] = {}
+        self._began = None
+        self._files = {}
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(
-        self, item: pytest.Item, nextitem: pytest.Item | None
-    ) -> Iterator[None]:
+    def pytest_runtest_protocol(self, item, nextitem):
         """Look at the clocks where a file begins and where another one follows."""
         began = self._began = self._began or Seconds.now()
         result = yield
@@ -62,12 +59,12 @@ class DurationRecorder:
         return result
 
     @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any) -> None:
+    def pytest_testnodedown(self, node):
         """Take over what a worker has measured."""
         for file, seconds in getattr(node, "workeroutput", {}).get("durations", {}).items():
             self._add(file, Seconds(*seconds))
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self):
         """Report or write."""
         workeroutput = getattr(self._config, "workeroutput", None)
         if workeroutput is not None:
@@ -75,12 +72,12 @@ class DurationRecorder:
         elif self._files:
             write_durations(self._files, self._path)
 
-    def _add(self, file: str, seconds: Seconds) -> None:
+    def _add(self, file, seconds):
         before = self._files.get(file, Seconds(0.0, 0.0))
         self._files[file] = Seconds(before.cpu + seconds.cpu, before.wall + seconds.wall)
 
 
-def write_durations(measured: Mapping[str, Seconds], path: Path) -> None:
+def write_durations(measured, path):
     """Write the measured files into the table, a file a line; those that are gone leave it."""
     table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     table |= {
@@ -95,7 +92,7 @@ def write_durations(measured: Mapping[str, Seconds], path: Path) -> None:
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
-def longest_first(path: Path = RECORDED) -> Callable[[pytest.Item], float] | None:
+def longest_first(path=RECORDED):
     """A key to sort tests by, files of unknown length first; None: nothing was recorded."""
     if not path.exists():
         return None

@@ -4,13 +4,10 @@ Nothing that has been imported is ever looked at again by the garbage collector:
 copy the pages of all objects for it.
 """
 
-from __future__ import annotations
-
 import gc
 from importlib import import_module
-from typing import Final
 
-_LATE: Final = (
+_LATE = (
     "megatron.core.dist_checkpointing.strategies.torch",
     "megatron_ext.cli.main",
     "megatron_ext.tokenizers.engine",

@@ -1,16 +1,12 @@
 """Run a test's function on several gloo ranks of this machine."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,9 +21,7 @@ class RankError(AssertionError):
     """A rank raised, died or did not finish; the text holds its traceback."""
 
 
-def run_ranks(
-    world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120
-) -> list[Any]:
+def run_ranks(world_size, fn, *args, timeout_s=120):
     """``fn(rank, *args)`` on ``world_size`` processes of its own with a gloo default group.
 
     Args:
@@ -61,7 +55,7 @@ def run_ranks(
         ]
 
 
-def _wait(processes: Sequence[Any], folder: Path, timeout_s: float) -> None:
+def _wait(processes, folder, timeout_s):
     deadline = time.monotonic() + timeout_s
     while any(process.exitcode is None for process in processes):
         if any(process.exitcode for process in processes):
@@ -78,14 +72,7 @@ def _wait(processes: Sequence[Any], folder: Path, timeout_s: float) -> None:
             raise RankError(f"rank {rank} died with exit code {process.exitcode}")
 
 
-def _rank_main(
-    rank: int,
-    world_size: int,
-    folder: Path,
-    timeout_s: float,
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-) -> None:
+def _rank_main(rank, world_size, folder, timeout_s, fn, args):
     try:
         do_not_wait_for_the_disk()
         # One thread a rank: the ranks share the machine's cores.
@@ -108,7 +95,7 @@ def _rank_main(
         os._exit(1)
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write(path, content):
     """Write at once: the parent must not read half a file."""
     partial = path.with_suffix(".partial")
     partial.write_bytes(content)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 from urllib.parse import unquote
 
 from megatron_ext.errors import DistributedError
-from megatron_ext.teachers.flight import Frame
+from megatron_ext.teachers.flight import Frame, FrameLimits
 
 if TYPE_CHECKING:
     from megatron_ext.teachers.student_session import StudentSession
@@ -79,14 +79,10 @@ class ServerLimits:
     """Seconds from the first bytes of a frame to its last."""
 
     @property
-    def frame_bytes(self) -> int:
-        """Bytes of the tensors of a frame."""
-        return _PARTS * 8 * self.tokens + 8 * self.microbatches
-
-    @property
-    def frame_tensors(self) -> int:
-        """Tensors of a frame."""
-        return _PARTS * self.microbatches
+    def frame(self) -> FrameLimits:
+        """Largest frame of a student."""
+        tensor_bytes = _PARTS * 8 * self.tokens + 8 * self.microbatches
+        return FrameLimits(self.header_bytes, tensor_bytes, tensors=_PARTS * self.microbatches)
 
     @property
     def most_strangers(self) -> int:

@@ -12,7 +12,7 @@ import torch
 
 from megatron_ext.errors import DistributedError
 from megatron_ext.teachers.channels import CHANNELS, FLIGHT, ChannelOffers, SegmentRing, use_device
-from megatron_ext.teachers.flight import Frame, FrameLimits, fl, receive, to_chunks
+from megatron_ext.teachers.flight import Frame, fl, receive, to_chunks
 from megatron_ext.teachers.messages import (
     ANSWER,
     BEAT,
@@ -199,14 +199,11 @@ class StudentSession:
             self._outbox.put(None)
 
     def _received(self, reader: Any) -> Frame:
-        limits = self._limits
-
         def begin(_: int) -> None:
             self._reading_since = self._reading_since or time.monotonic()
 
-        most = FrameLimits(limits.header_bytes, limits.frame_bytes, limits.frame_tensors)
         try:
-            return receive(reader, on_bytes=begin, limits=most)
+            return receive(reader, on_bytes=begin, limits=self._limits.frame)
         finally:
             self._reading_since = None
 

@@ -48,7 +48,7 @@ class Variant:
         return f"{self.objective}{packed}{taught}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class AxisRun:
     """One run."""
 

@@ -20,51 +20,27 @@ PARTITION = Variant(objective="partition_kl", packing=True)
 ALM = Variant(objective="alm")
 VARIANTS = (PROJECTED, PARTITION, ALM)
 
-OVERLAPS = {
-    "use_distributed_optimizer": True,
-    "overlap_grad_reduce": True,
-    "overlap_param_gather": True,
-}
+OVERLAPS = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
 ONE_ROW = {"micro_batch_size": 1}
 """Where replicas or stages are many, for the four rows of a global batch."""
-THERE = AxisRun(
-    name="tp2-pp2", variant=PROJECTED, parallel=LAYOUTS["tp2-pp2"], training={"save_interval": 1}
-)
-ALONE_FROM_THERE = AxisRun(
-    name="alone-from-tp2-pp2",
-    variant=PROJECTED,
-    training={"save_interval": 1},
-    goes_on_from=("tp2-pp2", 1),
-)
+SAVES = {"save_interval": 1}
+FROM_ALONE = ("alone-from-tp2-pp2", 2)
+THERE = AxisRun("tp2-pp2", PROJECTED, LAYOUTS["tp2-pp2"], SAVES)
+ALONE_FROM_THERE = AxisRun("alone-from-tp2-pp2", PROJECTED, {}, SAVES, ("tp2-pp2", 1))
 RUNS = [
+    AxisRun("tp2-pp2-from-alone", PROJECTED, LAYOUTS["tp2-pp2"], {}, FROM_ALONE),
+    AxisRun("pp2-vp2-from-alone", PROJECTED, LAYOUTS["pp2-vp2"], ONE_ROW, FROM_ALONE),
     AxisRun(
-        name="tp2-pp2-from-alone",
-        variant=PROJECTED,
-        parallel=LAYOUTS["tp2-pp2"],
-        goes_on_from=("alone-from-tp2-pp2", 2),
+        "cp2-tp2-sequence-parallel-variable-lengths",
+        PARTITION,
+        LAYOUTS["cp2-tp2"] | {"sequence_parallel": True, "use_distributed_optimizer": True},
+        {"variable_seq_lengths": True, "seq_length_multiple": 6},
     ),
     AxisRun(
-        name="pp2-vp2-from-alone",
-        variant=PROJECTED,
-        parallel=LAYOUTS["pp2-vp2"],
-        training=ONE_ROW,
-        goes_on_from=("alone-from-tp2-pp2", 2),
-    ),
-    AxisRun(
-        name="cp2-tp2-sequence-parallel-variable-lengths",
-        variant=PARTITION,
-        parallel={
-            **LAYOUTS["cp2-tp2"],
-            "sequence_parallel": True,
-            "use_distributed_optimizer": True,
-        },
-        training={"variable_seq_lengths": True, "seq_length_multiple": 6},
-    ),
-    AxisRun(
-        name="pp4-full-recompute-variable-lengths",
-        variant=ALM,
-        parallel=LAYOUTS["pp4"],
-        training={
+        "pp4-full-recompute-variable-lengths",
+        ALM,
+        LAYOUTS["pp4"],
+        {
             "recompute_granularity": "full",
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
@@ -73,30 +49,23 @@ RUNS = [
             "seq_length_multiple": 8,
         },
     ),
-    AxisRun(
-        name="dp4-overlaps", variant=ALM, parallel={**LAYOUTS["dp4"], **OVERLAPS}, training=ONE_ROW
-    ),
+    AxisRun("dp4-overlaps", ALM, LAYOUTS["dp4"] | dict.fromkeys(OVERLAPS, True), ONE_ROW),
 ]
 if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
     RUNS += [
+        AxisRun("cp2-pp2-from-alone", PROJECTED, LAYOUTS["cp2-pp2"], {}, FROM_ALONE),
         AxisRun(
-            name="cp2-pp2-from-alone",
-            variant=PROJECTED,
-            parallel=LAYOUTS["cp2-pp2"],
-            goes_on_from=("alone-from-tp2-pp2", 2),
-        ),
-        AxisRun(
-            name="tp2-dp2-sequence-parallel",
-            variant=PARTITION,
-            parallel={**LAYOUTS["tp2-dp2"], "sequence_parallel": True},
-            training={"recompute_granularity": "selective"} | ONE_ROW,
+            "tp2-dp2-sequence-parallel",
+            PARTITION,
+            LAYOUTS["tp2-dp2"] | {"sequence_parallel": True},
+            {"recompute_granularity": "selective"} | ONE_ROW,
         ),
     ]
 
 
 @pytest.fixture(scope="module")
 def runs(folder):
-    alone = [AxisRun(name=str(variant), variant=variant) for variant in VARIANTS]
+    alone = [AxisRun(str(variant), variant) for variant in VARIANTS]
     run_ranks(1, start_and_train, folder, alone, timeout_s=240)
     run_ranks(4, train_runs, folder, [THERE], timeout_s=480)
     run_ranks(1, train_runs, folder, [ALONE_FROM_THERE], timeout_s=240)
