@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,17 +24,6 @@ from megatron_ext.teachers.target_form import TargetForm
 if TYPE_CHECKING:
     # Not imported in runs without a remote teacher: it loads Arrow Flight.
     from megatron_ext.teachers.connection import Connection
-
-
-class _PendingRequest(NamedTuple):
-    """A request whose answer was not taken yet."""
-
-    first: TokenRows
-    """Host rows of the first microbatch, which identify it; the reference keeps the identity
-    unique."""
-
-    numbers: Sequence[int]
-    """Number of each replica's part of the request."""
 
 
 class RemoteTeacher:
@@ -83,7 +72,9 @@ class RemoteTeacher:
         self._dtype = dtype
         self._finish = finish
         self._end = end
-        self._pending: list[_PendingRequest] = []
+        # Requests whose answers were not taken yet: rows of the first microbatch, which identify
+        # one, and the number of each replica's part.
+        self._pending: list[tuple[TokenRows, list[int]]] = []
         self._asked_iteration = 0
         is_hidden = form.kind == "hidden" and groups.is_last_stage
         self._head = self._local_head() if is_hidden else None
@@ -135,7 +126,7 @@ class RemoteTeacher:
             replica.ask(rows[start:stop])
             for replica, start, stop in zip(self._replicas, bounds, bounds[1:], strict=False)
         ]
-        self._pending.append(_PendingRequest(rows[0], numbers))
+        self._pending.append((rows[0], numbers))
 
     def targets(self, microbatches: Sequence[TokenInputs]) -> list[TeacherTargets]:
         """Targets of each microbatch; see ``Teacher``. Requests them if that is still to be done.
@@ -157,11 +148,7 @@ class RemoteTeacher:
         ]
 
     def close(self, *, is_finished: bool) -> None:
-        """Disconnect from the teacher.
-
-        Args:
-            is_finished: Whether the run has ended well.
-        """
+        """Disconnect from the teacher; ``is_finished`` if the run has ended well."""
         with ExitStack() as stack:
             stack.callback(self._end)
             for replica in self._replicas:
@@ -171,12 +158,12 @@ class RemoteTeacher:
 
     def _answers(self, microbatches: Sequence[TokenInputs]) -> list[Fields]:
         first = microbatches[0].rows
-        places = (at for at, request in enumerate(self._pending) if request.first is first)
+        places = (at for at, (rows, _) in enumerate(self._pending) if rows is first)
         place = next(places, None)
         if place is None:
             self.ask(microbatches)
             place = len(self._pending) - 1
-        numbers = self._pending.pop(place).numbers
+        _, numbers = self._pending.pop(place)
         return [
             fields
             for replica, number in zip(self._replicas, numbers, strict=True)
@@ -205,9 +192,8 @@ class RemoteTeacher:
         head = self._replicas[0].head() if self._replicas else None
         width, vocab_size = self._shard.width, self._form.vocab_size
         for start in range(0, width * self._groups.tp.size(), width):
-            part = torch.zeros(
-                width, self._form.count, dtype=self._dtype, device=self._groups.device
-            )
+            shape, device = (width, self._form.count), self._groups.device
+            part = torch.zeros(shape, dtype=self._dtype, device=device)
             if head is not None and start < vocab_size:
                 rows = head[start : start + width]
                 part[: len(rows)] = rows.to(part)
