@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -63,12 +63,12 @@ class ProcessGroups:
     @property
     def is_first_stage(self) -> bool:
         """Whether this rank embeds tokens."""
-        return dist.get_rank(self.pp) == 0
+        return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
         """Whether this rank holds the head and computes the loss."""
-        return dist.get_rank(self.pp) == dist.get_world_size(self.pp) - 1
+        return self.pp_rank == dist.get_world_size(self.pp) - 1
 
     @property
     def pp_rank(self) -> int:
@@ -144,8 +144,24 @@ class ProcessGroups:
 
 def join(timeout: timedelta) -> None:
     """Join the process group that torchrun describes, or one of this process alone; idempotent."""
-    if not dist.is_initialized():
-        _join(_local_device(), launched_processes(), timeout)
+    if dist.is_initialized():
+        return
+    device = _local_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if (role := layout.current()) is not None:
+        # A world of its own: rank 0 to size - 1, whichever ranks of the launch these are.
+        place: dict[str, Any] = {
+            "store": PrefixStore(role.prefix, _launch_store()),
+            "rank": role.rank,
+            "world_size": role.size,
+        }
+    elif "RANK" in os.environ:
+        place = {}
+    else:
+        place = {"store": torch._C._distributed_c10d.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, timeout=timeout, **place)
 
 
 def initialize(layout: Layout, *, timeout: timedelta = timedelta(minutes=30)) -> ProcessGroups:
@@ -234,28 +250,3 @@ def _connection(store: Store) -> Store:
     """Another connection to the same store."""
     clone: Store = store.clone()  # type: ignore[attr-defined]
     return clone
-
-
-def _join(device: torch.device, world_size: int, timeout: timedelta) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if (role := layout.current()) is not None:
-        # A world of its own: rank 0 to size - 1, whichever ranks of the launch these are.
-        dist.init_process_group(
-            backend,
-            store=PrefixStore(role.prefix, _launch_store()),
-            rank=role.rank,
-            world_size=role.size,
-            timeout=timeout,
-        )
-    elif "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(
-            backend,
-            store=torch._C._distributed_c10d.HashStore(),
-            rank=0,
-            world_size=1,
-            timeout=timeout,
-        )

@@ -9,6 +9,7 @@ global count must be known before the first forward. ``KnownAhead`` holds the da
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Literal
 
 import torch
@@ -131,10 +132,7 @@ class KnownAhead:
 
     def chunks(self, usable: torch.Tensor | None = None) -> torch.Tensor:
         """Number of chunks in the mask and in ``usable`` [C] bool, int64 scalar; None: all."""
-        if self.chunk_mask is None and usable is None:
+        masks = [mask for mask in (self.chunk_mask, usable) if mask is not None]
+        if not masks:
             return torch.tensor(self.aligned.chunk_count, device=self.labels.device)
-        if self.chunk_mask is None or usable is None:
-            mask = self.chunk_mask if usable is None else usable
-            assert mask is not None
-            return mask.sum()
-        return (self.chunk_mask & usable).sum()
+        return reduce(torch.logical_and, masks).sum()

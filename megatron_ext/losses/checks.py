@@ -6,7 +6,7 @@ B batch, Ts Tt tokens, Vp local columns. Host-side: only ``check_shards_agree`` 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from megatron_ext.losses.base import DistillationInputs
 from megatron_ext.losses.projection_shard import ProjectionShard
 from megatron_ext.losses.targets import TargetKind, TeacherTargets
 from megatron_ext.losses.vocabulary_match import VocabularyMatch
+from megatron_ext.ops.divergence import Divergence
 
 
 def check_shard(shard: VocabShard, *, side: str) -> None:
@@ -165,7 +166,14 @@ def check_teacher(
             fix=why,
         )
     check_shard(teacher.shard, side="teacher")
-    check_teacher_columns(teacher)
+    columns = {"logits": teacher.logits, "hidden": teacher.head_weight}.get(teacher.kind)
+    width = None if columns is None else columns.shape[-1 if teacher.kind == "logits" else 0]
+    if width not in (None, teacher.shard.width):
+        raise LossError(
+            "teacher targets do not fit the teacher's vocabulary shard",
+            got=f"{width} columns",
+            expected=f"{teacher.shard.width}",
+        )
     ids, logits, normaliser = teacher.topk_ids, teacher.topk_logits, teacher.log_normaliser
     if ids is None or logits is None or normaliser is None:
         return
@@ -229,9 +237,9 @@ def check_match(inputs: DistillationInputs, *, objective: str) -> VocabularyMatc
     match = inputs.match
     if match is None:
         raise LossError(
-            f"the objective {objective} needs the tokens that both vocabularies have",
-            got="no vocabulary match",
-            fix="build one from the projection of the two",
+            f"the objective {objective} needs to know which tokens both vocabularies have",
+            got="no match",
+            fix="make a VocabularyMatch from the projection's partition",
         )
     if match.common_student.shape != match.common_teacher.shape:
         raise LossError(
@@ -271,27 +279,20 @@ def check_projection(inputs: DistillationInputs, *, objective: str) -> Projectio
     return inputs.projection
 
 
-def check_teacher_columns(teacher: TeacherTargets) -> None:
-    """Check logits or head rows against the teacher's shard.
-
-    Raises:
-        LossError: They differ in width.
-    """
-    columns = {"logits": teacher.logits, "hidden": teacher.head_weight}.get(teacher.kind)
-    if columns is None:
-        return
-    width = columns.shape[-1 if teacher.kind == "logits" else 0]
-    if width != teacher.shard.width:
-        raise LossError(
-            "teacher targets do not fit the teacher's vocabulary shard",
-            got=f"{width} columns",
-            expected=f"{teacher.shard.width}",
-        )
-
-
 Numerics = Literal["proper", "nemo"]
 """``proper``: distributions stay distributions, see ``docs/losses.md``. ``nemo``: value and
 gradient of NeMo RL's x_token losses, for comparison with runs that used them."""
+
+
+def check_numerics(objective: str, numerics: Numerics, direction: Divergence) -> None:
+    """Raise LossError where the numerics are unknown, or have no such direction."""
+    check_choice(objective, "numerics", numerics, get_args(Numerics))
+    if numerics == "nemo" and direction == "jensen_shannon":
+        raise LossError(
+            f"the nemo numerics of the objective {objective} have no such direction",
+            got=repr(direction),
+            expected="'forward' or 'reverse'",
+        )
 
 
 def why_nemo(numerics: Numerics) -> str | None:

@@ -13,7 +13,7 @@ import torch
 
 from megatron_ext.distributed.vocab_parallel import vocab_argmax
 from megatron_ext.losses.base import DistillationInputs, LossOutput
-from megatron_ext.losses.objective import FusedObjective, Objective, Scale
+from megatron_ext.losses.objective import FusedObjective, Objective, Scale, is_zero
 from megatron_ext.losses.objectives.next_token import NextTokenLoss
 
 if TYPE_CHECKING:
@@ -26,12 +26,12 @@ def fused_pair(parts: Mapping[str, LossPart], scales: Mapping[str, Scale]) -> tu
     They are evaluated together where both have a weight above 0 and read the same labels.
     """
     labelled = [name for name, part in parts.items() if isinstance(part.objective, NextTokenLoss)]
-    if len(labelled) != 1 or _is_zero(scales[labelled[0]]):
+    if len(labelled) != 1 or is_zero(scales[labelled[0]]):
         return ()
     labels = parts[labelled[0]].inputs.labels
     for name, part in parts.items():
         is_other = name not in labelled and part.inputs.labels is labels
-        if is_other and _fuses(part.objective, part.inputs) and not _is_zero(scales[name]):
+        if is_other and _fuses(part.objective, part.inputs) and not is_zero(scales[name]):
             return name, labelled[0]
     return ()
 
@@ -114,7 +114,7 @@ def _under_autograd(
                     inputs,
                     student_logits=leaf,
                     # A term of weight 0 is still measured.
-                    grad_scale=1.0 if _is_zero(scales[name]) else scales[name],
+                    grad_scale=1.0 if is_zero(scales[name]) else scales[name],
                 )
             )
             for name, objective in objectives.items()
@@ -125,8 +125,3 @@ def _under_autograd(
         (logits_gradient,) = torch.autograd.grad(sums, leaf, weights, materialize_grads=True)
         gradient.copy_(logits_gradient.flatten(0, 1))
     return {name: replace(out, loss_sum=out.loss_sum.detach()) for name, out in outputs.items()}
-
-
-def _is_zero(scale: Scale) -> bool:
-    """Whether the scale is known on the host to be 0."""
-    return not isinstance(scale, torch.Tensor) and scale == 0

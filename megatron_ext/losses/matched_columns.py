@@ -13,6 +13,7 @@ from megatron_ext.constants import NO_CHUNK
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs
+from megatron_ext.losses.checks import check_match
 from megatron_ext.losses.targets import TeacherTargets
 from megatron_ext.ops.chunk_rows import ChunkedLogits
 
@@ -52,19 +53,12 @@ def matched_columns(
         LossError: There is no match, its sides differ in number, or it has more tokens than a
             vocabulary.
     """
-    match, shards = inputs.match, (inputs.student_shard, teacher.shard)
-    if match is None:
-        raise LossError(
-            f"the objective {objective} needs to know which tokens both vocabularies have",
-            got="no match",
-            fix="make a VocabularyMatch from the projection's partition",
-        )
-    count = len(match.common_student)
-    smaller = min(shard.vocab_size for shard in shards)
-    if len(match.common_teacher) != count or count > smaller:
+    match, shards = check_match(inputs, objective=objective), (inputs.student_shard, teacher.shard)
+    count, smaller = len(match.common_student), min(shard.vocab_size for shard in shards)
+    if count > smaller:
         raise LossError(
             f"the vocabulary match of the objective {objective} does not pair tokens one to one",
-            got=f"{count} student and {len(match.common_teacher)} teacher tokens",
+            got=f"{count} student and {count} teacher tokens",
             expected=f"equally many, at most {smaller}",
         )
     partner = _partners(match.common_student, match.common_teacher, shards[0])

@@ -21,6 +21,12 @@ from megatron_ext.registry import Registry
 Scale = float | torch.Tensor
 """Factor of a sum: its weight over its global count. A tensor is a scalar without a graph."""
 
+
+def is_zero(scale: Scale) -> bool:
+    """Whether the scale is known on the host to be 0."""
+    return not isinstance(scale, torch.Tensor) and scale == 0
+
+
 TargetForm = Literal["label", "topk", "hidden"]
 """Kind of targets that a cache keeps or a remote teacher sends."""
 

@@ -16,7 +16,7 @@ from megatron_ext.losses.base import DistillationInputs, LossOutput, SumCount
 from megatron_ext.losses.fused_evaluation import evaluate_together, fused_pair
 from megatron_ext.losses.linear import LinearDistillation
 from megatron_ext.losses.microbatch_tiles import MicrobatchTiles
-from megatron_ext.losses.objective import Objective, Scale
+from megatron_ext.losses.objective import Objective, Scale, is_zero
 from megatron_ext.ops.unit_gradient import kept_gradient
 
 if TYPE_CHECKING:
@@ -48,8 +48,7 @@ class LossPart:
 
         A float where it is known on the host, as for a weight of 0; else an fp32 scalar.
         """
-        is_weightless = not isinstance(self.weight, torch.Tensor) and self.weight == 0
-        if is_weightless or term_weights[self.term] == 0:
+        if is_zero(self.weight) or term_weights[self.term] == 0:
             return 0.0
         scale = term_weights[self.term] * self.weight / _divisor(global_counts[self.count_name])
         return scale.float() if isinstance(scale, torch.Tensor) else scale
@@ -107,7 +106,9 @@ class LossPlan:
             shares.append(total)
         for name, part in self.parts.items():
             if name not in pair:
-                inputs = replace(part.inputs, grad_scale=_nonzero(scales[name]))
+                # The gradient is written for a scale that is not 0.
+                scale = 1.0 if is_zero(scales[name]) else scales[name]
+                inputs = replace(part.inputs, grad_scale=scale)
                 outputs[name] = part.objective(inputs)
                 shares.append(outputs[name].loss_sum * scales[name])
         return Loss(
@@ -246,8 +247,3 @@ def reduce_counts(
 
 def _divisor(count: Count) -> Count:
     return count.clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1)
-
-
-def _nonzero(scale: Scale) -> Scale:
-    """1 for a scale known to be 0, since the gradient is written for a scale that is not 0."""
-    return 1.0 if not isinstance(scale, torch.Tensor) and scale == 0 else scale

@@ -44,22 +44,14 @@ class LossWeighting(Protocol):
         """Restore ``state``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FixedWeighting:
-    """The same weights at every step."""
+class _PlannedWeighting:
+    """Weights that nothing observed changes."""
 
-    kd: float = 1.0
-    ce: float = 0.1
-
-    def __post_init__(self) -> None:
-        _check_weights(kd=self.kd, ce=self.ce)
+    __slots__ = ()
 
     @property
     def observes(self) -> Observed:
         return "nothing"
-
-    def weights(self, step: int) -> dict[str, float]:
-        return {"kd": self.kd, "ce": self.ce}
 
     def observe(self, values: Mapping[str, float]) -> None:
         pass
@@ -71,13 +63,27 @@ class FixedWeighting:
         pass
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedWeighting(_PlannedWeighting):
+    """The same weights at every step."""
+
+    kd: float = 1.0
+    ce: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check_weights(kd=self.kd, ce=self.ce)
+
+    def weights(self, step: int) -> dict[str, float]:
+        return {"kd": self.kd, "ce": self.ce}
+
+
 Schedule = Literal["constant", "linear", "reverse_linear", "cosine", "reverse_cosine"]
 """Factor of a weight over the steps of a run: ``linear`` and ``reverse_cosine`` rise from 0 to 1,
 ``cosine`` and ``reverse_linear`` fall from 1 to 0. The names are those of tokenkit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduledWeighting:
+class ScheduledWeighting(_PlannedWeighting):
     """Weights times a scheduled factor, which is 0 or 1 at the first and at the last step."""
 
     steps: int
@@ -100,25 +106,12 @@ class ScheduledWeighting:
                     expected=f"one of {', '.join(_FACTORS)}",
                 )
 
-    @property
-    def observes(self) -> Observed:
-        return "nothing"
-
     def weights(self, step: int) -> dict[str, float]:
         progress = min(step / (self.steps - 1), 1.0) if self.steps > 1 else 1.0
         return {
             "kd": self.kd * _FACTORS[self.kd_schedule](progress),
             "ce": self.ce * _FACTORS[self.ce_schedule](progress),
         }
-
-    def observe(self, values: Mapping[str, float]) -> None:
-        pass
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pass
 
 
 _FACTORS = {
@@ -159,8 +152,7 @@ class MatchedWeighting:
 
     def __post_init__(self) -> None:
         _check_weights(ce=self.ce)
-        if not 0 <= self.decay < 1:
-            raise LossError("decay of a moving average", got=self.decay, expected="in [0, 1)")
+        _check_decay(self.decay)
         if not 0 < self.lowest <= self.highest < math.inf:
             raise LossError(
                 "bounds of the ratio of cross-entropy to distillation",
@@ -205,6 +197,11 @@ def _check_weights(**weights: float) -> None:
             )
 
 
+def _check_decay(decay: float) -> None:
+    if not 0 <= decay < 1:
+        raise LossError("decay of a moving average", got=decay, expected="in [0, 1)")
+
+
 def _check_finite(what: str, values: Mapping[str, float]) -> None:
     for name, value in values.items():
         if not math.isfinite(value):
@@ -236,8 +233,7 @@ class GradientMagnitudeWeighting:
     def __post_init__(self) -> None:
         if not self.terms:
             raise LossError("there is no term to weigh")
-        if not 0 <= self.decay < 1:
-            raise LossError("decay of a moving average", got=self.decay, expected="in [0, 1)")
+        _check_decay(self.decay)
 
     @property
     def observes(self) -> Observed:

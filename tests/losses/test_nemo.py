@@ -93,7 +93,9 @@ def test_a_masked_chunk_has_no_gradient(name: str) -> None:
 
 
 def test_a_direction_that_the_original_lacks_is_refused() -> None:
-    with pytest.raises(LossError, match="nemo numerics of projected_kl have no such direction"):
+    with pytest.raises(
+        LossError, match="nemo numerics of the objective projected_kl have no such direction"
+    ):
         ProjectedKLLoss(numerics="nemo", direction="jensen_shannon")
 
 

@@ -15,13 +15,13 @@ from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
-from megatron_ext.losses.checks import check_alignment, check_student
+from megatron_ext.losses.checks import check_alignment, check_choice, check_student
 from megatron_ext.losses.diagnostics import chunk_output, over_chunks
 from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, Objective, TargetForm
 from megatron_ext.losses.objectives.chunk_likelihood import (
     ChunkLikelihoods,
     chunk_likelihoods,
-    labelled_chunks,
+    labelled_ahead,
     places_after,
 )
 from megatron_ext.losses.targets import TargetKind
@@ -151,12 +151,7 @@ class AlmLoss(Objective):
             renyi_alpha=self.renyi_alpha,
         )
         check_implementation(self.name, self.implementation)
-        if self.merge not in get_args(Merge):
-            raise LossError(
-                f"unknown merge of the objective {self.name}",
-                got=repr(self.merge),
-                expected=f"one of {', '.join(get_args(Merge))}",
-            )
+        check_choice(self.name, "merge", self.merge, get_args(Merge))
         if not 0 < self.boundary_threshold < 1:
             raise LossError(
                 f"boundary_threshold of the objective {self.name} is no probability",
@@ -218,17 +213,14 @@ class AlmLoss(Objective):
         upper bound: the number of merged groups depends on the teacher's predictions.
         """
         alignment = known.aligned
-        labels, ids = [known.labels.flatten()], [alignment.student_chunk_id.flatten()]
-        if known.teacher_labels is not None:
-            labels.append(known.teacher_labels.flatten())
-            ids.append(alignment.teacher_chunk_id.flatten())
-        usable = labelled_chunks(labels, ids, alignment.chunk_count)
+        usable = labelled_ahead(known)
         if self.merge != "words" or known.word_starts is None or known.teacher_labels is None:
             return known.chunks(usable)
         if known.chunk_mask is not None:
             usable = usable & known.chunk_mask
         places = places_after(alignment, known.labels, known.teacher_labels)
-        starts = known.word_starts[labels[0].clamp(min=0)] & (labels[0] >= 0)
+        labels = known.labels.flatten()
+        starts = known.word_starts[labels.clamp(min=0)] & (labels >= 0)
         closes = starts[places[0].row] | ~(usable & places[0].exists & places[1].exists)
         return (usable & chunk_groups(alignment, usable=usable, closes=closes).is_last).sum()
 

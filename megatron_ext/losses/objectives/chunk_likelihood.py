@@ -10,7 +10,7 @@ import torch
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.constants import NO_CHUNK
 from megatron_ext.errors import LossError
-from megatron_ext.losses.base import DistillationInputs
+from megatron_ext.losses.base import DistillationInputs, KnownAhead
 from megatron_ext.losses.diagnostics import used_chunks
 from megatron_ext.losses.matched_columns import counted_ids
 from megatron_ext.losses.targets import TeacherTargets
@@ -100,6 +100,16 @@ def labelled_chunks(
     for side, ids in zip(labels, chunk_ids, strict=True):
         missing += _sum_rows((side < 0).to(torch.int64), ids, count)
     return missing == 0
+
+
+def labelled_ahead(known: KnownAhead) -> torch.Tensor:
+    """``labelled_chunks`` of the sides whose labels are known."""
+    alignment = known.aligned
+    labels, ids = [known.labels.flatten()], [alignment.student_chunk_id.flatten()]
+    if known.teacher_labels is not None:
+        labels.append(known.teacher_labels.flatten())
+        ids.append(alignment.teacher_chunk_id.flatten())
+    return labelled_chunks(labels, ids, alignment.chunk_count)
 
 
 class PlaceAfter(NamedTuple):

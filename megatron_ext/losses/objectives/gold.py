@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 import torch
 
@@ -13,8 +13,8 @@ from megatron_ext.losses.base import DistillationInputs, LossOutput
 from megatron_ext.losses.checks import (
     Numerics,
     check_alignment,
-    check_choice,
     check_count,
+    check_numerics,
     check_student,
     why_nemo,
 )
@@ -94,7 +94,7 @@ class GoldLoss(Objective):
             direction=self.direction,
             mixture=self.mixture,
         )
-        check_choice(self.name, "numerics", self.numerics, get_args(Numerics))
+        check_numerics(self.name, self.numerics, self.direction)
         check_implementation(self.name, self.implementation)
         check_count(self.name, "uncommon_topk", self.uncommon_topk)
         if not (math.isfinite(self.uncommon_weight) and self.uncommon_weight >= 0):
@@ -102,12 +102,6 @@ class GoldLoss(Objective):
                 f"uncommon_weight of the objective {self.name} must not be negative",
                 got=self.uncommon_weight,
                 expected="0 or above",
-            )
-        if self.numerics == "nemo" and self.direction == "jensen_shannon":
-            raise LossError(
-                f"the nemo numerics of the objective {self.name} have no such direction",
-                got=repr(self.direction),
-                expected="'forward' or 'reverse'",
             )
 
     def compute(self, inputs: DistillationInputs) -> LossOutput:

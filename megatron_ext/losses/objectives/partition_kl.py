@@ -27,7 +27,7 @@ from megatron_ext.losses.objective import (
     TargetForm,
     label_scales,
 )
-from megatron_ext.losses.objectives.chunk_likelihood import labelled_chunks
+from megatron_ext.losses.objectives.chunk_likelihood import labelled_ahead
 from megatron_ext.losses.vocabulary_match import VocabularyMatch, singles_as_chains, topk_masses
 from megatron_ext.ops.divergence import Divergence, DivergenceOptions, check_divergence
 from megatron_ext.ops.launch import Implementation, check_implementation
@@ -152,13 +152,8 @@ class PartitionKLLoss(FusedObjective):
         ``label_log_probs``, where the observed tokens outside the top-k are not known before the
         teacher has run.
         """
-        alignment = known.aligned
-        labels, ids = [known.labels.flatten()], [alignment.student_chunk_id.flatten()]
-        if known.teacher_labels is not None:
-            labels.append(known.teacher_labels.flatten())
-            ids.append(alignment.teacher_chunk_id.flatten())
-        usable = labelled_chunks(labels, ids, alignment.chunk_count)
-        return known.chunks(usable | (alignment.chunk_class == ChunkClass.ONE_TO_ONE))
+        is_single = known.aligned.chunk_class == ChunkClass.ONE_TO_ONE
+        return known.chunks(labelled_ahead(known) | is_single)
 
     def _events(self, inputs: DistillationInputs) -> ComparedEvents:
         """Compared events of the chunks.

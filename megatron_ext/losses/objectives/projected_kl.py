@@ -6,17 +6,17 @@ B batch, Ts Tt tokens, Vps Vpt local columns, C chunks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Final, get_args
+from typing import ClassVar, Final
 
 import torch
 
 from megatron_ext.alignment.batch import AlignmentBatch
-from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
 from megatron_ext.losses.checks import (
     Numerics,
     check_alignment,
-    check_choice,
+    check_count,
+    check_numerics,
     check_projection,
     check_student,
     why_nemo,
@@ -105,19 +105,8 @@ class ProjectedKLLoss(FusedObjective):
             mixture=self.mixture,
         )
         check_implementation("projected_kl", self.implementation)
-        check_choice("projected_kl", "numerics", self.numerics, get_args(Numerics))
-        if self.numerics == "nemo" and self.direction == "jensen_shannon":
-            raise LossError(
-                "the nemo numerics of projected_kl have no such direction",
-                got=repr(self.direction),
-                expected="'forward' or 'reverse'",
-            )
-        if self.vocab_topk is not None and self.vocab_topk < 1:
-            raise LossError(
-                "vocab_topk of projected_kl keeps no token",
-                got=self.vocab_topk,
-                expected="at least 1, or none for every token",
-            )
+        check_numerics(self.name, self.numerics, self.direction)
+        check_count(self.name, "vocab_topk", self.vocab_topk)
 
     def evaluate(
         self,

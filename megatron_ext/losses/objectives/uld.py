@@ -19,7 +19,7 @@ from megatron_ext.losses.checks import (
     check_choice,
     check_count,
     check_student,
-    check_teacher_columns,
+    check_teacher,
     check_temperature,
 )
 from megatron_ext.losses.diagnostics import chunk_output
@@ -210,12 +210,7 @@ def _check_positions(inputs: DistillationInputs) -> tuple[TeacherTargets, torch.
             "the objective uld by position needs a teacher and the teacher's labels",
             got="no teacher" if teacher is None else "no teacher_labels",
         )
-    if teacher.kind not in ("logits", "hidden"):
-        raise LossError(
-            "the objective uld cannot use these teacher targets",
-            got=f"kind {teacher.kind!r}",
-            expected="kind 'logits' or 'hidden'",
-        )
+    check_teacher(teacher, objective="uld", kinds=("logits", "hidden"))
     if labels.shape != teacher.positions or len(labels) != len(inputs.labels):
         raise LossError(
             "the teacher's labels do not fit its positions [B, Tt]",
@@ -228,7 +223,6 @@ def _check_positions(inputs: DistillationInputs) -> tuple[TeacherTargets, torch.
             got="a chunk_mask",
             fix="leave samples out by their labels, or use alignment='chunks'",
         )
-    check_teacher_columns(teacher)
     return teacher, labels
 
 

@@ -124,7 +124,7 @@ def test_other_chunks_are_counted_as_left_out() -> None:
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"match": None}, "strict_topk needs the tokens that both .* got no vocabulary match"),
+        ({"match": None}, "strict_topk needs to know which tokens both .* got no match"),
         (
             {
                 "match": VocabularyMatch(
