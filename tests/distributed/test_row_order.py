@@ -5,10 +5,21 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_ext.distributed.vocab_parallel import reordered_rows
-from tests.distributed.row_order_cases import reorder
 from tests.process_group import run_ranks
+
+
+def reorder(
+    rank: int, whole: torch.Tensor, sources: np.ndarray
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's rows in another order, and in the one before again."""
+    width = len(whole) // dist.get_world_size()
+    rows = whole[rank * width : (rank + 1) * width]
+    group = dist.group.WORLD
+    there = reordered_rows(rows, sources, group)
+    return there, reordered_rows(there, np.argsort(sources), group)
 
 
 def whole(dtype: torch.dtype) -> torch.Tensor:
