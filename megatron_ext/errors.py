@@ -1,7 +1,9 @@
 """Errors for users: what failed, what was found, what was expected, and how to fix it."""
 
 import re
-from typing import Final
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
 
 _CONTROLS: Final = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]"
@@ -132,3 +134,28 @@ class MissingDependencyError(MegatronExtError, ImportError):
 
 def _from_text(kind: type[MegatronExtError], text: str) -> MegatronExtError:
     return kind.__new__(kind, text)
+
+
+@contextmanager
+def refused_input(what: str, **parts: Any) -> Iterator[None]:
+    """Turn whatever a block raises, while it reads an input, into one line that names the input.
+
+    Args:
+        what: As in ``MegatronExtError``.
+        parts: ``where``, ``expected`` and ``fix``, and ``kind``, the class of the error.
+
+    Raises:
+        MegatronExtError: Of the class ``kind``, or as it was raised.
+    """
+    kind = parts.pop("kind", DataError)
+    try:
+        yield
+    except (MegatronExtError, ImportError):
+        raise
+    except BaseException as error:
+        # A panic of a library in Rust is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = error.strerror if isinstance(error, OSError) else None
+        got = reason or f"{type(error).__name__}: {error}"
+        raise kind(what, got=got, **parts) from error

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
 import secrets
 import shutil
 import signal
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 _WITHOUT_LOCKS: Final = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
@@ -43,6 +45,40 @@ def write_bytes(path: Path, content: bytes) -> None:
         hidden.replace(path)
     finally:
         hidden.unlink(missing_ok=True)
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a regular file.
+
+    Raises:
+        OSError: It cannot be read, or is a pipe or a device, of which a read may never end.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        reason = "Is a directory" if path.is_dir() else "Is no regular file"
+        raise OSError(errno.EINVAL, reason, str(path))
+    return path.read_bytes()
+
+
+def parse_json(content: str | bytes) -> Any:
+    """The value that JSON spells.
+
+    Raises:
+        ValueError: It is not JSON, not UTF-8, or nested too deeply.
+    """
+    try:
+        return json.loads(content.decode() if isinstance(content, bytes) else content)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def read_json(path: Path) -> Any:
+    """The value in a regular file of JSON.
+
+    Raises:
+        OSError: As ``read_bytes``.
+        ValueError: As ``parse_json``.
+    """
+    return parse_json(read_bytes(path))
 
 
 def hidden_name(path: Path) -> Path:
@@ -84,7 +120,7 @@ def whole_lines(path: Path) -> list[bytes]:
         OSError: The file cannot be read.
     """
     try:
-        return path.read_bytes().split(b"\n")[:-1]
+        return read_bytes(path).split(b"\n")[:-1]
     except FileNotFoundError:
         return []
 

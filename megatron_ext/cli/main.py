@@ -116,16 +116,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.stderr.write("megatron-ext: interrupted\n")
         sys.exit(_EXIT_INTERRUPTED)
-    except OSError as error:
-        is_full = error.errno in _NO_ROOM
-        if not is_full and (error.errno not in _NOT_OURS or error.filename is None):
+    except (OSError, RecursionError, ValueError) as error:
+        line = _line_of(error)
+        if line is None:
             raise
-        line = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
-        if is_full:
-            line += "; make room there and run the command again; a run goes on from its last "
-            line += "checkpoint"
-        sys.stderr.write(f"megatron-ext: error: {printable(line)}\n")
+        sys.stderr.write(f"megatron-ext: error: {line}\n")
         sys.exit(2)
+
+
+def _line_of(error: Exception) -> str | None:
+    """What to say of an error of Python that an input or the machine causes; None for a defect."""
+    if isinstance(error, RecursionError):
+        return "an input is nested too deeply; expected no more than some hundred levels"
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        if error.errno in _NO_ROOM:
+            return printable(
+                f"{where}{error.strerror}; make room there and run the command again; a run goes "
+                "on from its last checkpoint"
+            )
+        return printable(f"{where}{error.strerror}") if where else None
+    if "embedded null" in str(error):
+        return "a path holds a NUL character; expected the path of a file"
+    return None
 
 
 def _stdout_is_broken() -> bool:

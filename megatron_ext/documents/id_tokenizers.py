@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.files import read_json
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
 
 DOCUMENT = "document"
@@ -185,7 +185,7 @@ def settings_of(prefix: str) -> Mapping[str, Any]:
 
 def _read_report(report: Path) -> Mapping[str, Any]:
     try:
-        values = json.loads(report.read_text(encoding="utf-8"))
+        values = read_json(report)
     except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}

@@ -11,7 +11,7 @@ import logging
 import tempfile
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import chain
@@ -34,8 +34,8 @@ from megatron_ext.documents.record_fields import (
 )
 from megatron_ext.documents.records import cut_into_shards, file_records
 from megatron_ext.documents.source_file import SourceFile
-from megatron_ext.errors import DataError
-from megatron_ext.files import begin_lock, new_folder
+from megatron_ext.errors import DataError, refused_input
+from megatron_ext.files import begin_lock, new_folder, read_json
 
 _NOTES: Final = "notes.json"
 
@@ -50,20 +50,27 @@ class CachedArrays:
     folder: Path
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        return self._arrays[name]
+        with _readable(self.folder):
+            return self._arrays[name]
 
     @cached_property
     def notes(self) -> dict[str, Any]:
         """Plain values stored with the arrays."""
-        notes: dict[str, Any] = json.loads((self.folder / _NOTES).read_text(encoding="utf-8"))
+        with _readable(self.folder):
+            notes: dict[str, Any] = dict(read_json(self.folder / _NOTES))
         return notes
 
     @cached_property
     def _arrays(self) -> dict[str, NDArray[Any]]:
-        return {file.stem: np.load(file, mmap_mode="r") for file in self.folder.glob("*.npy")}
+        with _readable(self.folder):
+            return {file.stem: np.load(file, mmap_mode="r") for file in self.folder.glob("*.npy")}
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.folder,)
+
+
+def _readable(folder: Path) -> AbstractContextManager[None]:
+    return refused_input("the cache is damaged", where=folder, fix="remove this folder")
 
 
 def cached_arrays(

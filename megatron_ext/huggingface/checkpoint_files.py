@@ -8,7 +8,6 @@ them.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
+from megatron_ext import files
 from megatron_ext.errors import CheckpointError
 
 CONFIG_FILE: Final = "config.json"
@@ -114,7 +114,7 @@ def is_checkpoint_folder(path: str | os.PathLike[str]) -> bool:
     if not file.is_file():
         return False
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = files.read_json(file)
     except (OSError, ValueError):
         return False
     return isinstance(config, dict) and ("architectures" in config or "model_type" in config)
@@ -127,7 +127,7 @@ def read_json(file: Path) -> dict[str, Any]:
         CheckpointError: The file is missing, or holds something else.
     """
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = files.read_json(file)
     except OSError as error:
         raise CheckpointError("cannot read the file", where=file, got=error.strerror) from error
     except ValueError as error:
@@ -156,7 +156,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             fix="download it again",
         ) from error
     try:
-        header = json.loads(text)
+        header = files.parse_json(text)
         header.pop(METADATA_KEY, None)
         tensors = {
             name: StoredTensor(file=file, dtype=row["dtype"], shape=tuple(row["shape"]))

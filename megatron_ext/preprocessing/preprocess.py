@@ -9,7 +9,7 @@ from itertools import chain
 from megatron_ext.documents.records import check_fields, check_first_records
 from megatron_ext.documents.source_file import find_sources
 from megatron_ext.documents.worker_pool import WorkerPool, usable_cores
-from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.errors import ConfigError, DataError, MegatronExtError
 from megatron_ext.extras import missing_package
 from megatron_ext.preprocessing.config import PreprocessConfig, with_settled_schema
 from megatron_ext.preprocessing.document_encoder import document_encoder
@@ -37,8 +37,16 @@ def preprocess(config: PreprocessConfig) -> Report | None:
     check_fields(sources.files, config.fields)
     config = with_settled_schema(config, sources.files)
     try:
+        folder = WorkFolder(config.names.work_folder)
+        is_new = not folder.path.exists() and not config.shard_indices
         plan = _resume_or_begin(config, Plan.make(config, tokenizer, sources.files))
-        _make_missing(config, plan, tokenizer)
+        try:
+            _make_missing(config, plan, tokenizer)
+        except MegatronExtError:
+            # Nothing could go on from what is there: the input has to change.
+            if config.strict and is_new:
+                folder.discard()
+            raise
         if config.shard_indices:
             return None
         return assemble(config, plan, sources, vocab_size=tokenizer.vocab_size)

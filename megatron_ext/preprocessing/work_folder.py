@@ -14,8 +14,17 @@ from typing import Any, Final
 
 from megatron_ext.documents.records import cut_into_shards
 from megatron_ext.documents.source_file import InputSlice, SourceFile
-from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.files import begin_lock, flush, hidden_name, new_folder, write_text
+from megatron_ext.errors import ConfigError, DataError, refused_input
+from megatron_ext.files import (
+    begin_lock,
+    flush,
+    hidden_name,
+    new_folder,
+    parse_json,
+    read_bytes,
+    read_json,
+    write_text,
+)
 from megatron_ext.preprocessing.config import PreprocessConfig
 from megatron_ext.preprocessing.report import ShardRecord
 from megatron_ext.tokenizers import MegatronTokenizerText
@@ -68,9 +77,9 @@ class Plan:
         return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> Plan:
+    def from_json(cls, text: str | bytes) -> Plan:
         """The inverse of ``to_json``."""
-        values = json.loads(text)
+        values = parse_json(text)
         return cls(
             values["settings"],
             tuple(SourceFile(**file) for file in values["inputs"]),
@@ -142,7 +151,7 @@ class WorkFolder:
         if not file.exists():
             return None
         try:
-            return Plan.from_json(file.read_text(encoding="utf-8"))
+            return Plan.from_json(read_bytes(file))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 "the plan of the unfinished run cannot be read",
@@ -188,7 +197,10 @@ class WorkFolder:
         file = self.shard(index) / _RECORD
         if not file.exists():
             return None
-        record = ShardRecord.from_values(json.loads(file.read_text(encoding="utf-8")))
+        with refused_input(
+            "the record of a finished shard is damaged", where=file, fix=f"remove {file.parent}"
+        ):
+            record = ShardRecord.from_values(read_json(file))
         return record if record.plan == plan else None
 
     @contextmanager

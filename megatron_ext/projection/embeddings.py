@@ -5,7 +5,6 @@ V tokens, D numbers each (Ds and Dt of student and teacher), N rows of a block, 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_ext.errors import ProjectionError
+from megatron_ext.files import parse_json
 
 BFLOAT16: Final = "BF16"
 _NUMPY_TYPES: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2", BFLOAT16: "<u2"}
@@ -104,7 +104,7 @@ def _mapped(path: Path, tensor: str | None) -> tuple[NDArray[Any], bool]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(_HEADER_LENGTH_BYTES), "little")
             size = path.stat().st_size
-            header = json.loads(file.read(length)) if length <= size else None
+            header = parse_json(file.read(length)) if length <= size else None
     except (OSError, ValueError) as error:
         raise ProjectionError("the embeddings cannot be read", where=path, got=error) from error
     if not isinstance(header, dict):

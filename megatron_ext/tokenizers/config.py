@@ -6,13 +6,13 @@ Flags, their help and the documentation are generated from the fields below. A f
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from megatron_ext.conversation import PromptConfig, TrainingPolicy
 from megatron_ext.errors import ConfigError
+from megatron_ext.files import parse_json
 from megatron_ext.tokenizers.legacy_types import Library, TokenizerMode
 
 
@@ -103,7 +103,7 @@ def _variable(stated: object) -> tuple[str, Any]:
             where="template_variables",
         )
     try:
-        return name, json.loads(value)
+        return name, parse_json(value)
     except ValueError:
         if value[:1] in ("{", "[", '"'):
             raise ConfigError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 from megatron_ext.errors import TokenizerError
 from megatron_ext.extras import needed_packages
+from megatron_ext.files import parse_json
 from megatron_ext.tokenizers.assets import save_assets
 from megatron_ext.tokenizers.base import (
     MegatronTokenizerBase,
@@ -72,7 +72,7 @@ def _texts(file: Path, field: str) -> Iterator[str]:
 
 def _text(line: str, field: str, where: str) -> str:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError as error:
         raise TokenizerError("the line is not JSON", got=str(error), where=where) from error
     text = record.get(field) if isinstance(record, dict) else None
@@ -249,7 +249,7 @@ class MegatronTokenizerText(ChatTokenizer, MegatronTokenizerBase):
         options = added.joined_to(self.options)
         self._tokenizer = TOKENIZER_LIBRARIES[self.library].build(self.path, options)
         self.options = options
-        self._set_chat_template(self.chat_template)
+        self._tokenizer.served_by = self
         self._set_prompt_format(self.prompt_format)
         return len(new)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, TypeGuard
 
+from megatron_ext import files
 from megatron_ext.errors import TokenizerError
 
 # One or two words. A name with the ending of a tokenizer file is a misspelled path.
@@ -199,7 +199,7 @@ def read_file(file: Path) -> bytes:
         TokenizerError: It cannot be read.
     """
     try:
-        return file.read_bytes()
+        return files.read_bytes(file)
     except OSError as error:
         raise TokenizerError("cannot read the file", got=error.strerror, where=file) from error
 
@@ -258,8 +258,8 @@ def parse_json(contents: bytes, file: Path) -> object:
         TokenizerError: It is not JSON, for example because it is truncated.
     """
     try:
-        return json.loads(contents.decode())
-    except (ValueError, RecursionError) as error:
+        return files.parse_json(contents)
+    except ValueError as error:
         raise TokenizerError(
             "the file is not valid JSON",
             got=str(error),

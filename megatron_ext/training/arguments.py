@@ -11,7 +11,6 @@ import argparse
 import ast
 import dataclasses
 import inspect
-import json
 import textwrap
 import types
 import typing
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
+from megatron_ext.files import parse_json
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.model_section import read_config_file, with_huggingface_models
 from megatron_ext.typed_mapping import build_config
@@ -98,8 +98,8 @@ def _field_docs(config_type: type) -> dict[str, str]:
 
 def _json_object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
+        value = parse_json(text)
+    except ValueError as error:
         raise argparse.ArgumentTypeError(f"not JSON: {text!r}; {error}") from None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"not a JSON object: {text!r}; expected '{{\"key\": 1}}'")

@@ -20,8 +20,9 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from tqdm import tqdm
 
+from megatron_ext.errors import refused_input
 from megatron_ext.extras import missing_package
-from megatron_ext.files import whole_lines, write_bytes, write_text
+from megatron_ext.files import parse_json, whole_lines, write_bytes, write_text
 from megatron_ext.training.config import TrainingConfig
 from megatron_ext.training.run_folder import METRICS_FILE
 from megatron_ext.training.run_plan import RunPlan
@@ -227,8 +228,20 @@ class MetricsLog:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Rows of a run's ``metrics.jsonl``; a last line cut short by a crash is left out."""
-    return [json.loads(line) for line in whole_lines(run_dir / METRICS_FILE)]
+    """Rows of a run's ``metrics.jsonl``; a last line cut short by a crash is left out.
+
+    Raises:
+        DataError: A line is no row.
+    """
+    file = run_dir / METRICS_FILE
+    rows = []
+    for number, line in enumerate(whole_lines(file), 1):
+        with refused_input(
+            "the line is no row of a run", where=f"{file}:{number}", fix="remove the line"
+        ):
+            rows.append(dict(parse_json(line)))
+            int(rows[-1]["iteration"])
+    return rows
 
 
 def result_lines(run_dir: Path, *, done: int) -> list[str]:

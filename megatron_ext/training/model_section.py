@@ -144,7 +144,9 @@ def read_config_file(path: str | Path) -> tuple[dict[str, Any], Where]:
         raise ConfigError(
             "the configuration file cannot be read", where=path, got=error.strerror
         ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except RecursionError as error:
+        raise ConfigError("the configuration file is nested too deeply", where=path) from error
+    except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         raise ConfigError(
             "the configuration file is not valid YAML",

@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
-from megatron_ext.errors import ConfigError
-from megatron_ext.files import disown, is_owned, own, write_text
+from megatron_ext.errors import ConfigError, refused_input
+from megatron_ext.files import disown, is_owned, own, read_json, write_text
 from megatron_ext.training.checkpoint_folder import CHECKPOINTS as CHECKPOINTS
 from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
 from megatron_ext.training.config import TEACHER, DistillConfig
@@ -177,9 +177,12 @@ def check_same_text(folder: Path, data_summary: Mapping[str, Any]) -> None:
     stored = folder / DATA_FILE
     if latest_checkpoint(folder / CHECKPOINTS) is None or not stored.exists():
         return
-    before = json.loads(stored.read_text(encoding="utf-8"))
     for split in ("train", "validation"):
-        hashes = [(summary.get(split) or {}).get("sha256") for summary in (data_summary, before)]
+        with refused_input(
+            "what the run said of its text cannot be read", where=stored, fix="use another run_dir"
+        ):
+            both = data_summary, read_json(stored)
+            hashes = [(summary.get(split) or {}).get("sha256") for summary in both]
         if hashes[0] != hashes[1]:
             raise ConfigError(
                 f"the run was started with another text in data.{split}",

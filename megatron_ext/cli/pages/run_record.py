@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any, Final
 
 from megatron_ext.cli.pages.token_view import with_short_paths
 from megatron_ext.errors import ConfigError
-from megatron_ext.files import whole_lines
+from megatron_ext.files import parse_json, read_json, whole_lines
 from megatron_ext.training.model_section import read_config_file
 from megatron_ext.training.run_folder import CONFIG_FILE, DATA_FILE, METRICS_FILE, QUARANTINE_FILE
 
@@ -143,8 +142,8 @@ def _read_data(path: Path, problems: list[str]) -> Mapping[str, Any]:
 
 def _read_object(path: Path, problems: list[str]) -> Mapping[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        values = read_json(path)
+    except (OSError, ValueError) as error:
         problems.append(f"{path.name} cannot be read: {error}")
         return {}
     if not isinstance(values, dict):
@@ -198,8 +197,8 @@ def _row(line: bytes) -> Mapping[str, Any] | None:
 
 def _object(line: bytes) -> Mapping[str, Any] | None:
     try:
-        values = json.loads(line)
-    except (ValueError, RecursionError):
+        values = parse_json(line)
+    except ValueError:
         return None
     return values if isinstance(values, dict) else None
 

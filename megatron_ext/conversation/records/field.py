@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron_ext.errors import ConversationError
+from megatron_ext.files import parse_json
 
 _KEYS_SHOWN = 12
 
@@ -36,11 +37,11 @@ def parsed(value: Any, where: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        spelled = json.loads(value)
+        spelled = parse_json(value)
         if "\\u" in value:
             # JSON can spell half of a surrogate pair, which no tokenizer takes.
             json.dumps(spelled, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConversationError(
             "the text is not JSON", got=error, expected="JSON", where=where
         ) from error

@@ -297,6 +297,8 @@ def _train(turn: Mapping[str, Any], where: str) -> bool | None:
 _SYSTEM: Final = ("system", "system_prompt")
 _TOOLS: Final = ("tools", "functions")
 _VARIABLES: Final = "chat_template_kwargs"
+_OF_ENCODER: Final = ("messages", "tools", "add_generation_prompt")
+"""Variables that have a field of their own, or that the encoder sets."""
 _OF_TOKENIZER: Final = ("_token", "_tokens")
 """Ends of the names of special tokens: ``bos_token``, ``eos_token``, ``image_token``."""
 
@@ -337,6 +339,14 @@ def template_variables(record: Mapping[str, Any]) -> dict[str, Any]:
     variables: dict[str, Any] = {}
     if record.get(_VARIABLES) is not None:
         variables |= mapping_of(record[_VARIABLES], _VARIABLES)
+    for name in variables.keys() & set(_OF_ENCODER):
+        if variables.pop(name) is not None:
+            raise ConversationError(
+                "a record cannot set this variable of its template",
+                got=name,
+                fix="leave it out" + (", and give the tools as tools" if name == "tools" else ""),
+                where=_VARIABLES,
+            )
     for name in [name for name in variables if name.endswith(_OF_TOKENIZER)]:
         # Columns of Arrow have None in rows without the variable.
         if variables.pop(name) is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from megatron_ext.errors import ProjectionError
-from megatron_ext.files import write_text
+from megatron_ext.files import read_json, write_text
 from megatron_ext.projection.layout.packing import VocabularyOrder
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def load_layout(
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except (OSError, ValueError) as error:
         raise ProjectionError(
             "the vocabulary layout cannot be read", where=path, got=error, fix=_REBUILD

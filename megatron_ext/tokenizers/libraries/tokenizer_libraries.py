@@ -10,7 +10,7 @@ from importlib import import_module
 from numbers import Integral
 from typing import Any, get_args
 
-from megatron_ext.errors import TokenizerError
+from megatron_ext.errors import TokenizerError, refused_input
 from megatron_ext.registry import Registry, did_you_mean
 from megatron_ext.tokenizers.base import MegatronTokenizerTextAbstract
 from megatron_ext.tokenizers.config import Engine
@@ -79,7 +79,8 @@ class TokenizerLibrary:
             )
         factory: Any = self.adapter()
         arguments = (path,) if self.reads_file else ()
-        built: MegatronTokenizerTextAbstract = factory(*arguments, **(options or {}))
+        with refused_input("the tokenizer cannot be read", where=path, kind=TokenizerError):
+            built: MegatronTokenizerTextAbstract = factory(*arguments, **(options or {}))
         return built
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from megatron_ext.errors import CheckpointError, ConfigError
-from megatron_ext.files import write_text
+from megatron_ext.files import read_json, write_text
 from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.training.teachers.shard_file import HEADER_BYTES, WINDOW_BYTES
 
@@ -85,7 +85,7 @@ class Manifest:
                 fix="make one with megatron-ext cache-teacher",
             )
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = read_json(path)
             if values["format"] != _FORMAT:
                 raise ValueError(f"format {values['format']}")
             return cls(
@@ -97,7 +97,7 @@ class Manifest:
                 windows=values["windows"],
                 tokens=values["tokens"],
             )
-        except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 "the description of a teacher's cache cannot be read",
                 where=path,
