@@ -43,12 +43,6 @@ _EXIT_INTERRUPTED = 128 + 2
 """Exit code of a program ended by SIGINT."""
 
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
-_NOT_OURS: Final = (
-    *(errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR),
-    *(errno.EPERM, errno.EROFS),
-)
-"""Errors of a path, which are the user's to mend wherever the path is met."""
-
 _COLOUR: Final = re.compile("(\x1b\\[[0-9;]{0,16}m)")
 _LINES_UP: Final = re.compile("(?:\n|\x1b\\[A)+")
 """All that several progress bars write to go from one to another."""

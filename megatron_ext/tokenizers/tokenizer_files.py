@@ -211,7 +211,7 @@ def read_template(file: Path) -> str:
         TokenizerError: It cannot be read, or is not UTF-8.
     """
     try:
-        return file.read_text(encoding="utf-8")
+        return files.read_bytes(file).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise TokenizerError(
             "cannot read the chat template",
