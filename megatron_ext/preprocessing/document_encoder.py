@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.constants import IGNORE_INDEX
-from megatron_ext.conversation.message import Message, content_text
+from megatron_ext.conversation.message import content_text
 from megatron_ext.conversation.records import ConversationRecord
 from megatron_ext.conversation.rendering.template_limits import stopped_at
 from megatron_ext.data.sft_samples import SFTSample
@@ -133,7 +133,8 @@ class ConversationEncoder:
             except (ConversationError, TokenizerError) as error:
                 bad.append(BadRecord.of(line, error))
                 continue
-            text_bytes += sum(_content_length(record.messages) for record in records)
+            messages = (message for record in records for message in record.messages)
+            text_bytes += sum(_utf8_length(content_text(message)) for message in messages)
         documents = tuple(
             _documents(row[index] for row in good) for index in range(len(block.columns))
         )
@@ -195,7 +196,3 @@ def _documents(
 
 def _utf8_length(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
-
-
-def _content_length(messages: Iterable[Message]) -> int:
-    return sum(_utf8_length(content_text(message)) for message in messages)

@@ -250,17 +250,14 @@ def _bytes_of(processor: Any, token_id: int, piece: str) -> bytes | None:
 
 def drops_leading_space(processor: Any, pieces: Sequence[str]) -> bool:
     """Whether decoding drops a leading space, as it does for a dummy prefix."""
-    word = next((i for i, piece in enumerate(pieces) if _is_word(piece)), None)
+    words = (i for i, piece in enumerate(pieces) if piece[:1] == SPACE and piece[1:].isalpha())
+    word = next(words, None)
     if word is not None:
         return not str(processor.decode([word])).startswith(" ")
     # In a model of single characters the space is a piece of its own.
     letter = next((i for i, piece in enumerate(pieces) if len(piece) == 1 and piece.isalpha()), 0)
     space = processor.piece_to_id(SPACE)
     return SPACE in pieces and not str(processor.decode([space, letter])).startswith(" ")
-
-
-def _is_word(piece: str) -> bool:
-    return piece[:1] == SPACE and piece[1:].isalpha()
 
 
 def _import_sentencepiece() -> Any:
