@@ -276,8 +276,12 @@ def test_a_turn_that_cannot_be_read_is_named(turn: Any, problem: str) -> None:
             {"chat_template_kwargs": '{"image_token": ""}'},
             "chat_template_kwargs: a record cannot replace a special token; got image_token",
         ),
+        (
+            {"chat_template_kwargs": {"messages": []}},
+            "chat_template_kwargs: a record cannot set this variable of its template; got messages",
+        ),
     ],
-    ids=["system", "tools", "tool", "variables", "special token", "empty special token"],
+    ids=["system", "tools", "tool", "variables", "special token", "empty special token", "turns"],
 )
 def test_a_field_of_the_record_that_cannot_be_read_is_named(
     fields: dict[str, Any], problem: str

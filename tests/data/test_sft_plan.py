@@ -241,6 +241,22 @@ def test_arrays_that_are_half_written_are_not_taken_for_whole(tmp_path, monkeypa
     assert (made["y"].tolist(), made.notes) == ([0, 1, 2], {"n": 1})
 
 
+@pytest.mark.parametrize("file", ["x.npy", "notes.json"])
+@pytest.mark.parametrize(
+    "content", [None, b"", b"\x93NUMPY", b"\xff" * 99, b"[" * 100_000], ids=lambda c: str(c)[:9]
+)
+def test_a_damaged_cache_is_named(tmp_path, file, content):
+    made = cached_arrays(tmp_path, {}, lambda: ({"x": np.arange(3)}, {"n": 1}))
+    path = made.folder / file
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    again = type(made)(made.folder)
+    with pytest.raises(DataError, match=r"the cache is damaged; .*; remove this folder") as raised:
+        _ = (again["x"], again.notes["n"])
+    assert str(raised.value).startswith(str(made.folder))
+
+
 def test_where_there_are_no_locks_the_faster_process_wins(tmp_path, monkeypatch):
     def build():
         if not list(tmp_path.glob("*/notes.json")):

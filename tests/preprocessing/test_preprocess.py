@@ -239,6 +239,7 @@ def test_a_strict_run_stops_at_the_first_bad_line_with_its_place(tmp_path, out, 
         run(file, output=out / "a", strict=True, shard_count=shard_count)
     assert str(caught.value).startswith(f"{file}:{len(RECORDS) + 1}: the line has no text")
     assert not config_of(file, output=out / "a").names.existing()
+    assert not [path for path in out.iterdir() if not path.name.endswith(".lock")]
 
 
 def test_a_strict_run_takes_no_shard_that_a_lenient_one_left(tmp_path, out):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ext.errors import MissingDependencyError
+from megatron_ext.errors import DataError, MissingDependencyError
 from megatron_ext.training import metrics
 from megatron_ext.training.metrics import (
     PLOT_FILE,
@@ -51,6 +51,17 @@ def test_a_run_that_starts_anew_drops_every_row(tmp_path):
     write_rows(tmp_path, 1, 2)
     write_rows(tmp_path, last_iteration=0)
     assert (tmp_path / METRICS_FILE).read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+    "line", [b"\xff\xfe", b"[]", b"3", b"{}", b'{"iteration": null}', b"[" * 100_000], ids=str
+)
+def test_a_line_that_is_no_row_is_named(tmp_path, line):
+    write_rows(tmp_path, 1)
+    with (tmp_path / METRICS_FILE).open("ab") as file:
+        file.write(line + b"\n")
+    with pytest.raises(DataError, match=r"metrics\.jsonl:2: the line is no row of a run"):
+        write_rows(tmp_path, 2, last_iteration=1)
 
 
 def test_rows_that_a_full_disk_does_not_take_are_written_when_there_is_room(tmp_path, capsys):
