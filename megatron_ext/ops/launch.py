@@ -37,16 +37,13 @@ def uses_triton(implementation: Implementation, *logits: torch.Tensor) -> bool:
         LossError: It was asked for and cannot run on them; or the kernels would, but their
             columns are not next to one another, or their GPU is not the current one.
     """
+    if implementation == "torch":
+        return False
     fits = all(tensor.dtype in KERNEL_DTYPES for tensor in logits)
     on_gpu = all(tensor.is_cuda for tensor in logits)
     installed = importlib.util.find_spec("triton") is not None
-    if implementation == "torch":
+    if implementation == "auto" and not (fits and on_gpu and installed):
         return False
-    if implementation == "auto":
-        if not (fits and on_gpu and installed):
-            return False
-        _check_memory(logits)
-        return True
     if not installed:
         raise missing_package("triton", feature="implementation 'triton'")
     if not fits:
