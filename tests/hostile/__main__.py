@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-_HARMLESS: Final = ("cases", "programs", "attacks", "refused", "rendered", "growth_bytes")
+_HARMLESS: Final = ("cases", "programs", "attacks", "refused", "rendered", "done", "growth_bytes")
 """Counts that are no faults."""
 
 
