@@ -36,7 +36,6 @@ from megatron_ext.training.tokenizer_arguments import (
     tokenizer_config_from_arguments,
 )
 
-_UNSET = (None, False, (), "auto")
 _EXIT_INTERRUPTED = 128 + 2
 """Exit code of a program ended by SIGINT."""
 
@@ -163,11 +162,14 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _settings(config: PreprocessConfig) -> str:
     """The settings that differ from their defaults, as YAML."""
-    values = dataclasses.asdict(config)
+    values = {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if getattr(config, field.name) != field.default
+    }
     unset = dataclasses.asdict(TokenizerConfig())
-    tokenizer = {k: v for k, v in values.pop("tokenizer").items() if v != unset[k]}
-    explicit = {name: value for name, value in values.items() if value not in _UNSET}
-    return yaml.safe_dump({**explicit, "tokenizer": tokenizer}, sort_keys=False) + "\n"
+    tokenizer = {k: v for k, v in dataclasses.asdict(config.tokenizer).items() if v != unset[k]}
+    return yaml.safe_dump({**values, "tokenizer": tokenizer}, sort_keys=False) + "\n"
 
 
 def _unit(dataset: str) -> str:
