@@ -14,6 +14,7 @@ import dataclasses
 import io
 import json
 import pickle
+import struct
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -242,6 +243,7 @@ _BUILTINS: Final[dict[tuple[str, str], Any]] = {
 
 _READING: Final = (
     pickle.UnpicklingError,
+    struct.error,
     ValueError,
     TypeError,
     KeyError,
@@ -259,8 +261,12 @@ _READING: Final = (
 """Errors of reading bytes that were damaged, RecursionError among them."""
 
 
-class _IndexUnpickler(pickle.Unpickler):
-    """An unpickler that finds the names of an index, and no others."""
+class _IndexUnpickler(pickle._Unpickler):
+    """An unpickler that finds the names of an index, and no others.
+
+    The one in Python, as torch's for weights: that in C makes a table as long as the largest number
+    a file gives to an object, and so takes all memory for a few bytes.
+    """
 
     def __init__(self, path: Path, content: bytes) -> None:
         super().__init__(io.BytesIO(content))

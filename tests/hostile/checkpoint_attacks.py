@@ -89,6 +89,9 @@ def payloads(mark: Path) -> dict[str, bytes]:
         "persistent": b"Pos.system\n.",
         "deep": b"(" * 100_000 + b"l" * 100_000 + b".",
         "long": b"\x80\x04\x8e" + b"\xff" * 7 + b"\x7f.",
+        "large number of an object": b"\x80\x02]r\xff\xff\xff\x7f.",
+        "large array of bytes": b"\x80\x05\x96" + b"\xff" * 5 + b"\0\0\0.",
+        "number cut short": b"\x80\x02J\x01",
         "empty": b"",
         "noise": bytes(range(256)) * 9,
     }
