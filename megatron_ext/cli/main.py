@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import os
 import re
 import select
@@ -88,8 +89,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     if argv is None:
         sys.stderr = TerminalText(sys.stderr)
-        # What is piped is data, and stays what it is.
-        sys.stdout = TerminalText(sys.stdout) if sys.stdout.isatty() else sys.stdout
+        # What is piped is data, and stays what it is: also paths that are not UTF-8.
+        if sys.stdout.isatty():
+            sys.stdout = TerminalText(sys.stdout)
+        elif isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="surrogateescape")
     try:
         _run(sys.argv[1:] if argv is None else list(argv))
         sys.stdout.flush()

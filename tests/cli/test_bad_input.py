@@ -371,6 +371,17 @@ def test_no_argument_is_obeyed_by_a_terminal(arguments, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_path_that_is_not_utf8_is_printed_as_it_is(tmp_path):
+    prefix = os.fsencode(tmp_path) + b"/\xff"
+    (tmp_path / "a.txt").write_text("text")
+    flags = ["--tokenizer-library", "byte-level", "--workers", "1"]
+    words = ["tokenize", "--input", str(tmp_path / "a.txt"), *flags, "--output-prefix", prefix]
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_ext", *words]
+    ended = subprocess.run(command, capture_output=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert prefix + b": 1 documents" in ended.stdout
+
+
 def test_what_libraries_write_is_shown_but_for_colours_and_progress_bars():
     stream = io.StringIO()
     terminal = TerminalText(stream)
