@@ -110,11 +110,14 @@ LARGE: Final = (
         *("train.jsonl", "ranks.json", "teacher/checkpoints/latest", f"{_STEP}/metadata.json"),
         *(f"{_STEP}/common.pt", f"{_STEP}/manifest.json"),
     ),
-    _target("report student -o out/report.html", *_RUN),
+    _target("report student --output out/report.html", *_RUN),
     _target("evaluate --checkpoint student --task bits_per_byte --data held-out.jsonl", *_RUN[3:]),
-    _target("evaluate --checkpoint student --task mmlu --data mmlu.jsonl", "mmlu.jsonl"),
     _target(
-        "evaluate --checkpoint student --task gsm8k --data gsm8k.jsonl --max-new-tokens 2",
+        "evaluate --checkpoint student --task mmlu --data mmlu.jsonl --num-fewshot 0", "mmlu.jsonl"
+    ),
+    _target(
+        "evaluate --checkpoint student --task gsm8k --data gsm8k.jsonl --num-fewshot 0 "
+        "--max-new-tokens 2",
         "gsm8k.jsonl",
     ),
     _target("export-hf student out/hf", *_RUN[3:]),
@@ -231,6 +234,8 @@ class Fuzzed:
         return self
 
     def __exit__(self, *raised: object) -> None:
+        # It holds nothing, and takes seconds to end by itself.
+        self._process.kill()
         self._process.communicate()
 
     def outcome(self, case: Case) -> Ended:
@@ -345,6 +350,7 @@ def run(seconds: float, seed: int) -> dict[str, Any]:
     end = time.monotonic() + seconds
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder, Fuzzed(Path(folder), is_large=True) as fuzzed:
+        check_whole(fuzzed, LARGE)
         return tried(fuzzed, _until(end, cases(LARGE, Path(folder), draw)))
 
 
@@ -353,6 +359,13 @@ def _until(end: float, given: Iterator[Case]) -> Iterator[Case]:
         if time.monotonic() > end:
             return
         yield case
+
+
+def check_whole(fuzzed: Fuzzed, targets: Sequence[Target]) -> None:
+    """Check that commands succeed before anything is damaged, so that damage is what is refused."""
+    for words in {target.words for target in targets}:
+        ended = fuzzed.outcome(Case(words, "whole"))
+        assert ended.code == 0, (words, ended.errors)
 
 
 def tried(fuzzed: Fuzzed, given: Iterator[Case]) -> dict[str, Any]:
