@@ -124,22 +124,6 @@ class ControlClasses:
         return _uncrossed(student_at[first[order]], teacher_at[second[order]])
 
 
-def stand_for_the_same(
-    student: ByteTokenizer, teacher: ByteTokenizer, student_id: int, teacher_id: int
-) -> bool:
-    """Whether two control tokens have a role or the name in common.
-
-    This is the rule of ``ControlClasses`` for two ids, without a scan of the vocabularies, and it
-    includes padding.
-    """
-    if student.token_bytes(student_id) is not None or teacher.token_bytes(teacher_id) is not None:
-        return False
-    roles = _same_role(student, teacher, ("bos", "eos", "unk"))
-    return (student_id, teacher_id) in roles or (
-        _same_name(student, teacher, student_id) == teacher_id
-    )
-
-
 def _same_role(
     student: ByteTokenizer, teacher: ByteTokenizer, roles: tuple[Role, ...]
 ) -> Iterator[tuple[int, int]]:

@@ -10,7 +10,6 @@ from megatron_ext.alignment.control_pairs import (
     NO_CLASS,
     ControlClasses,
     match_control_tokens,
-    stand_for_the_same,
 )
 from megatron_ext.constants import NO_CHUNK
 from tests.alignment.brute_force import assert_swapped
@@ -73,16 +72,6 @@ def test_a_projection_takes_the_first_role_then_the_name():
     ids = np.arange(3)
     assert match_control_tokens(GPT, LLAMA, ids) == {0: 0, 1: 3, 2: 2}
     assert match_control_tokens(LLAMA, GPT, np.arange(5)) == {0: 0, 1: 0, 2: 2, 3: 1}
-
-
-def test_two_ids_stand_for_the_same_as_their_vocabularies_say():
-    pairs = [
-        (student_id, teacher_id)
-        for student_id in range(LLAMA.vocab_size)
-        for teacher_id in range(GPT.vocab_size)
-        if stand_for_the_same(LLAMA, GPT, student_id, teacher_id)
-    ]
-    assert pairs == [(0, 0), (1, 0), (2, 2), (3, 1)]
 
 
 BOS, EOS, OTHER = 0, 1, 2

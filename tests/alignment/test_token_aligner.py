@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.alignment import TokenAligner, align_byte_ends
+from megatron_ext.alignment import TokenAligner
 from megatron_ext.constants import NO_CHUNK
 from megatron_ext.errors import AlignmentError
 from tests.alignment.brute_force import brute_force_chunks, chunks_of
@@ -90,16 +90,6 @@ def test_one_sided_control_tokens_desynchronise_nothing(aligner, text):
     assert np.array_equal(framed.student_chunk_id, plain.student_chunk_id)
     expected = [NO_CHUNK, *plain.teacher_chunk_id.tolist(), NO_CHUNK]
     assert framed.teacher_chunk_id.tolist() == expected
-
-
-@given(text=st.text(max_size=30), data=st.data())
-@settings(deadline=None)
-def test_any_cutting_of_any_text_aligns(text, data):
-    raw = text.encode()
-    cuts = st.sets(st.integers(1, len(raw))) if raw else st.just(set())
-    ends = [sorted(data.draw(cuts) | ({len(raw)} if raw else set())) for _ in range(2)]
-    alignment = align_byte_ends(*(np.array(side, np.int64) for side in ends))
-    assert chunks_of(alignment) == brute_force_chunks(*ends)
 
 
 @pytest.mark.parametrize(

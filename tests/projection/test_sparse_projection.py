@@ -194,27 +194,10 @@ def test_arrays_are_read_only_and_the_callers_stay_writable():
     assert values.flags.writeable
 
 
-def test_a_row_of_one_entry_need_not_be_exact():
-    is_exact_row = np.array([True, False, False, False])
-    assert projection_of(ROWS, is_exact_row=is_exact_row).is_exact_row.tolist() == [
-        True,
-        False,
-        False,
-        False,
-    ]
-
-
 def test_a_block_that_runs_backwards_is_refused():
     for cut in (projection_of(ROWS).row_block, projection_of(ROWS).column_block):
         with pytest.raises(ProjectionError, match=r"got \(3, 2\)"):
             cut(3, 2)
-
-
-def test_blocks_of_a_padded_vocabulary_put_together_are_the_projection():
-    projection = projection_of(ROWS)
-    blocks = [dense(projection.row_block(start, start + 3)) for start in (0, 3, 6)]
-    assert np.array_equal(np.concatenate(blocks)[:4], dense(projection))
-    assert not np.concatenate(blocks)[4:].any()
 
 
 def test_what_is_made_of_a_projection_can_be_chained_and_saved_as_well():
