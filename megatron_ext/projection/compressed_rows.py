@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_ext.errors import ProjectionError
+from megatron_ext.files import write_bytes
 
 if TYPE_CHECKING:
     from megatron_ext.tokenizers.base import ByteTokenizer
@@ -313,6 +314,26 @@ def check_built_for(
             expected=f"{_vocabulary(tokenizer.vocab_size, given)}, the {role} given",
             fix="build it for this pair: SparseProjection.from_tokenizers(student, teacher)",
         )
+
+
+def write_projection(path: Path, content: bytes) -> None:
+    """Write the file of a projection whole.
+
+    Raises:
+        ProjectionError: The file cannot be written.
+    """
+    try:
+        # A missing folder is more often a typing error than a folder to make.
+        path.parent.stat()
+        write_bytes(path, content)
+    except OSError as error:
+        raise ProjectionError(
+            "the projection cannot be written",
+            where=path,
+            got=error.strerror,
+            expected="a file name in an existing folder with room and write permission",
+            fix="create the folder first",
+        ) from error
 
 
 def _vocabulary(size: object, fingerprint: str | None) -> str:

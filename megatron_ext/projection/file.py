@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from megatron_ext.errors import ProjectionError
 from megatron_ext.extras import needed_packages
-from megatron_ext.files import write_bytes
-from megatron_ext.projection.compressed_rows import check_built_for
+from megatron_ext.projection.compressed_rows import check_built_for, write_projection
 from megatron_ext.projection.nemo.inspection import load_legacy_matrix
 from megatron_ext.projection.projection_matrix import ARRAYS, ProjectionMatrix
 from megatron_ext.version import __version__
@@ -61,18 +60,7 @@ def save_matrix(projection: ProjectionMatrix, path: Path) -> None:
             "written_by": f"megatron-ext {__version__}",
         },
     )
-    try:
-        # A missing folder is more often a typing error than a folder to make.
-        path.parent.stat()
-        write_bytes(path, content)
-    except OSError as error:
-        raise ProjectionError(
-            "the projection cannot be written",
-            where=path,
-            got=error.strerror,
-            expected="a file name in an existing folder with room and write permission",
-            fix="create the folder first",
-        ) from error
+    write_projection(path, content)
 
 
 def load_matrix(

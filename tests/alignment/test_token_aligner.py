@@ -72,14 +72,6 @@ def test_ids_align_as_the_text_that_they_came_from(aligner, text):
 
 
 @pytest.mark.parametrize("text", PASSAGES)
-def test_a_tokenizer_aligned_with_itself_is_one_to_one(tekken, text):
-    alignment = TokenAligner(tekken, tekken).align(text)
-    identity = np.arange(len(tekken.text_to_ids(text)))
-    assert np.array_equal(alignment.student_chunk_id, identity)
-    assert np.array_equal(alignment.teacher_chunk_id, identity)
-
-
-@pytest.mark.parametrize("text", PASSAGES)
 def test_one_sided_control_tokens_desynchronise_nothing(aligner, text):
     student = aligner.student_tokenizer.text_to_ids(text)
     teacher = aligner.teacher_tokenizer.text_to_ids(text)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.errors import ProjectionError
-from megatron_ext.files import write_bytes
+from megatron_ext.projection.compressed_rows import write_projection
 from megatron_ext.projection.nemo.legacy_schema import (
     LEGACY_CONTENT,
     NO_COLUMN,
@@ -83,18 +83,7 @@ def write_legacy_file(
     }
     buffer = io.BytesIO()
     torch.save(content, buffer)
-    try:
-        # A missing folder is more often a typing error than a folder to make.
-        path.parent.stat()
-        write_bytes(path, buffer.getvalue())
-    except OSError as error:
-        raise ProjectionError(
-            "the projection cannot be written",
-            where=path,
-            got=error.strerror,
-            expected="a file name in an existing folder with room and write permission",
-            fix="create the folder first",
-        ) from error
+    write_projection(path, buffer.getvalue())
 
 
 def _load(path: Path) -> Any:
