@@ -155,20 +155,6 @@ def test_a_row_longer_than_the_table_is_refused(path):
     assert not path.exists()
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_no_part(path, monkeypatch):
-    write_legacy_file(PROJECTION, path)
-    before = path.read_bytes()
-
-    def fail(descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(ProjectionError, match="cannot be written; got No space left on device"):
-        write_legacy_file(PROJECTION, path)
-    assert path.read_bytes() == before
-    assert os.listdir(path.parent) == [path.name]
-
-
 def test_a_missing_folder_is_not_made(tmp_path):
     with pytest.raises(ProjectionError, match="create the folder first"):
         write_legacy_file(PROJECTION, tmp_path / "none" / "map.pt")
