@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -20,6 +21,9 @@ from megatron_ext.huggingface.model_settings import any_model_settings, model_se
 from megatron_ext.tokenizers import TOKENIZER_LIBRARIES
 from megatron_ext.training.checkpoint_folder import find_checkpoint, newest_checkpoint
 from megatron_ext.typed_mapping import Where
+
+_MOST_VALUES: Final = 1_000_000
+"""Values of a file, with aliases written out: a few lines can stand for any number."""
 
 _SHAPE: Final = "num_layers"
 """A required setting of a model; where it is given, the model is taken to be given whole."""
@@ -139,6 +143,7 @@ def read_config_file(path: str | Path) -> tuple[dict[str, Any], Where]:
     try:
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
+        size = _values_in(root, {})
         values = yaml.safe_load(text)
     except OSError as error:
         raise ConfigError(
@@ -153,6 +158,12 @@ def read_config_file(path: str | Path) -> tuple[dict[str, Any], Where]:
             where=f"{path}:{mark.line + 1}" if mark else path,
             got=getattr(error, "problem", None) or error,
         ) from error
+    if size > _MOST_VALUES:
+        raise ConfigError(
+            "the configuration file has too many values, with those that aliases repeat",
+            where=path,
+            expected=f"{_MOST_VALUES:,} at most",
+        )
     if not isinstance(values, dict):
         raise ConfigError(
             "the configuration file is not a mapping of keys to values",
@@ -174,6 +185,19 @@ def read_config_file(path: str | Path) -> tuple[dict[str, Any], Where]:
         return f"{path}:{_nearest(lines, keys)}: {'.'.join(keys)}" if keys else str(path)
 
     return values, where
+
+
+def _values_in(node: Any, known: dict[int, float]) -> float:
+    """Number of values of a YAML tree with all aliases written out; infinite where one holds
+    itself."""
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        is_list = isinstance(node, yaml.SequenceNode)
+        children = node.value if is_list else [part for pair in node.value for part in pair]
+        known[id(node)] = 1 + sum(_values_in(child, known) for child in children)
+    return known[id(node)]
 
 
 def _key_lines(node: Any, keys: tuple[str, ...]) -> list[tuple[tuple[str, ...], int]]:

@@ -125,3 +125,22 @@ def test_bytes_that_are_no_text_and_a_file_that_is_not_there_are_refused(file):
     file.write_bytes(b"name: \xff\n")
     with pytest.raises(ConfigError, match=r"not valid YAML; got .*utf-8"):
         read_config_file(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "a0: &a0 [x]\n" + "".join(f"a{i + 1}: &a{i + 1} [*a{i}, *a{i}]\n" for i in range(40)),
+            "too",
+        ),
+        ("a: &a\n  b: *a\n", "too many values"),
+        ("a: " + "[" * 5000, "nested too deeply"),
+        ("a: " + "1" * 5000, "not valid YAML"),
+    ],
+    ids=["aliases", "holds itself", "depth", "digits"],
+)
+def test_a_few_lines_that_stand_for_very_much_are_refused(file, text, message):
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_config_file(file)
