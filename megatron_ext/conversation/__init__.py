@@ -5,10 +5,7 @@ from megatron_ext.conversation.conversation_tokenizer import (
     assistant_prefix_len,
     tokenize_conversation,
 )
-from megatron_ext.conversation.encoded_conversation import (
-    EncodedConversation,
-    encode_conversation,
-)
+from megatron_ext.conversation.encoded_conversation import EncodedConversation, encode_conversation
 from megatron_ext.conversation.images import (
     DEFAULT_IMAGE_TOKEN_INDEX,
     IGNORE_INDEX,

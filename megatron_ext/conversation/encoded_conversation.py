@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.conversation.chat_output import refuse_foreign
 from megatron_ext.conversation.masking.answer_marks import AnswerMarks, answer_marks
-from megatron_ext.conversation.masking.answers import Range
+from megatron_ext.conversation.masking.answers import AnswerContext, Range
 from megatron_ext.conversation.masking.trained_part import (
     ONLY_SHARED,
-    AnswerContext,
     TrainedPart,
     trained_part,
     trained_tokens,

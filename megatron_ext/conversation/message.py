@@ -45,9 +45,7 @@ def check_conversation(conversation: object) -> None:
     first = next(speakers, None)
     if first is not None and messages[first]["role"] == "assistant":
         raise ConversationError(
-            "the assistant speaks first",
-            expected="a user message before it",
-            where=place(first),
+            "the assistant speaks first", expected="a user message before it", where=place(first)
         )
 
 

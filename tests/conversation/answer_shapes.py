@@ -84,10 +84,7 @@ MISTRAL = AnswerShape(
     calls=r"\[TOOL_CALLS\].*",
 )
 CHATML = AnswerShape(
-    after=("<|im_start|>assistant\n",),
-    ends=r"<\|im_end\|>\n",
-    thinking=THINK,
-    calls=TOOL_CALL,
+    after=("<|im_start|>assistant\n",), ends=r"<\|im_end\|>\n", thinking=THINK, calls=TOOL_CALL
 )
 LAGUNA = AnswerShape(
     after=("</user>\n", "</tool_response>\n", "</assistant>\n"),

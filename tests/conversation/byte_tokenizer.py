@@ -35,12 +35,7 @@ class ByteTokenizer:
         self.chat_template = chat_template
         self._control = {name: 256 + index for index, name in enumerate(control_tokens)}
         self.special_token_names: Mapping[str, str] = (
-            {
-                "bos_token": "<s>",
-                "eos_token": "</s>",
-                "unk_token": "<unk>",
-                "pad_token": "<pad>",
-            }
+            {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
             if special_token_names is None
             else special_token_names
         )

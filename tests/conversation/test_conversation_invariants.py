@@ -115,10 +115,7 @@ words = st.sampled_from(
 contents = st.lists(words, max_size=6).map("".join)
 answers = contents.filter(lambda text: text.strip() and IMAGE_TOKEN not in text)
 turns = st.tuples(contents, answers).map(
-    lambda pair: [
-        {"role": "user", "content": pair[0]},
-        {"role": "assistant", "content": pair[1]},
-    ]
+    lambda pair: [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
 )
 conversations = st.builds(
     lambda system, pairs: [*system, *(message for pair in pairs for message in pair)],

@@ -12,10 +12,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from megatron_ext.conversation import (
-    EncodedConversation,
-    apply_chat_template,
-)
+from megatron_ext.conversation import EncodedConversation, apply_chat_template
 from megatron_ext.errors import ConversationError
 from tests.conversation.golden_rows import (
     DIFFERENCES,

@@ -185,10 +185,7 @@ CONVERSATIONS: dict[str, Conversation] = {
         {"tools": TOOLS},
     ),
     "a call at the end": (
-        [
-            said("user", "Warm?"),
-            said("assistant", "", tool_calls=[call(1, "Łódź")]),
-        ],
+        [said("user", "Warm?"), said("assistant", "", tool_calls=[call(1, "Łódź")])],
         {"tools": TOOLS},
     ),
     "answers in a row": (

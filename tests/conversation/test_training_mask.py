@@ -40,16 +40,8 @@ CASES: dict[str, tuple[list[tuple[str, Provenance]], list[str], list[str]]] = {
         ["Q:", "ye", "s", "."],
         ["ye", "s"],
     ),
-    "a token that ends in the next turn": (
-        [("a", ANSWER), ("b", USER)],
-        ["ab"],
-        [],
-    ),
-    "a token shared with the question": (
-        [("hi ", USER), ("there", ANSWER)],
-        ["hi", " there"],
-        [],
-    ),
+    "a token that ends in the next turn": ([("a", ANSWER), ("b", USER)], ["ab"], []),
+    "a token shared with the question": ([("hi ", USER), ("there", ANSWER)], ["hi", " there"], []),
     "a first word after a space of the template": (
         [("[/INST] ", TEMPLATE), ("Hello you", ANSWER)],
         ["[/INST]", " Hello", " you"],
@@ -60,11 +52,7 @@ CASES: dict[str, tuple[list[tuple[str, Provenance]], list[str], list[str]]] = {
         ["assistant", "\n\n\n", "Hello"],
         ["Hello"],
     ),
-    "a word shared with the template": (
-        [("to", TEMPLATE), ("day", ANSWER)],
-        ["today"],
-        [],
-    ),
+    "a word shared with the template": ([("to", TEMPLATE), ("day", ANSWER)], ["today"], []),
     "characters of several bytes": (
         [("é👍", USER), ("é👍", ANSWER), ("é", TEMPLATE)],
         ["é", "👍", "é", "👍", "é"],

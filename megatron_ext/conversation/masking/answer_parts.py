@@ -122,8 +122,6 @@ def trained_parts(
         marks: Text that the template writes before and after an answer.
         control_tokens: Characters of each control token of the answer, in order.
     """
-    if policy.thinking and policy.tool_calls:
-        return answer.ranges
     spans = spans_in(answer, rendered.spans)
     parts = _AnswerParts(answer, rendered.text, spans, marks, control_tokens)
     cuts: list[Range] = []

@@ -79,6 +79,19 @@ def is_answer(span: Span, speakers: Mapping[int, str]) -> bool:
     )
 
 
+@dataclass(frozen=True)
+class AnswerContext:
+    """Facts about a rendered conversation that its answers depend on."""
+
+    marks: AnswerMarks
+    ends_turns: bool | None
+    """The template ends an answer's turn with a control token; None if unknown."""
+    ends_with_prompt: bool
+    """The generation prompt stands at the end."""
+    control_tokens: Sequence[Range]
+    """Range of characters of each control token, in order."""
+
+
 class AnswerFinder:
     """Finds the answers where the template does not mark them with ``{% generation %}``.
 
@@ -91,33 +104,23 @@ class AnswerFinder:
     Args:
         rendered: The rendered conversation.
         speakers: Role of each message that may be an answer, by index.
-        marks: Text that the template writes before and after an answer.
-        ends_turns: The template ends an answer's turn with a control token; None if unknown.
-        ends_with_prompt: The conversation was rendered with the generation prompt at the end.
-        control_tokens: Range of characters of each control token, in order.
+        context: Marks and control tokens of the text.
     """
 
     def __init__(
-        self,
-        rendered: Rendered,
-        speakers: Mapping[int, str],
-        *,
-        marks: AnswerMarks,
-        ends_turns: bool | None,
-        ends_with_prompt: bool,
-        control_tokens: Sequence[Range],
+        self, rendered: Rendered, speakers: Mapping[int, str], context: AnswerContext
     ) -> None:
         self._text = rendered.text
         self._spans = rendered.spans
         self._speakers = speakers
-        self._marks = marks
-        self._ends_turns = ends_turns
+        self._marks = context.marks
+        self._ends_turns = context.ends_turns
         # Some templates write the prompt within the last message's turn.
-        prompt = marks.generation_prompt
-        has_prompt = ends_with_prompt and rendered.text.endswith(prompt)
+        prompt = context.marks.generation_prompt
+        has_prompt = context.ends_with_prompt and rendered.text.endswith(prompt)
         self._end = len(rendered.text) - len(prompt) * has_prompt
-        self._control_tokens = control_tokens
-        self._control_ends = frozenset(end for _, end in control_tokens)
+        self._control_tokens = context.control_tokens
+        self._control_ends = frozenset(end for _, end in context.control_tokens)
         self._quoted = frozenset(_quoted(rendered.spans))
 
     def answers(self) -> list[Answer]:

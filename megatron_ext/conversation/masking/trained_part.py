@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.conversation.masking.answer_marks import AnswerMarks
 from megatron_ext.conversation.masking.answer_parts import TrainingPolicy, trained_parts
 from megatron_ext.conversation.masking.answers import (
     Answer,
+    AnswerContext,
     AnswerFinder,
     Range,
     answered_messages,
@@ -42,19 +42,6 @@ class TrainedPart:
     """Reason of each message that is not trained, by its index."""
     said: Mapping[int, Range]
     """Range from the first to the last trained character of each other message, by its index."""
-
-
-@dataclass(frozen=True)
-class AnswerContext:
-    """Facts about a rendered conversation that its answers depend on."""
-
-    marks: AnswerMarks
-    ends_turns: bool | None
-    """The template ends an answer's turn with a control token; None if unknown."""
-    ends_with_prompt: bool
-    """The generation prompt stands at the end."""
-    control_tokens: Sequence[Range]
-    """Range of characters of each control token, in order."""
 
 
 def trained_part(
@@ -129,14 +116,7 @@ def _answers(
         speakers = {i: role for i, role in speakers.items() if role != "assistant"}
     if not speakers:
         return generated
-    unmarked = AnswerFinder(
-        rendered,
-        speakers,
-        marks=context.marks,
-        ends_turns=context.ends_turns,
-        ends_with_prompt=context.ends_with_prompt,
-        control_tokens=context.control_tokens,
-    ).answers()
+    unmarked = AnswerFinder(rendered, speakers, context).answers()
     return sorted([*generated, *unmarked], key=lambda answer: answer.start)
 
 

@@ -53,10 +53,7 @@ def tojson(
 
 @pass_environment
 def join_values(
-    environment: Environment,
-    values: Iterable[Any],
-    d: str = "",
-    attribute: str | int | None = None,
+    environment: Environment, values: Iterable[Any], d: str = "", attribute: str | int | None = None
 ) -> TrackedText:
     """The printed values, with ``d`` between them."""
     if attribute is not None:
