@@ -59,8 +59,10 @@ class ReplicaRanks:
         length = int(size)
         if not length:
             return b""
-        given = torch.frombuffer(bytearray(content or length), dtype=torch.uint8)
-        buffer = given.to(self.device)
+        if content is None:
+            buffer = torch.empty(length, dtype=torch.uint8, device=self.device)
+        else:
+            buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self.device)
         dist.broadcast(buffer, src=self.main, group=self.group)
         return content if content is not None else buffer.cpu().numpy().tobytes()
 
