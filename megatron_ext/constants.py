@@ -5,5 +5,8 @@ from typing import Final
 IGNORE_INDEX: Final = -100
 """Label of a position that is not trained."""
 
+MAX_RECORD_MIB: Final = 256
+"""MiB of a record of data, unless another limit is given."""
+
 NO_CHUNK: Final = -1
 """Chunk id of a token in no chunk, such as padding or an unpaired control token."""

@@ -24,6 +24,7 @@ from typing import get_args
 import yaml
 
 from megatron_ext.cli.output import MOST_NAMED, warn_left_out
+from megatron_ext.constants import MAX_RECORD_MIB
 from megatron_ext.conversation.records import RECORD_SCHEMA_REGISTRY, RecordSchemaName
 from megatron_ext.documents.id_tokenizers import LOSS_MASK
 from megatron_ext.errors import ConfigError
@@ -113,9 +114,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--max-record-mib",
         type=int,
-        default=256,
+        default=MAX_RECORD_MIB,
         metavar="N",
-        help="MiB of a record; a longer one cannot be used (default: 256)",
+        help=f"MiB of a record; a longer one cannot be used ({MAX_RECORD_MIB})",
     )
     add_tokenizer_arguments(parser)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from megatron_ext.constants import MAX_RECORD_MIB
 from megatron_ext.conversation.records import (
     RECORD_SCHEMA_REGISTRY,
     RecordSchemaName,
@@ -16,10 +17,14 @@ from megatron_ext.errors import ConversationError, DataError
 FieldContent = Literal["text", "sentences", "conversation", "record"]
 """A text; a text or a list of texts; a ``ConversationRecord``; the record itself, unchecked."""
 _KEYS_SHOWN = 12
-MOST_RECORD_BYTES: Final = 256 << 20
+MOST_RECORD_BYTES: Final = MAX_RECORD_MIB << 20
 """Bytes of a record, unless another limit is given."""
 _CONVERSATION_KEYS = ("messages", "conversations")
 """Usual names of the field that holds a conversation."""
+
+
+class BadRecordError(DataError):
+    """A record that cannot be used, in a run that stops at the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +45,9 @@ class BadRecord:
         """The bad record that ``error`` describes."""
         return cls(line, str(error).replace("\n", " "), rows)
 
-    def error(self, path: str, lines_before: int = 0) -> DataError:
+    def error(self, path: str, lines_before: int = 0) -> BadRecordError:
         """The error of a run that refuses bad records."""
-        return DataError(self.problem, where=self.place(path, lines_before))
+        return BadRecordError(self.problem, where=self.place(path, lines_before))
 
     def place(self, path: str, lines_before: int = 0) -> str:
         """``file:line``.

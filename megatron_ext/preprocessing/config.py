@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, get_args
 
+from megatron_ext.constants import MAX_RECORD_MIB
 from megatron_ext.conversation.records import RecordSchemaName
 from megatron_ext.documents.id_tokenizers import OutputNames
 from megatron_ext.documents.record_fields import AS_THEY_ARE, FieldContent, RecordFields
@@ -64,7 +65,7 @@ class PreprocessConfig:
     strict: bool = False
     """Stop at the first record that cannot be used, instead of reporting it and going on."""
 
-    max_record_mib: int = 256
+    max_record_mib: int = MAX_RECORD_MIB
     """MiB of a record; a longer one cannot be used, and no more of it is held in memory."""
 
     def __post_init__(self) -> None:

@@ -6,10 +6,11 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import chain
 
+from megatron_ext.documents.record_fields import BadRecordError
 from megatron_ext.documents.records import check_fields, check_first_records
 from megatron_ext.documents.source_file import find_sources
 from megatron_ext.documents.worker_pool import WorkerPool, usable_cores
-from megatron_ext.errors import ConfigError, DataError, MegatronExtError
+from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.extras import missing_package
 from megatron_ext.preprocessing.config import PreprocessConfig, with_settled_schema
 from megatron_ext.preprocessing.document_encoder import document_encoder
@@ -42,9 +43,10 @@ def preprocess(config: PreprocessConfig) -> Report | None:
         plan = _resume_or_begin(config, Plan.make(config, tokenizer, sources.files))
         try:
             _make_missing(config, plan, tokenizer)
-        except MegatronExtError:
-            # Nothing could go on from what is there: the input has to change.
-            if config.strict and is_new:
+        except BadRecordError:
+            # Nothing can go on from finished shards: the input has to change. Any other error may
+            # be gone at the next start, which takes them over.
+            if is_new:
                 folder.discard()
             raise
         if config.shard_indices:

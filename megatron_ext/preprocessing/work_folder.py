@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
+from megatron_ext.constants import MAX_RECORD_MIB
 from megatron_ext.documents.records import cut_into_shards
 from megatron_ext.documents.source_file import InputSlice, SourceFile
 from megatron_ext.errors import ConfigError, DataError, refused_input
@@ -118,14 +119,14 @@ class Plan:
 
 
 def _settings(config: PreprocessConfig, tokenizer: MegatronTokenizerText) -> dict[str, Any]:
-    is_sft = config.has_conversations
+    is_sft, limit = config.has_conversations, config.max_record_mib
     return {
         "mode": config.tokenizer.mode,
         "json_keys": list(config.fields.keys),
         **({"conversation_schema": config.conversation_schema} if is_sft else {}),
         "append_eod": config.append_eod,
         # Not in plans of before, which knew no limit.
-        **({} if config.max_record_mib == 256 else {"max_record_mib": config.max_record_mib}),
+        **({} if limit == MAX_RECORD_MIB else {"max_record_mib": limit}),
         **{f"tokenizer_{name}": value for name, value in tokenizer_identity(tokenizer).items()},
     }
 

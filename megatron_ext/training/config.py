@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
+from megatron_ext.constants import MAX_RECORD_MIB
 from megatron_ext.distributed.layout import Layout
 from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers.config import TokenizerConfig
@@ -426,7 +427,7 @@ class DataConfig:
     """Treatment of a document that cannot be read: an error with its place, or a line in
     ``quarantine.jsonl`` of the run."""
 
-    max_record_mib: int = 256
+    max_record_mib: int = MAX_RECORD_MIB
     """MiB of a record; a longer one cannot be read, and no more of it is held in memory."""
 
     def __post_init__(self) -> None:

@@ -242,6 +242,17 @@ def test_a_strict_run_stops_at_the_first_bad_line_with_its_place(tmp_path, out, 
     assert not [path for path in out.iterdir() if not path.name.endswith(".lock")]
 
 
+def test_a_strict_run_keeps_its_shards_where_the_next_start_may_succeed(tmp_path, out, monkeypatch):
+    def interrupted(*_):
+        raise DataError("the input cannot be read")
+
+    file = write_json_lines(tmp_path / "a.jsonl", RECORDS)
+    monkeypatch.setattr("megatron_ext.preprocessing.preprocess._make_missing", interrupted)
+    with pytest.raises(DataError, match="cannot be read"):
+        run(file, output=out / "a", strict=True)
+    assert config_of(file, output=out / "a").names.work_folder.exists()
+
+
 def test_a_strict_run_takes_no_shard_that_a_lenient_one_left(tmp_path, out):
     file = write_json_lines(tmp_path / "a.jsonl", [{"body": ""}, *RECORDS])
     preprocess(config_of(file, output=out / "a", shard_count=2, shard_indices=(0, 1)))
