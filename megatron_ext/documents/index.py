@@ -50,8 +50,16 @@ class CachedArrays:
     folder: Path
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        with _readable(self.folder):
+        # Asked several times for each document, so nothing is done that can be left.
+        try:
             return self._arrays[name]
+        except KeyError as error:
+            raise DataError(
+                "the cache is damaged",
+                where=self.folder,
+                got=f"no {name}",
+                fix="remove this folder",
+            ) from error
 
     @cached_property
     def notes(self) -> dict[str, Any]:

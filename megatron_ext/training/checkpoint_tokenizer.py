@@ -106,7 +106,7 @@ def checkpoint_record(checkpoint: Path) -> Mapping[str, Any]:
         checkpoint: One iteration's folder.
 
     Raises:
-        CheckpointError: A file of it is missing.
+        CheckpointError: A file of it is missing, or cannot be opened.
     """
     import torch
 
@@ -119,6 +119,12 @@ def checkpoint_record(checkpoint: Path) -> Mapping[str, Any]:
             where=checkpoint,
             got=f"no {_COMMON_FILE}",
             fix="copy it again: a file of it is missing",
+        ) from error
+    except OSError as error:
+        raise CheckpointError(
+            "the checkpoint cannot be read",
+            where=checkpoint / _COMMON_FILE,
+            got=error.strerror or error,
         ) from error
     except Exception:
         # Bytes that were damaged raise anything; whoever loads the checkpoint says so.

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from megatron_ext.cli.pages.token_view import with_short_paths
 from megatron_ext.errors import ConfigError
-from megatron_ext.files import parse_json, read_bytes, read_json, whole_lines
+from megatron_ext.files import parse_json, read_json, whole_lines
 from megatron_ext.training.model_section import read_config_file
 from megatron_ext.training.run_folder import CONFIG_FILE, DATA_FILE, METRICS_FILE, QUARANTINE_FILE
 
@@ -123,14 +123,13 @@ def read_run(folder: Path, *, name: str) -> RunRecord:
 
 
 def _read_config(path: Path, problems: list[str]) -> Mapping[str, Any]:
-    if not path.exists():
+    # Of a pipe, which a user may name elsewhere, a read would not end.
+    if not path.is_file():
         problems.append(f"{path.name} is missing: the configuration is not known")
         return {}
     try:
-        # Of a pipe, which a user may name elsewhere, the read would not end.
-        read_bytes(path)
         return read_config_file(path)[0]
-    except (ConfigError, OSError, ValueError) as error:
+    except ConfigError as error:
         problems.append(f"{path.name} cannot be read: {error}")
         return {}
 

@@ -339,22 +339,16 @@ def template_variables(record: Mapping[str, Any]) -> dict[str, Any]:
     variables: dict[str, Any] = {}
     if record.get(_VARIABLES) is not None:
         variables |= mapping_of(record[_VARIABLES], _VARIABLES)
-    for name in variables.keys() & set(_OF_ENCODER):
-        if variables.pop(name) is not None:
-            raise ConversationError(
-                "a record cannot set this variable of its template",
-                got=name,
-                fix="leave it out" + (", and give the tools as tools" if name == "tools" else ""),
-                where=_VARIABLES,
-            )
-    for name in [name for name in variables if name.endswith(_OF_TOKENIZER)]:
+    for name in list(variables):
+        is_special = name.endswith(_OF_TOKENIZER)
         # Columns of Arrow have None in rows without the variable.
-        if variables.pop(name) is not None:
+        if (is_special or name in _OF_ENCODER) and variables.pop(name) is not None:
+            what = "replace a special token" if is_special else "set this variable of its template"
             raise ConversationError(
-                "a record cannot replace a special token",
+                f"a record cannot {what}",
                 got=name,
                 expected="variables of the template, such as enable_thinking",
-                fix="leave it out: the tokenizer's is used",
+                fix="leave it out" + (", and give the tools as tools" if name == "tools" else ""),
                 where=_VARIABLES,
             )
     key = first_key(record, _TOOLS)
