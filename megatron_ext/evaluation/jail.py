@@ -1,6 +1,7 @@
 """The processes around a program that runs under limits. It imports nothing of this package.
 
-    python -I jail.py FOLDER DESCRIPTOR < SETTINGS
+    python -I jail.py hold FOLDER DESCRIPTOR < SETTINGS
+    python -I jail.py bubblewrap PATH DISK_BYTES DESCRIPTOR < SETTINGS
 
 ``SETTINGS`` is JSON: ``source``, ``memory_bytes``, ``disk_bytes``, ``processes``, ``cpu_seconds``,
 ``needs_namespaces``.
@@ -10,6 +11,7 @@
 2. The root of the file system becomes an empty one in memory, in which nothing of the machine is
    but Python's own folders and the system's libraries, for reading alone, four devices and an empty
    ``/proc``. ``/tmp`` is a file system in memory of limited size. Root becomes nobody.
+   bubblewrap makes both where it is asked to, and starts this file again in there.
 3. The first process in there waits for the program and ends; the kernel then ends all others.
 4. The program is a Python of its own, under limits, without the rights that the steps before
    needed, and behind a filter of system calls.
@@ -29,10 +31,12 @@ import resource
 import signal
 import struct
 import sys
+from typing import Any
 
 _MOUNTS = 0x00020000
 _USERS = 0x10000000
-_NAMESPACES = _MOUNTS | _USERS | 0x08000000 | 0x20000000 | 0x40000000
+_NETWORK = 0x40000000
+_NAMESPACES = _MOUNTS | _USERS | 0x08000000 | 0x20000000 | _NETWORK
 """CLONE_NEWNS, NEWUSER, NEWIPC, NEWPID, NEWNET"""
 _ALL_NAMESPACES = _NAMESPACES | 0x02000000 | 0x04000000 | 0x80
 """Also NEWCGROUP, NEWUTS, NEWTIME."""
@@ -68,16 +72,15 @@ exec(compile(open({program!r}, "rb").read(), {program!r}, "exec"))"""
 """Runs a program and leaves it no name of its own."""
 
 _PDEATHSIG, _SET_DUMPABLE, _SET_SECCOMP, _NO_NEW_PRIVS = 1, 4, 22, 38
+_AMBIENT, _CLEAR_ALL = 47, 4
 _NOBODY = 65534
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def main(folder: str, descriptor: str) -> None:
-    """Run the program; exit as it does."""
-    limits = json.load(sys.stdin)
-    _LIBC.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    os.umask(0o022)
-    report = {"namespaces": False, "own_root": False, "filtered": os.uname().machine in _CALLS}
+def hold(folder: str, descriptor: str) -> None:
+    """Make namespaces and a root, run the program, and exit as it does."""
+    limits = _begin()
+    report = {"namespaces": False, "own_root": False}
     proc = os.open("/proc", os.O_RDONLY)
     # Root's own rights see through folders that nobody may enter.
     is_root = os.getuid() == 0 and _knows_nobody() and not _LIBC.unshare(_NAMESPACES & ~_USERS)
@@ -93,14 +96,52 @@ def main(folder: str, descriptor: str) -> None:
     if is_root:
         # In which the processes of this program alone are counted.
         report["namespaces"] = _unshare(_USERS, proc)
+    _run("/tmp" if report["own_root"] else folder, int(descriptor), limits, report)
+
+
+def bubblewrap(path: str, disk_bytes: str, descriptor: str) -> None:
+    """Become a bubblewrap that makes namespaces and a root, and goes on with ``inside``."""
+    _LIBC.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    proc = os.open("/proc", os.O_RDONLY)
+    os.set_inheritable(proc, True)
+    then = [sys.executable, "-I", "/jail.py", "inside", str(proc), descriptor]
+    os.execv(path, [path, *_bubblewrap_options(int(disk_bytes)), *then])
+
+
+def inside(proc: str, descriptor: str) -> None:
+    """Run the program in what bubblewrap has made, and exit as it does."""
+    limits = _begin()
+    os.set_inheritable(int(proc), False)
+    # bubblewrap would set up the loopback of a network of its own.
+    report = {
+        "namespaces": not _LIBC.unshare(_NETWORK),
+        "own_root": _limit_files(limits["disk_bytes"]),
+    }
+    if os.getuid() == 0:
+        _become_nobody()
+        report["namespaces"] &= _unshare(_USERS, int(proc))
+    # Rights that bubblewrap hands on to what is started.
+    _LIBC.prctl(_AMBIENT, _CLEAR_ALL, 0, 0, 0)
+    _run("/tmp", int(descriptor), limits, report)
+
+
+def _begin() -> dict[str, Any]:
+    _LIBC.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    os.umask(0o022)
+    limits: dict[str, Any] = json.load(sys.stdin)
+    return limits
+
+
+def _run(home: str, descriptor: int, limits: dict[str, Any], report: dict[str, bool]) -> None:
+    """Say what took effect, and become the program in a child, under limits."""
     # After the last change of the user, which forgets it.
     _LIBC.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    home = "/tmp" if report["own_root"] else folder
+    report = {**report, "filtered": os.uname().machine in _CALLS}
     program = os.path.join(home, "program.py")
     # What is no Unicode is for the program's Python to refuse.
     with open(program, "w", encoding="utf-8", errors="surrogatepass") as stream:
         stream.write(limits["source"])
-    os.write(int(descriptor), json.dumps(report).encode() + b"\n")
+    os.write(descriptor, json.dumps(report).encode() + b"\n")
     if limits["needs_namespaces"] and not all(report.values()):
         sys.exit(1)
     _wait_for_child()
@@ -114,8 +155,58 @@ def main(folder: str, descriptor: str) -> None:
     os.execve(sys.executable, [sys.executable, "-I", "-B", "-c", begin], environment)
 
 
-def _change_root(folder: str, disk_bytes: int) -> bool:
-    """Whether the root is now one that has nothing but what Python needs, and ``/tmp``."""
+def _bubblewrap_options(disk_bytes: int) -> list[str]:
+    """Options for the namespaces and the root, up to the program.
+
+    Root stays root in there until it becomes nobody; where it is that of other namespaces, which
+    may not be, nobody stands for it.
+    """
+    paths, links = _needed()
+    options = "--die-with-parent --as-pid-1 --unshare-pid --unshare-ipc --unshare-uts"
+    words = [*options.split(), "--perms", "1777", "--size", str(disk_bytes), "--tmpfs", "/tmp"]
+    if os.getuid() == 0 and _knows_nobody():
+        words += ["--cap-add", "ALL"]
+    else:
+        # The right to mount, for the number of files in /tmp.
+        words += ["--unshare-user", "--cap-add", "CAP_SYS_ADMIN"]
+        words += ["--uid", str(os.getuid() or _NOBODY), "--gid", str(os.getgid() or _NOBODY)]
+    links = {**links, "/dev/shm": "/tmp"}
+    new = [at for at in links if not any(at.startswith(f"{path}/") for path in paths)]
+    for place in _folders_above([*paths, *new]):
+        words += ["--perms", "0755", "--dir", place]
+    for path in paths:
+        words += ["--dev-bind" if path.startswith("/dev/") else "--ro-bind", path, path]
+    words += ["--ro-bind", os.path.abspath(__file__), "/jail.py"]
+    for at in new:
+        words += ["--symlink", links[at], at]
+    return [*words, "--dir", "/proc", "--remount-ro", "/", "--"]
+
+
+def _folders_above(paths: list[str]) -> list[str]:
+    """Folders on the way to paths, an outer one first, but for those that are there already."""
+    found = set()
+    for path in paths:
+        while (path := os.path.dirname(path)) != "/":
+            found.add(path)
+    return sorted(found - {"/tmp"})
+
+
+def _limit_files(disk_bytes: int) -> bool:
+    """Whether ``/tmp`` has its limits now, and Python's folders are for reading alone."""
+    try:
+        _attach("tmpfs", "/tmp", "tmpfs", _REMOUNT | _NO_SUID | _NO_DEVICES, _sizes(disk_bytes))
+    except OSError as error:
+        sys.stderr.write(f"no limit of files: {error}\n")
+        return False
+    return bool(os.statvfs("/").f_flag & os.ST_RDONLY)
+
+
+def _sizes(disk_bytes: int) -> str:
+    return f"size={disk_bytes},nr_inodes=1000"
+
+
+def _needed() -> tuple[list[str], dict[str, str]]:
+    """Paths that Python needs, an outer folder before what is in it, and links on the way there."""
     links: dict[str, str] = {}
     system = [path for path in _LIBRARIES if os.path.exists(path)]
     # The folders of a distribution hold more than Python.
@@ -127,17 +218,22 @@ def _change_root(folder: str, disk_bytes: int) -> bool:
         ends.remove(closed)
         ends |= {_follow(os.path.join(closed, name), links) for name in os.listdir(closed)}
     devices = [f"/dev/{name}" for name in _DEVICES]
-    sizes = f"size={disk_bytes},nr_inodes=1000,mode=1777"
+    return list(filter(os.path.exists, (*sorted(ends), *devices))), links
+
+
+def _change_root(folder: str, disk_bytes: int) -> bool:
+    """Whether the root is now one that has nothing but what Python needs, and ``/tmp``."""
+    paths, links = _needed()
+    sizes = f"{_sizes(disk_bytes)},mode=1777"
     try:
         _attach(None, "/", None, _RECURSIVE | _PRIVATE)
         _attach("tmpfs", folder, "tmpfs", _NO_SUID | _NO_DEVICES, "mode=755,size=1m")
         # Before Python's folders, which may lie below it.
         os.mkdir(folder + "/tmp")
         _attach("tmpfs", folder + "/tmp", "tmpfs", _NO_SUID | _NO_DEVICES, sizes)
-        # An outer folder sorts before what is in it.
-        for path in (*sorted(ends), *devices):
+        for path in paths:
             place = folder + path
-            if os.path.exists(path) and not os.path.lexists(place):
+            if not os.path.lexists(place):
                 _make_place(path, place)
                 _attach(path, place, None, _BIND | _RECURSIVE)
         for link, target in links.items():
@@ -272,7 +368,7 @@ def _locked_flags(point: str) -> int:
     return sum(flag for bit, flag in _LOCKED_FLAGS.items() if found & bit)
 
 
-def _limit(limits: dict[str, int], *, is_alone: bool) -> None:
+def _limit(limits: dict[str, Any], *, is_alone: bool) -> None:
     """Limits of the program and what it starts.
 
     Args:
@@ -404,4 +500,4 @@ def _filter_calls(audit: int, numbers: dict[str, int]) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    globals()[sys.argv[1]](*sys.argv[2:])

@@ -52,6 +52,7 @@ def run_jail(
     pipe: tuple[int, int],
     seconds: float,
     memory_bytes: int,
+    bubblewrap: str | None = None,
 ) -> JailRecord:
     """Run a program in a jail.
 
@@ -61,9 +62,13 @@ def run_jail(
         pipe: Pipe whose second end is passed to the jail.
         seconds: Time limit of the program, from its first line on.
         memory_bytes: Limit of the memory of all its processes.
+        bubblewrap: Path of a bubblewrap to make namespaces and root; otherwise the jail does.
     """
+    way = (
+        ["bubblewrap", bubblewrap, str(settings["disk_bytes"])] if bubblewrap else ["hold", folder]
+    )
     process = subprocess.Popen(
-        [sys.executable, "-I", str(_JAIL), folder, str(pipe[1])],
+        [sys.executable, "-I", str(_JAIL), *way, str(pipe[1])],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

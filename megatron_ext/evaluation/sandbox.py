@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import tempfile
 from dataclasses import dataclass
+from functools import cache
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.evaluation.jail_process import JailRecord, run_jail
@@ -51,6 +53,8 @@ class Outcome:
 
     namespaces: bool
     own_root: bool
+    bubblewrap: bool
+    """Whether bubblewrap made the namespaces and the root."""
 
 
 def run_program(source: str, limits: Limits | None = None) -> Outcome:
@@ -63,6 +67,20 @@ def run_program(source: str, limits: Limits | None = None) -> Outcome:
             program's first line.
     """
     limits = limits or Limits()
+    return _run(source, limits, usable_bubblewrap() if limits.needs_namespaces else None)
+
+
+@cache
+def usable_bubblewrap() -> str | None:
+    """Path of the distribution's bubblewrap, where it holds an empty program as the jail does."""
+    path = shutil.which("bwrap", path="/usr/bin:/bin")
+    try:
+        return path if path and _run("", Limits(), path).passed else None
+    except ConfigError:
+        return None
+
+
+def _run(source: str, limits: Limits, bubblewrap: str | None) -> Outcome:
     nonce = secrets.token_hex(16)
     descriptor, theirs = os.pipe()
     try:
@@ -76,6 +94,7 @@ def run_program(source: str, limits: Limits | None = None) -> Outcome:
                 pipe=(descriptor, theirs),
                 seconds=limits.seconds,
                 memory_bytes=limits.memory_bytes,
+                bubblewrap=bubblewrap,
             )
     finally:
         os.close(descriptor)
@@ -88,6 +107,7 @@ def run_program(source: str, limits: Limits | None = None) -> Outcome:
         printed=record.printed,
         namespaces=record.report["namespaces"],
         own_root=record.report["own_root"],
+        bubblewrap=bubblewrap is not None,
     )
 
 

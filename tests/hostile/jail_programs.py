@@ -12,12 +12,15 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 
-from megatron_ext.evaluation.sandbox import Limits, Outcome, run_program
+from megatron_ext.evaluation import sandbox
+from megatron_ext.evaluation.sandbox import Limits, Outcome
 
 LIMITS = Limits(seconds=3, memory_bytes=256 << 20, disk_bytes=1 << 20)
 
@@ -59,6 +62,8 @@ PROGRAMS = {
     "new namespaces": f"{_LIBC}assert libc.unshare(0x10000000) == 0",
     "clone with namespaces": f"{_LIBC}assert libc.syscall(56, 0x10000011, 0, 0, 0, 0) >= 0",
     "clone3": f"{_LIBC}assert libc.syscall(435, 0, 0) == -1 and ctypes.get_errno() != 38",
+    "keeps a right": f"{_LIBC}data = (ctypes.c_uint32 * 6)()\n"
+    "assert libc.capget((ctypes.c_uint32 * 2)(0x20080522, 0), data) == 0 and any(data)",
     "mount": f"{_LIBC}assert libc.mount(b'tmpfs', b'/tmp', b'tmpfs', 0, None) == 0",
     "remount": f"{_LIBC}assert libc.mount(None, b'/', None, 32 | 4096, None) == 0",
     "unmount": f"{_LIBC}assert libc.umount2(b'/tmp', 2) == 0",
@@ -112,6 +117,7 @@ CORE = (
     "clone with namespaces",
     "another set of calls",
     "mount",
+    "keeps a right",
     "io_uring",
     "memory of children",
     "memory in files",
@@ -158,11 +164,24 @@ def surroundings() -> Iterator[dict[str, str]]:
         os.close(holder)
 
 
+def ways() -> tuple[str | None, ...]:
+    """Path of a bubblewrap, if it holds programs here; and None, for namespaces of our own."""
+    found = sandbox.usable_bubblewrap()
+    return (found, None) if found else (None,)
+
+
+@contextmanager
+def by(way: str | None) -> Iterator[None]:
+    """Hold programs in one of the two ways."""
+    with mock.patch.object(sandbox, "usable_bubblewrap", return_value=way):
+        yield
+
+
 def tried(program: str, words: dict[str, str]) -> Outcome:
     """The outcome of a program in its surroundings."""
     for word, value in words.items():
         program = program.replace(word, value)
-    return run_program(program, LIMITS)
+    return sandbox.run_program(program, LIMITS)
 
 
 def left_behind() -> list[int]:
@@ -172,25 +191,34 @@ def left_behind() -> list[int]:
     for process in psutil.process_iter(["ppid", "cmdline"]):
         if process.pid in mine or process.info["ppid"] == 1:
             command = " ".join(process.info["cmdline"] or ())
-            if "/tmp/program.py" in command or "evaluation/jail.py" in command:
+            if "/tmp/program.py" in command or "/jail.py" in command:
                 found.append(process.pid)
     return found
 
 
 def run(seconds: float, seed: int) -> dict[str, Any]:
     """Counts of what became of all programs, in a random order, until the time is over."""
-    names = list(PROGRAMS)
-    random.Random(seed).shuffle(names)
-    counts: dict[str, Any] = {"programs": 0, "escapes": 0, "leftovers": 0, "found": []}
+    attacks = list(product(PROGRAMS, ways()))
+    random.Random(seed).shuffle(attacks)
+    counts: dict[str, Any] = {
+        "programs": 0,
+        "by bubblewrap": 0,
+        "escapes": 0,
+        "leftovers": 0,
+        "found": [],
+    }
     end = time.monotonic() + seconds
     with surroundings() as words:
-        for name in names:
+        for name, way in attacks:
             if time.monotonic() > end:
                 break
             counts["programs"] += 1
-            if tried(PROGRAMS[name], words).passed:
+            with by(way):
+                outcome = tried(PROGRAMS[name], words)
+            counts["by bubblewrap"] += outcome.bubblewrap
+            if outcome.passed:
                 counts["escapes"] += 1
-                counts["found"].append(name)
+                counts["found"].append(f"{name}, {way}")
     time.sleep(0.2)
     counts["leftovers"] = len(left_behind())
     return counts
