@@ -72,7 +72,8 @@ exec(compile(open({program!r}, "rb").read(), {program!r}, "exec"))"""
 """Runs a program and leaves it no name of its own."""
 
 _PDEATHSIG, _SET_DUMPABLE, _SET_SECCOMP, _NO_NEW_PRIVS = 1, 4, 22, 38
-_AMBIENT, _CLEAR_ALL = 47, 4
+_CAPABILITIES = 0x20080522
+"""The version of capset's data."""
 _NOBODY = 65534
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -121,7 +122,7 @@ def inside(proc: str, descriptor: str) -> None:
         _become_nobody()
         report["namespaces"] &= _unshare(_USERS, int(proc))
     # Rights that bubblewrap hands on to what is started.
-    _LIBC.prctl(_AMBIENT, _CLEAR_ALL, 0, 0, 0)
+    _LIBC.capset(struct.pack("=Ii", _CAPABILITIES, 0), bytes(24))
     _run("/tmp", int(descriptor), limits, report)
 
 
