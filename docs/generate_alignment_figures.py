@@ -1,7 +1,7 @@
 """Write the figures of ``alignment.md`` from the results of the benchmarks.
 
     python benchmarks/alignment.py --output benchmarks/results/alignment.json
-    python benchmarks/coverage.py --output benchmarks/results/coverage.json
+    python benchmarks/pair_coverage.py --output benchmarks/results/coverage.json
     python docs/generate_alignment_figures.py
 
 Each table stands between ``<!-- name -->`` and ``<!-- /name -->``. A test compares the page with

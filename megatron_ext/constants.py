@@ -1,6 +1,8 @@
-"""Constants that several layers share."""
+"""Constants that several layers share, and the version; nothing else is imported here."""
 
 from typing import Final
+
+__version__ = "0.1.0"
 
 IGNORE_INDEX: Final = -100
 """Label of a position that is not trained."""

@@ -14,6 +14,7 @@ EXTRA_OF: Final = {
     "lm_eval": "lm-eval",
     "matplotlib": "train",
     "megatron": "train",
+    "numba": "train",
     "orjson": "data",
     "psutil": "train",
     "pyarrow": "data",

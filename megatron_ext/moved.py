@@ -14,6 +14,7 @@ from typing import Final
 MOVED: Final = {
     "megatron_ext.alignment.chunk_class": "megatron_ext.alignment.alignment",
     "megatron_ext.atomic_file": "megatron_ext.files",
+    "megatron_ext.version": "megatron_ext.constants",
     "megatron_ext.tokenizers.file_kind": "megatron_ext.tokenizers.tokenizer_files",
     "megatron_ext.training.data": "megatron_ext.training",
     "megatron_ext.training.cross_tokenizer": "megatron_ext.data",

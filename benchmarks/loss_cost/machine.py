@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from megatron_ext.files import write_text
-from megatron_ext.version import __version__
+from megatron_ext.constants import __version__
 
 ROOT: Final = Path(__file__).parents[2]
 

@@ -17,10 +17,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Final, NoReturn
 
+from megatron_ext.constants import __version__
 from megatron_ext.errors import ConfigError, MegatronExtError, escape_controls, printable
 from megatron_ext.extras import needed_packages
 from megatron_ext.registry import did_you_mean
-from megatron_ext.version import __version__
 
 VERBS = {
     "inspect": "show the tokens of a text, or the trained part of a conversation",

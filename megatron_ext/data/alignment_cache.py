@@ -28,12 +28,12 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_ext.constants import __version__
 from megatron_ext.data.aligner import AlignedText, Aligner, Content, Ids, TeacherTokens, Trained
 from megatron_ext.errors import DataError
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.identity import tokenizer_identity
 from megatron_ext.tokenizers.token_bytes import utf8
-from megatron_ext.version import __version__
 
 KEY_BYTES: Final = 16
 

@@ -12,9 +12,8 @@ from dataclasses import astuple, dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from megatron_ext.data.aligner import PackedSample
-from megatron_ext.data.blend import Blend
-from megatron_ext.data.block_order import Position
 from megatron_ext.data.packed_dataset import PackedTextDataset, RefusedDocument
+from megatron_ext.data.reading_order import Blend, Position
 from megatron_ext.data.row_streams import RowStreams, stream_count
 from megatron_ext.errors import ConfigError, DataError
 

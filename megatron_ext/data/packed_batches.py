@@ -12,8 +12,8 @@ from torch.utils.data import Sampler
 
 from megatron_ext.data.aligner import PackedSample
 from megatron_ext.data.batch import CrossTokenizerBatch
-from megatron_ext.data.block_order import Position
 from megatron_ext.data.packed_dataset import PackedTextDataset
+from megatron_ext.data.reading_order import Position
 from megatron_ext.data.row_streams import RowStreams
 from megatron_ext.errors import ConfigError
 

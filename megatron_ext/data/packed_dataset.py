@@ -18,8 +18,8 @@ from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_ext.data.aligner import AlignedText, Content, PackedSample, cut
-from megatron_ext.data.block_order import BlockOrder
 from megatron_ext.data.collator import CrossTokenizerCollator
+from megatron_ext.data.reading_order import BlockOrder
 from megatron_ext.documents.documents import Documents
 from megatron_ext.errors import ConversationError, MegatronExtError, TokenizerError
 

@@ -18,7 +18,6 @@ from typing import Any, Final, NamedTuple
 from torch.utils.data import DataLoader, Sampler
 
 from megatron_ext.data.aligner import PackedSample
-from megatron_ext.data.block_order import Position
 from megatron_ext.data.packed_dataset import (
     BlockWorkers,
     DeadWorkerError,
@@ -26,6 +25,7 @@ from megatron_ext.data.packed_dataset import (
     PackedTextDataset,
     RefusedDocument,
 )
+from megatron_ext.data.reading_order import Position
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.files import die_with_parent
 

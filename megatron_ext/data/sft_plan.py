@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from megatron_ext.constants import __version__
 from megatron_ext.conversation.rendering.template_limits import stopped_at
 from megatron_ext.data.sft_packing import fill_ratio, pack
 from megatron_ext.data.sft_samples import SFTReader, SFTSample, padded_length
@@ -25,7 +26,6 @@ from megatron_ext.documents.index import Arrays, CachedArrays, Notes, cached_arr
 from megatron_ext.documents.worker_pool import WorkerPool
 from megatron_ext.errors import ConversationError, DataError, TokenizerError
 from megatron_ext.tokenizers.identity import tokenizer_identity
-from megatron_ext.version import __version__
 
 _FORMAT: Final = 1
 """Version of the arrays; raising it rebuilds every survey."""

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_ext.distributed.vocab_parallel import vocab_argmax
+from megatron_ext.distributed.vocab_parallel import merge_argmax
 from megatron_ext.losses.base import DistillationInputs, LossOutput
 from megatron_ext.losses.objective import FusedObjective, Objective, Scale, is_zero
 from megatron_ext.losses.objectives.next_token import NextTokenLoss
+from megatron_ext.ops.softmax_statistics import row_statistics
 
 if TYPE_CHECKING:
     from megatron_ext.losses.plan import LossPart
@@ -64,7 +65,7 @@ def evaluate_together(
     top_column = None
     if labelled is not None:
         # Read before the gradient is written over the logits.
-        top_column = vocab_argmax(inputs.student_logits.flatten(0, 1), inputs.student_shard)
+        top_column = _top_column(inputs)
     evaluated = objective.evaluate(
         inputs,
         scale=scales[main],
@@ -79,6 +80,14 @@ def evaluate_together(
         assert top_column is not None
         outputs[labelled] = next_token.output(inputs, evaluated.token_loss, top_column)
     return {name: outputs[name] for name in objectives}
+
+
+def _top_column(inputs: DistillationInputs) -> torch.Tensor:
+    """Global column int64 [B Ts] of each student row's largest logit."""
+    shard = inputs.student_shard
+    found = row_statistics(inputs.student_logits.flatten(0, 1), shard)
+    best = found.peak[0].masked_fill(found.total[0] == 0, -torch.inf)
+    return merge_argmax(best, found.column + shard.start, shard.group)
 
 
 def _in_one_pass(

@@ -12,9 +12,11 @@ import torch
 from megatron_ext.errors import LossError
 from megatron_ext.extras import missing_package
 
-Implementation = Literal["auto", "triton", "torch"]
-"""``auto``: the kernels for fp32, bf16 and fp16 tensors on a GPU where Triton is installed, else
-torch. ``triton``: the kernels, also on a CPU if ``TRITON_INTERPRET=1``. ``torch``: never."""
+Implementation = Literal["auto", "triton", "cpu", "torch"]
+"""``auto``: the kernels for fp32, bf16 and fp16 tensors on a GPU where Triton is installed;
+compiled loops for fp32 and bf16 tensors on a CPU where numba is installed and rows are wide; else
+torch. ``triton``: the kernels, also on a CPU if ``TRITON_INTERPRET=1``. ``cpu``: the compiled
+loops. ``torch``: neither."""
 
 KERNEL_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -37,7 +39,7 @@ def uses_triton(implementation: Implementation, *logits: torch.Tensor) -> bool:
         LossError: It was asked for and cannot run on them; or the kernels would, but their
             columns are not next to one another, or their GPU is not the current one.
     """
-    if implementation == "torch":
+    if implementation in ("torch", "cpu"):
         return False
     fits = all(tensor.dtype in KERNEL_DTYPES for tensor in logits)
     on_gpu = all(tensor.is_cuda for tensor in logits)
@@ -60,6 +62,41 @@ def uses_triton(implementation: Implementation, *logits: torch.Tensor) -> bool:
             fix="take implementation 'torch' or 'auto', or set TRITON_INTERPRET=1 to test them",
         )
     _check_memory(logits)
+    return True
+
+
+COMPILED_WIDTH: Final = 1 << 14
+"""Columns of a row from which on ``auto`` compiles: importing numba takes half a second."""
+
+
+def uses_compiled(implementation: Implementation, *logits: torch.Tensor) -> bool:
+    """Whether compiled loops run on these logits.
+
+    Raises:
+        MissingDependencyError: ``cpu`` was asked for, and ``numba`` is not installed.
+        LossError: It was asked for and cannot run on them.
+    """
+    if implementation not in ("auto", "cpu"):
+        return False
+    fits = all(
+        x.device.type == "cpu"
+        and x.dtype in (torch.float32, torch.bfloat16)
+        and (x.shape[-1] <= 1 or x.stride(-1) == 1)
+        for x in logits
+    )
+    installed = importlib.util.find_spec("numba") is not None
+    if implementation == "auto":
+        is_wide = max(x.shape[-1] for x in logits) >= COMPILED_WIDTH
+        return fits and is_wide and installed
+    if not installed:
+        raise missing_package("numba", feature="implementation 'cpu'")
+    if not fits:
+        raise LossError(
+            "the compiled loops do not read these logits",
+            got=", ".join(f"{x.dtype} on {x.device}, strides {x.stride()}" for x in logits),
+            expected="float32 or bfloat16 on a CPU, with a last stride of 1",
+            fix="take implementation 'torch' or 'auto'",
+        )
     return True
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
+import numpy as np
 import torch
 
 from megatron_ext.distributed.vocab_parallel import (
@@ -20,6 +21,7 @@ from megatron_ext.ops.launch import (
     LaunchConfig,
     chosen_config,
     small_block,
+    uses_compiled,
     uses_triton,
 )
 
@@ -61,6 +63,8 @@ def row_statistics(
     logits, width = logits.detach(), shard.valid_width
     if width and uses_triton(implementation, logits):
         return _by_kernel(logits, width, temperature, members, read)
+    if width and uses_compiled(implementation, logits):
+        return _by_compiled(logits, width, temperature, members, read, with_column)
     within = None if members is None else members[:width]
     statistics = _by_torch(logits[:, :width], temperature, within, with_column)
     if read is None:
@@ -97,6 +101,34 @@ def _by_torch(
             _, exact = local_log_sum_exp(logits[part], temperature, ~members)
             total[1, part] = torch.where(far, exact, total[1, part])
     return RowStatistics(peak, total, column)
+
+
+def _by_compiled(
+    logits: torch.Tensor,
+    width: int,
+    temperature: float,
+    members: torch.Tensor | None,
+    read: torch.Tensor | None,
+    with_column: bool,
+) -> RowStatistics:
+    from megatron_ext.ops import row_loops as compiled
+    from megatron_ext.ops.row_loops import in_threads
+
+    peak, total = np.empty((2, 2, len(logits)), dtype=np.float32)
+    column = np.empty(len(logits), dtype=np.int64)
+    all_of_them = np.zeros(0, dtype=np.bool_)
+    arguments = (
+        compiled.flat_rows(logits, width),
+        np.float32(1 / temperature),
+        all_of_them if members is None else members[:width].numpy(),
+        all_of_them if read is None else read.numpy(),
+        with_column,
+        peak,
+        total,
+        column,
+    )
+    in_threads(lambda a, b: compiled.row_statistics(a, b, *arguments), len(logits))
+    return RowStatistics(*map(torch.from_numpy, (peak, total, column)))
 
 
 def _by_kernel(

@@ -106,7 +106,7 @@ def _by_kernel(
     gradient: torch.Tensor,
     temperature: float,
 ) -> None:
-    from megatron_ext.ops.token_likelihood_kernels import token_gradient_kernel
+    from megatron_ext.ops.chunk_kernels import token_gradient_kernel
 
     rows, padded_width = logits.shape
     has_members = members is not None and row.members is not None and row.on_mass is not None

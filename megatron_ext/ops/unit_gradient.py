@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -19,6 +20,8 @@ from megatron_ext.distributed.vocab_parallel import row_slices
 from megatron_ext.ops.launch import Implementation, uses_triton
 
 _BLOCK: Final = 8192
+_HUGE_FROM: Final = 1 << 22
+"""Bytes from which on numpy asks for huge pages."""
 
 Evaluate = Callable[[torch.Tensor, torch.Tensor | None], Sequence[torch.Tensor | None]]
 """Function of logits [T, Vp] without a graph, and of memory [T, Vp] for their gradient or None. It
@@ -56,6 +59,23 @@ def kept_gradient(
     return values
 
 
+def new_rows(like: torch.Tensor) -> torch.Tensor:
+    """Memory of the shape and dtype of ``like``, contiguous.
+
+    Where it is large and on a CPU it is numpy's, which asks the kernel for huge pages: with those
+    of 4 KiB, touching a gradient for the first time takes longer than writing it.
+    """
+    size = like.numel() * like.element_size()
+    is_filled = (
+        torch.are_deterministic_algorithms_enabled()
+        and torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    )
+    if like.device.type != "cpu" or size < _HUGE_FROM or is_filled:
+        return torch.empty_like(like)
+    memory = torch.from_numpy(np.empty(size, dtype=np.uint8))
+    return memory.view(like.dtype).view(like.shape)
+
+
 class _KeptGradient(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -73,7 +93,7 @@ class _KeptGradient(torch.autograd.Function):
         rows, is_copy = whole.flatten(0, -2), whole is not given
         gradient = None
         if needed:
-            gradient = rows if in_place or is_copy else torch.empty_like(rows)
+            gradient = rows if in_place or is_copy else new_rows(rows)
         values = tuple(evaluate(rows, gradient))
         if needed and in_place and not is_copy and logits.numel():
             # A later reader of the logits gets an error of autograd, not a wrong number.

@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.alignment.control_pairs import match_control_tokens
+from megatron_ext.constants import __version__
 from megatron_ext.projection.compressed_rows import Entries, concatenated
 from megatron_ext.projection.nearest_tokens import most_similar, nearest_tokens
 from megatron_ext.projection.projection_matrix import ProjectionMatrix
 from megatron_ext.projection.speller import ProjectionOptions, Speller
 from megatron_ext.registry import Registry
 from megatron_ext.tokenizers.base import ByteTokenizer
-from megatron_ext.version import __version__
 
 NO_MATCH: Final = -1
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_ext.data.blend import read_blend
+from megatron_ext.data.reading_order import read_blend
 from megatron_ext.errors import ConfigError
 from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers import MegatronTokenizerText

@@ -12,10 +12,10 @@ from itertools import chain, groupby
 from typing import Any, Final
 
 from megatron_ext.data.aligner import PackedSample
-from megatron_ext.data.blend import read_blend
 from megatron_ext.data.collator import CrossTokenizerCollator, TeacherCTSpec
 from megatron_ext.data.global_batches import GlobalBatches, Replica, WeightedDataset
 from megatron_ext.data.packed_dataset import PackedTextDataset
+from megatron_ext.data.reading_order import read_blend
 from megatron_ext.documents.dataset import ArrowTextDataset, CorpusNames
 from megatron_ext.documents.documents import CorpusReport, Documents, JoinedDocuments
 from megatron_ext.documents.id_tokenizers import IdTokenizers

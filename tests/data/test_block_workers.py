@@ -6,9 +6,9 @@ import signal
 import pytest
 
 from megatron_ext import ArrowTextDataset
-from megatron_ext.data.block_order import Position
 from megatron_ext.data.packed_batches import PackedBatches
 from megatron_ext.data.packed_dataset import BlockWorkers, PackedTextDataset
+from megatron_ext.data.reading_order import Position
 from megatron_ext.data.row_streams import RowStreams
 from megatron_ext.errors import DataError, TokenizerError
 from tests.data.readers import collator, student_ids, write_corpus

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from megatron_ext import ArrowTextDataset
-from megatron_ext.data.blend import Blend, Source, read_blend
 from megatron_ext.data.global_batches import (
     GlobalBatches,
     Place,
@@ -16,6 +15,7 @@ from megatron_ext.data.global_batches import (
     WeightedDataset,
 )
 from megatron_ext.data.packed_dataset import PackedTextDataset
+from megatron_ext.data.reading_order import Blend, Source, read_blend
 from megatron_ext.data.row_streams import stream_count
 from megatron_ext.errors import ConfigError, DataError
 from tests.data.readers import collator, student_ids, write_corpus

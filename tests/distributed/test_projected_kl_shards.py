@@ -1,4 +1,4 @@
-"""The kernels of the projected KL say on shards what they say of whole vocabularies."""
+"""The kernels and loops of the projected KL say on shards what they say of whole vocabularies."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "by torch": {"direction": "jensen_shannon", "implementation": "torch"},
     "scaled up": {"direction": "reverse"},
     "scaled up by torch": {"implementation": "torch"},
+    "by loops": {"implementation": "cpu"},
+    "scaled up by loops": {"direction": "reverse", "implementation": "cpu", "temperature": 1.4},
 }
 
 Result = tuple[list[torch.Tensor], torch.Tensor]
@@ -54,6 +56,7 @@ def on_shards(rank: int) -> dict[str, Result]:
 
 
 pytest.importorskip("triton")
+pytest.importorskip("numba")
 
 
 @pytest.fixture(scope="module")

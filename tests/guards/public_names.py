@@ -16,7 +16,7 @@ from typing import Any
 import megatron_ext
 from megatron_ext.cli.main import VERBS
 from megatron_ext.conversation import PROMPT_FORMAT_REGISTRY, RECORD_SCHEMA_REGISTRY
-from megatron_ext.evaluation.tasks.registry import TASKS
+from megatron_ext.evaluation.tasks import TASKS
 from megatron_ext.losses import LOSS_REGISTRY
 from megatron_ext.projection import PROJECTION_METHODS
 from megatron_ext.tokenizers import TOKENIZER_LIBRARIES

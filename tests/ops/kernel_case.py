@@ -15,6 +15,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DIRECTIONS = get_args(Divergence)
 BOTH = pytest.mark.parametrize("implementation", ["triton", "torch"])
+ALL_THREE = pytest.mark.parametrize("implementation", ["triton", "cpu", "torch"])
 
 EVERY_COMBINATION = DEVICE.type == "cuda" or bool(os.environ.get("MEGATRON_EXT_ALL_TEXT"))
 """Whether to run the whole product of ``combinations``: interpreted kernels are slow."""

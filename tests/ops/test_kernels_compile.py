@@ -78,7 +78,7 @@ def test_token_likelihood():
     variants = [("token_gradient_kernel", {**pair, "members_ptr": "*i1"}, flags) for pair in pairs]
     alone = {"members_ptr": None, "HAS_MEMBERS": False, "HAS_TEMPERATURE": False, "BLOCK": 4096}
     variants.append(("token_gradient_kernel", pairs[-1], alone))
-    compiles("token_likelihood_kernels", variants)
+    compiles("chunk_kernels", variants)
 
 
 def test_vocab_kl():

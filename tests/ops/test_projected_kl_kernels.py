@@ -1,4 +1,4 @@
-"""The kernels of the projected KL against its reference in fp64, and against torch."""
+"""Kernels and compiled loops of the projected KL against its reference in fp64, and torch."""
 
 from dataclasses import replace
 
@@ -12,6 +12,7 @@ from megatron_ext.ops.chunk_rows import ChunkedLogits
 from megatron_ext.ops.projected_kl import (
     LearnedEntries,
     ProjectedKLOptions,
+    compiled_evaluation,
     kernel_evaluation,
     projected_kl,
 )
@@ -20,6 +21,7 @@ from tests.ops.kernel_case import (
     BOTH,
     DIRECTIONS,
     DTYPES,
+    EVERY_COMBINATION,
     assert_as_exact,
     combinations,
     packed,
@@ -28,6 +30,14 @@ from tests.ops.kernel_case import (
 from tests.ops.projected_kl_case import Case, column_plan, paired_projection, sharded
 
 pytest.importorskip("triton")
+
+
+@pytest.fixture(params=["triton", "cpu"])
+def by(request):
+    """An implementation besides torch."""
+    if request.param == "cpu":
+        pytest.importorskip("numba")
+    return request.param
 
 
 CASES = {
@@ -61,14 +71,18 @@ def rounded(case, dtype):
         ("one row each", "jensen_shannon", torch.bfloat16),
     ],
 )
-def test_values_and_gradients_are_the_references(name, direction, dtype):
+def test_values_and_gradients_are_the_references(by, name, direction, dtype):
+    if by == "cpu" and dtype == torch.float16:
+        pytest.skip("the compiled loops do not read it")
+    if by == "cpu" and dtype != torch.float32 and not EVERY_COMBINATION:
+        pytest.skip("compiled for another dtype, which takes a quarter of a minute")
     case = rounded(paired(**CASES[name]), dtype)
     temperature = 1.7 if dtype == torch.float32 else 1.0
     options = {"direction": direction, "temperature": temperature, "mixture": 0.3}
     truth, true_grad = case.truth(**options)
     plain, plain_grad = case.to(torch.float32).truth(**options)
     out, grad = case.run(
-        dtype=dtype, padding=(3, 9), pad_value=1e4, planned=True, implementation="triton", **options
+        dtype=dtype, padding=(3, 9), pad_value=1e4, planned=True, implementation=by, **options
     )
     assert_as_exact(out.chunk_loss.sum(), plain, truth, slack=2e-6)
     width = true_grad.shape[1]
@@ -87,9 +101,9 @@ def test_values_and_gradients_are_the_references(name, direction, dtype):
 
 
 @pytest.mark.usefixtures("nan_filled")
-def test_no_chunk_gives_zero_with_a_graph():
+def test_no_chunk_gives_zero_with_a_graph(by):
     out, grad = paired(chunk_count=0, lengths=(2, 2)).run(
-        dtype=torch.float32, planned=True, implementation="triton"
+        dtype=torch.float32, planned=True, implementation=by
     )
     assert out.chunk_loss.shape == (0,)
     assert not grad.any()
@@ -97,7 +111,7 @@ def test_no_chunk_gives_zero_with_a_graph():
 
 @pytest.mark.usefixtures("nan_filled")
 @pytest.mark.parametrize("direction", sampled(["forward", "reverse"]))
-def test_several_blocks_of_columns_and_a_column_of_more_entries_than_a_program_holds(direction):
+def test_several_blocks_of_columns_and_a_column_of_more_entries_than_a_program_holds(by, direction):
     case = paired(vocabs=(2700, 1300), lengths=(3, 2), chunk_count=2)
     hub = case.projection.clone()
     hub[1400:2600] = 0.0
@@ -111,19 +125,18 @@ def test_several_blocks_of_columns_and_a_column_of_more_entries_than_a_program_h
     assert plan.by_column.offsets.diff().max() > 1024
     truth, true_grad = case.truth(direction=direction)
     plain, plain_grad = case.to(torch.float32).truth(direction=direction)
-    out, grad = case.run(
-        dtype=torch.float32, planned=True, implementation="triton", direction=direction
-    )
+    out, grad = case.run(dtype=torch.float32, planned=True, implementation=by, direction=direction)
     assert_as_exact(out.chunk_loss.sum(), plain, truth, slack=2e-6)
     assert_as_exact(grad, plain_grad, true_grad, slack=2e-6)
 
 
 @pytest.mark.parametrize("direction", sampled(DIRECTIONS))
-def test_tiles_of_one_chunk_change_nothing(monkeypatch, direction):
+def test_tiles_of_one_chunk_change_nothing(by, monkeypatch, direction):
     case = paired(lengths=(6, 5), chunk_count=3)
-    options = {"implementation": "triton", "direction": direction}
+    options = {"implementation": by, "direction": direction}
     whole, whole_grad = case.run(dtype=torch.float32, planned=True, **options)
-    monkeypatch.setattr(kernel_evaluation, "_SCRATCH_BYTES", 4)
+    for module in (kernel_evaluation, compiled_evaluation):
+        monkeypatch.setattr(module, "_SCRATCH_BYTES", 4)
     parts, grad = case.run(dtype=torch.float32, planned=True, **options)
     assert torch.equal(whole_grad, grad)
     assert all(torch.equal(a, b) for a, b in zip(whole[:-1], parts[:-1], strict=True))
@@ -131,14 +144,12 @@ def test_tiles_of_one_chunk_change_nothing(monkeypatch, direction):
 
 @pytest.mark.usefixtures("nan_filled")
 @pytest.mark.parametrize("direction", sampled(["reverse", "forward", "jensen_shannon"]))
-def test_logits_of_ten_thousand_and_minus_infinity_are_as_in_torch(direction):
+def test_logits_of_ten_thousand_and_minus_infinity_are_as_in_torch(by, direction):
     case = paired(scale=1e4, lengths=(6, 6), chunk_count=3)
     case.student_logits[:, 4:9] = -torch.inf
     case.teacher_logits[:, 1:4] = -torch.inf
     twin, twin_grad = case.run(dtype=torch.float32, planned=True, direction=direction)
-    out, grad = case.run(
-        dtype=torch.float32, planned=True, direction=direction, implementation="triton"
-    )
+    out, grad = case.run(dtype=torch.float32, planned=True, direction=direction, implementation=by)
     torch.testing.assert_close(out.chunk_loss, twin.chunk_loss, rtol=1e-5, atol=1e-6)
     assert grad.isfinite().all()
     assert not grad[:, 4:9].any()
@@ -152,14 +163,16 @@ def test_logits_of_ten_thousand_and_minus_infinity_are_as_in_torch(direction):
 @pytest.mark.usefixtures("nan_filled")
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("name", ["several rows", "one row each"])
-def test_mapped_tokens_far_below_one_that_stands_for_nothing_are_compared_as_ever(name, direction):
+def test_mapped_tokens_far_below_one_that_stands_for_nothing_are_compared_as_ever(
+    by, name, direction
+):
     case = rounded(paired(**CASES[name]).dominated(120.0), torch.float32)
     truth, true_grad = case.truth(direction=direction, temperature=1.3)
     out, grad = case.run(
         dtype=torch.float32,
         padding=(3, 9),
         planned=True,
-        implementation="triton",
+        implementation=by,
         direction=direction,
         temperature=1.3,
     )
@@ -171,7 +184,7 @@ def test_mapped_tokens_far_below_one_that_stands_for_nothing_are_compared_as_eve
 
 @pytest.mark.usefixtures("nan_filled")
 @pytest.mark.parametrize("direction", sampled(["jensen_shannon", "forward"]))
-def test_rows_that_count_for_nothing_may_hold_anything(direction):
+def test_rows_that_count_for_nothing_may_hold_anything(by, direction):
     case = paired(lengths=(8, 7), chunk_count=4)
     weights = torch.tensor([1.0, 0.5, 0.0, 2.0])
     options = {"dtype": torch.float32, "planned": True, "direction": direction, "weights": weights}
@@ -180,7 +193,7 @@ def test_rows_that_count_for_nothing_may_hold_anything(direction):
     case.student_logits[~used] = torch.nan
     case.teacher_logits[(case.teacher_chunk_id < 0) | (case.teacher_chunk_id == 2)] = torch.nan
     for grad_scale in (None, weights):
-        out, grad = case.run(implementation="triton", grad_scale=grad_scale, **options)
+        out, grad = case.run(implementation=by, grad_scale=grad_scale, **options)
         assert out.chunk_loss.isnan().tolist() == [False, False, True, False]
         assert not grad[~used].any()
         torch.testing.assert_close(grad[used], expected[used], rtol=1e-5, atol=1e-7)
@@ -239,13 +252,13 @@ def test_a_graph_that_is_kept_is_weighed_anew(implementation):
 
 
 @pytest.mark.parametrize("direction", sampled(DIRECTIONS))
-def test_learned_entries_have_the_gradient_that_torch_gives_them(direction):
+def test_learned_entries_have_the_gradient_that_torch_gives_them(by, direction):
     case = paired(lengths=(7, 6), chunk_count=3)
     dense = case.projection.float()
     rows, columns = ((dense > 0) & ((dense > 0).sum(dim=1, keepdim=True) > 1)).nonzero().unbind(1)
     weights = torch.tensor([1.0, 0.0, 3.0])
     found = []
-    for implementation in ("torch", "triton"):
+    for implementation in ("torch", by):
         value = dense[rows, columns].clone().requires_grad_()
         logits = case.student_logits.float().requires_grad_()
         out = call(
@@ -264,9 +277,9 @@ def test_learned_entries_have_the_gradient_that_torch_gives_them(direction):
         torch.testing.assert_close(grad, torch_grad, rtol=0, atol=3e-6 * scale)
 
 
-def test_without_diagnostics_the_loss_is_the_same():
+def test_without_diagnostics_the_loss_is_the_same(by):
     case = paired(lengths=(4, 4), chunk_count=2)
-    options = {"planned": True, "implementation": "triton", "dtype": torch.float32}
+    options = {"planned": True, "implementation": by, "dtype": torch.float32}
     with_them, grad_with = case.run(**options)
     silent, grad = case.run(diagnostics=False, **options)
     assert torch.equal(with_them.chunk_loss, silent.chunk_loss)
@@ -282,6 +295,10 @@ def test_what_the_kernels_cannot_do_is_refused_when_they_are_asked_for():
         case.run(dtype=torch.float32, implementation="triton")
     with pytest.raises(LossError, match="no such implementation of projected_kl"):
         case.run(implementation="cuda")
+    with pytest.raises(LossError, match="no compiled loops for this; got vocab_topk"):
+        case.run(dtype=torch.float32, planned=True, implementation="cpu", vocab_topk=3)
+    with pytest.raises(LossError, match=r"do not read these logits; got torch\.float64"):
+        case.run(dtype=torch.float64, planned=True, implementation="cpu")
     case.run(dtype=torch.float32, implementation="auto", vocab_topk=3)
 
 

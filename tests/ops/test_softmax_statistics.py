@@ -1,14 +1,18 @@
 """Peaks, sums and largest columns against their definition, by kernel and by torch."""
 
+import importlib.util
+
+import numpy as np
 import pytest
 import torch
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.ops.softmax_statistics import row_statistics, row_statistics_reference
-from tests.ops.kernel_case import BOTH, DEVICE, DTYPES, combinations
+from tests.ops.kernel_case import ALL_THREE, DEVICE, DTYPES, combinations
 
 pytest.importorskip("triton")
+row_loops = pytest.importorskip("megatron_ext.ops.row_loops")
 
 
 def _shard(width, vocab):
@@ -16,7 +20,7 @@ def _shard(width, vocab):
 
 
 @pytest.mark.usefixtures("nan_filled")
-@BOTH
+@ALL_THREE
 @pytest.mark.parametrize(
     ("dtype", "temperature", "rows", "width", "vocab"),
     [
@@ -29,6 +33,8 @@ def _shard(width, vocab):
 def test_statistics_are_those_of_the_definition(
     implementation, dtype, rows, width, vocab, temperature
 ):
+    if implementation == "cpu" and dtype == torch.float16:
+        pytest.skip("the compiled loops do not read it")
     torch.manual_seed(0)
     logits = (3 * torch.randn(rows, width, device=DEVICE)).to(dtype)
     logits[:, vocab:] = 1e4
@@ -49,7 +55,7 @@ def test_statistics_are_those_of_the_definition(
 
 
 @pytest.mark.usefixtures("nan_filled")
-@BOTH
+@ALL_THREE
 def test_extreme_rows(implementation):
     logits = torch.zeros(4, 40, device=DEVICE)
     logits[0] = -torch.inf
@@ -64,7 +70,7 @@ def test_extreme_rows(implementation):
 
 
 @pytest.mark.usefixtures("nan_filled")
-@BOTH
+@ALL_THREE
 def test_rows_that_are_not_read_have_nothing(implementation):
     logits = torch.randn(3, 40, device=DEVICE)
     alone = row_statistics(logits, _shard(40, 40), implementation=implementation)
@@ -93,3 +99,35 @@ def test_kernels_are_refused_where_they_cannot_run():
     logits = torch.zeros(1, 4, dtype=torch.float64, device=DEVICE)
     with pytest.raises(LossError, match="do not read these logits"):
         row_statistics(logits, _shard(4, 4), implementation="triton")
+
+
+def test_loops_in_threads_and_in_strided_rows_say_the_same():
+    wide = torch.randn(7, 90)
+    alone = row_statistics(wide[:, :80].contiguous(), _shard(80, 77), implementation="cpu")
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        out = row_statistics(wide[:, :80], _shard(80, 77), implementation="cpu")
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(got, expected) for got, expected in zip(out, alone, strict=True))
+
+
+def test_machine_code_is_stale_when_any_file_of_loops_has_changed(tmp_path, monkeypatch):
+    """numba alone would look at the file of the entry point only."""
+    file = tmp_path / "doubled.py"
+    file.write_text("def doubled(values):\n    values[0] *= 2\n")
+
+    def hits():
+        spec = importlib.util.spec_from_file_location("doubled", file)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        compiled = row_loops.entry_point(module.doubled)
+        values = np.ones(1)
+        compiled(values)
+        assert values[0] == 2
+        return sum(compiled.stats.cache_hits.values())
+
+    assert [hits(), hits()] == [0, 1]
+    monkeypatch.setattr(row_loops, "_digest", lambda: "another")
+    assert [hits(), hits()] == [0, 1]

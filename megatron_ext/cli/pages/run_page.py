@@ -20,12 +20,12 @@ from megatron_ext.cli.pages.frame import BarPart, TableRow, bar, html_page, swat
 from megatron_ext.cli.pages.run_charts import COLOURS, SMOOTHING, other_panels, panels
 from megatron_ext.cli.pages.run_record import RunRecord
 from megatron_ext.cli.pages.token_view import duration, share, with_short_paths
-from megatron_ext.data.blend import read_blend
+from megatron_ext.constants import __version__
+from megatron_ext.data.reading_order import read_blend
 from megatron_ext.errors import ConfigError, DataError, MegatronExtError
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
 from megatron_ext.training.run_folder import TOKENIZER_FOLDER
 from megatron_ext.typed_mapping import build_config
-from megatron_ext.version import __version__
 
 _MOST_DOCUMENTS: Final = 1000
 _AUDITED_BYTES: Final = 200_000

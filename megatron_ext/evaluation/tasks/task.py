@@ -1,9 +1,10 @@
-"""The protocol of a task, its options and its result, and reading of its data files."""
+"""Tasks: their protocol, options, results and data files; and the simplest, bits per byte."""
 
 from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from megatron_ext.documents.record_fields import AS_THEY_ARE, RecordFields
 from megatron_ext.documents.records import whole_records
 from megatron_ext.documents.source_file import source_file, source_kind
 from megatron_ext.errors import DataError
-from megatron_ext.evaluation.language_model import LanguageModel
+from megatron_ext.evaluation.language_model import LanguageModel, rolling_requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,3 +164,46 @@ def text_of(record: Row, field: str, *, where: object) -> str:
             fix="give the file in its published format",
         )
     return text
+
+
+class BitsPerByte:
+    """Bits per byte of texts: ``sum(-log2 p(token)) / bytes``, over all tokens and UTF-8 bytes.
+
+    A ``.txt`` file is one text; other files have one in each record. The number does not depend on
+    the tokenizer, so that models compare.
+
+    Raises:
+        DataError: The texts cannot be read.
+    """
+
+    def __init__(self, options: TaskOptions) -> None:
+        path = options.path
+        texts = [text for text in _texts(path, options.text_field) if text]
+        self._texts: list[str] = first_of(texts, options.limit, where=path)
+
+    def run(self, model: LanguageModel) -> TaskResult:
+        """Score all windows of all texts."""
+        windows = [list(rolling_requests(text, model)) for text in self._texts]
+        scores = iter(model.log_likelihoods([window for of in windows for window in of]))
+        nats = [-sum(next(scores).nats for _ in of) for of in windows]
+        sizes = [len(text.encode("utf-8")) for text in self._texts]
+        tokens = sum(len(window.continuation) for of in windows for window in of)
+        return TaskResult(
+            metrics={
+                "bits_per_byte": sum(nats) / math.log(2) / sum(sizes),
+                "nats_per_token": sum(nats) / tokens,
+                "bytes_per_token": sum(sizes) / tokens,
+            },
+            count=len(self._texts),
+            settings={"window": model.max_length},
+            samples=[
+                {"bytes": size, "bits_per_byte": of / math.log(2) / size}
+                for size, of in zip(sizes, nats, strict=True)
+            ],
+        )
+
+
+def _texts(path: Path, field: str) -> list[str]:
+    if path.suffix == ".txt" or path.name.endswith(".txt.gz"):
+        return [read_text(path)]
+    return [text_of(record, field, where=path) for record in read_records(path)]

@@ -6,7 +6,7 @@ T rows, V columns, Vp local columns, C chunks. Equations and memory are in the R
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -14,7 +14,12 @@ from torch.autograd.function import once_differentiable
 from megatron_ext.errors import LossError
 from megatron_ext.ops.chunk_rows import ChunkedLogits
 from megatron_ext.ops.divergence import divergence_reference
-from megatron_ext.ops.launch import Implementation, check_implementation, uses_triton
+from megatron_ext.ops.launch import (
+    Implementation,
+    check_implementation,
+    uses_compiled,
+    uses_triton,
+)
 from megatron_ext.ops.model_rows import chunk_mean_softmax_reference
 from megatron_ext.ops.projected_kl.kernel_evaluation import KernelEvaluation, sum_over_rows
 from megatron_ext.ops.projected_kl.operands import (
@@ -28,6 +33,9 @@ from megatron_ext.ops.projected_kl.operands import (
 from megatron_ext.ops.projected_kl.statistics import chunk_statistics, label_columns, token_losses
 from megatron_ext.ops.projected_kl.torch_evaluation import TorchEvaluation
 from megatron_ext.ops.unit_gradient import kept_gradient
+
+if TYPE_CHECKING:
+    from megatron_ext.ops.projected_kl.compiled_evaluation import CompiledEvaluation
 
 
 @torch.no_grad()
@@ -74,13 +82,16 @@ def evaluate_projected_kl(
     student = student._replace(logits=student.logits.detach())
     teacher = teacher._replace(logits=teacher.logits.detach())
     by_kernels = _runs_kernels(implementation, options, projection, student.logits, teacher.logits)
+    by_loops = not by_kernels and _runs_loops(
+        implementation, options, projection, student.logits, teacher.logits
+    )
     statistics = chunk_statistics(
         student,
         teacher,
         projection,
         temperature=options.temperature,
         untempered=cross_entropy is not None,
-        implementation=implementation if by_kernels else "torch",
+        implementation=implementation if by_kernels else "cpu" if by_loops else "torch",
     )
     token_loss = None
     if cross_entropy is not None:
@@ -103,7 +114,12 @@ def evaluate_projected_kl(
         learned,
         entry_gradient,
     )
+    by: type[KernelEvaluation | TorchEvaluation | CompiledEvaluation]
     by = KernelEvaluation if by_kernels else TorchEvaluation
+    if by_loops:
+        from megatron_ext.ops.projected_kl.compiled_evaluation import CompiledEvaluation
+
+        by = CompiledEvaluation
     values = by(student, teacher, projection, statistics, options, requested).run()
     left_out, rows = statistics.left_out, teacher.rows
     offsupport_mass = sum_over_rows(left_out, rows) if by_kernels else rows.sums(left_out)
@@ -142,6 +158,27 @@ def _runs_kernels(
             )
         return False
     return uses_triton(implementation, *logits)
+
+
+def _runs_loops(
+    implementation: Implementation,
+    options: ProjectedKLOptions,
+    projection: ShardedProjection,
+    *logits: torch.Tensor,
+) -> bool:
+    """Whether compiled loops run; raise LossError where ``cpu`` was asked for and cannot run."""
+    has_none = "vocab_topk" if options.vocab_topk is not None else None
+    if has_none is None and projection.plan is None:
+        has_none = "a projection without a plan"
+    if has_none is None:
+        return uses_compiled(implementation, *logits)
+    if implementation == "cpu":
+        raise LossError(
+            "projected_kl has no compiled loops for this",
+            got=has_none,
+            fix="take implementation 'auto' or 'torch'",
+        )
+    return False
 
 
 def projected_kl(

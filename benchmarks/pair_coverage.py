@@ -1,6 +1,7 @@
 """How the tokens of published pairs meet on published text, in many scripts.
 
-    MEGATRON_EXT_SHARED=... python benchmarks/coverage.py --output benchmarks/results/coverage.json
+    export MEGATRON_EXT_SHARED=...
+    python benchmarks/pair_coverage.py --output benchmarks/results/coverage.json
 
 For each pair and text: the share of chunks that are one token on both sides, the share of the bytes
 in them, and tokens of each side a chunk. A text is one kind: word problems (GSM8K), Python code, a

@@ -1,3 +1,0 @@
-"""The version of the distribution, importable without anything else."""
-
-__version__ = "0.1.0"
