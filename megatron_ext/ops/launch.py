@@ -100,6 +100,11 @@ def uses_compiled(implementation: Implementation, *logits: torch.Tensor) -> bool
     return True
 
 
+def without_kernels(implementation: Implementation) -> Implementation:
+    """The same choice where an operation has no kernels for what it is asked."""
+    return "torch" if implementation == "triton" else implementation
+
+
 def interpreted() -> bool:
     """Whether Triton interprets kernels on the CPU, which it decides when it is imported."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"

@@ -6,7 +6,7 @@ A few rows at a time. T rows, C chunks, C' of a slice, Vp local columns.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
@@ -19,9 +19,12 @@ from megatron_ext.distributed.vocab_parallel import (
     scaled_logits,
 )
 from megatron_ext.ops.chunk_rows import ChunkedLogits, ChunkRows
-from megatron_ext.ops.launch import Implementation
+from megatron_ext.ops.launch import Implementation, uses_compiled
 from megatron_ext.ops.softmax_statistics import row_statistics
 from megatron_ext.ops.unit_gradient import scale_rows_
+
+if TYPE_CHECKING:
+    from megatron_ext.ops.row_loops import FlatRows, Normaliser
 
 
 class ModelRows(NamedTuple):
@@ -41,6 +44,16 @@ class ModelRows(NamedTuple):
 
     member_mass: torch.Tensor
     """[T]: probability of the ``members`` of ``pair_of_models``; 1 without them."""
+
+    by_loops: bool = False
+    """Whether compiled loops read the logits."""
+
+    def for_loops(self) -> tuple[FlatRows, Normaliser]:
+        """Arguments of compiled loops for these rows."""
+        from megatron_ext.ops import row_loops as loops
+
+        rows = loops.flat_rows(self.logits, self.shard.valid_width, self.temperature)
+        return rows, loops.normaliser(self.lse)
 
     def probabilities(self, row: torch.Tensor) -> torch.Tensor:
         """``softmax(logits / temperature)`` [T', Vp] of rows int64 [T'], 0 in padding."""
@@ -89,7 +102,10 @@ def pair_of_models(
         mass = ((peaks[-1] - peaks[0]) + log_sums[-1] - log_sums[0]).exp_()
         whole = LogSumExp(peaks[0].contiguous(), log_sums[0].contiguous())
         logits = model.logits.detach()
-        models.append(ModelRows(logits, model.rows, model.shard, temperature, whole, mass))
+        by_loops = uses_compiled(implementation, logits)
+        models.append(
+            ModelRows(logits, model.rows, model.shard, temperature, whole, mass, by_loops)
+        )
     return models[0], models[1]
 
 
@@ -121,10 +137,57 @@ def chunk_means(model: ModelRows, ends: list[int], chunks: slice) -> torch.Tenso
         collectives.
     """
     count, dtype = chunks.stop - chunks.start, model.lse.peak.dtype
+    if model.by_loops:
+        return _chunk_means_by_loops(model, chunks)
     sums = torch.zeros(count, model.shard.width, dtype=dtype, device=model.logits.device)
     for row in rows_of(model, ends, chunks):
         sums.index_add_(0, model.rows.slots[row] - chunks.start, model.probabilities(row))
     return sums.div_(model.rows.sizes()[chunks].clamp(min=1)[:, None])
+
+
+def _chunk_means_by_loops(model: ModelRows, chunks: slice) -> torch.Tensor:
+    from megatron_ext.ops import row_loops as loops
+
+    out = torch.empty(chunks.stop - chunks.start, model.shard.width)
+    order, offsets, _ = model.rows
+    arguments = (
+        *model.for_loops(),
+        order.numpy(),
+        offsets.numpy(),
+        out.numpy(),
+    )
+    loops.in_threads(
+        lambda a, b: loops.chunk_means(
+            chunks.start + a, chunks.start + b, chunks.start, *arguments
+        ),
+        len(out),
+    )
+    return out
+
+
+def _write_by_loops(
+    model: ModelRows,
+    ends: list[int],
+    chunks: slice,
+    slope: torch.Tensor,
+    scale: torch.Tensor,
+    gradient: torch.Tensor,
+) -> None:
+    from megatron_ext.ops import row_loops as loops
+
+    order = model.rows.order[ends[chunks.start] : ends[chunks.stop]]
+    slot = model.rows.slots[order.long()]
+    places = (
+        *model.for_loops(),
+        order.numpy(),
+        (slot - chunks.start).numpy(),
+        slope.float().contiguous().numpy(),
+    )
+    centre = torch.empty(len(order))
+    loops.in_threads(lambda a, b: loops.slope_products(a, b, *places, centre.numpy()), len(order))
+    centre = all_reduce_sum(centre, model.shard.group)
+    last = (centre.numpy(), scale[slot].float().numpy()), loops.flat_rows(gradient)
+    loops.in_threads(lambda a, b: loops.slope_gradients(a, b, *places, *last), len(order))
 
 
 def chunk_means_by_kernel(model: ModelRows, chunks: slice) -> torch.Tensor:
@@ -174,6 +237,9 @@ def write_row_gradients(
 
     One all-reduce of [T'] a slice of T' rows.
     """
+    if model.by_loops and gradient.stride(-1) == 1:
+        _write_by_loops(model, ends, chunks, slope, scale, gradient)
+        return
     for row in rows_of(model, ends, chunks):
         slot = model.rows.slots[row]
         probs, factor = model.probabilities(row), scale[slot, None]

@@ -21,10 +21,14 @@ from numba.core.caching import FunctionCache
 from numba.extending import overload
 from numpy import float32, int32, uint16, uint32, uintp
 
+from megatron_ext.distributed.vocab_parallel import LogSumExp
 from megatron_ext.ops.loop_math import bits_of_float, exp, float_of_bits
 
 SUMS = {"contract", "reassoc", "nsz"}
 """Flags of loops whose sums may be reordered; infinities and NaN are what they are."""
+
+EACH = {"nsz"}
+"""Flags of loops whose elements do not depend on where a block begins."""
 
 
 class _CacheOfFolder(FunctionCache):
@@ -83,22 +87,37 @@ _FAR = float32(np.exp(-40.0))
 
 
 class FlatRows(NamedTuple):
-    """Rows ``values[row * stride:row * stride + width]``."""
+    """Rows ``values[row * stride:row * stride + width]``, over a temperature as they are read."""
 
     values: Any
     stride: int
     width: int
+    temperature: float32
 
 
-def flat_rows(logits: torch.Tensor, width: int | None = None) -> FlatRows:
+def flat_rows(logits: torch.Tensor, width: int | None = None, temperature: float = 1.0) -> FlatRows:
     """Rows of logits [T, Vp] in fp32 or bf16, whose columns are neighbours, up to ``width``."""
     rows, stride = len(logits), logits.stride(0)
     width = logits.shape[1] if width is None else width
     length = (rows - 1) * stride + logits.shape[1] if rows else 0
     flat = logits.detach().as_strided((length,), (1,))
     if logits.dtype == torch.bfloat16:
-        return FlatRows(flat.view(torch.int16).numpy().view(np.uint16), stride, width)
-    return FlatRows(flat.numpy(), stride, width)
+        values = flat.view(torch.int16).numpy().view(np.uint16)
+    else:
+        values = flat.numpy()
+    return FlatRows(values, stride, width, np.float32(temperature))
+
+
+class Normaliser(NamedTuple):
+    """Log-sum-exp of each row, fp32 [T]."""
+
+    peak: Any
+    log_sum: Any
+
+
+def normaliser(lse: LogSumExp) -> Normaliser:
+    """The same numbers for compiled code."""
+    return Normaliser(lse.peak.float().numpy(), lse.log_sum.float().numpy())
 
 
 def _read(row, column):
@@ -134,26 +153,36 @@ def _write_compiled(row, column, value):
     return stored
 
 
-@njit(fastmath=SUMS)
+@njit(fastmath=EACH)
+def _divide(values, count, temperature):
+    for i in range(count):
+        values[i] /= temperature
+
+
+@njit(fastmath=EACH)
 def load_block(out, rows, row, first, count):
-    """Columns ``first`` to ``first + count`` of a row, in fp32."""
+    """Columns ``first`` to ``first + count`` of a row over the temperature, in fp32."""
     start = row * rows.stride + first
     part = rows.values[start : start + count]
     for i in range(count):
         out[i] = _read(part, i)
+    if rows.temperature != float32(1):
+        _divide(out, count, rows.temperature)
 
 
-@njit(fastmath=SUMS)
+@njit(fastmath=EACH)
 def gather_block(out, rows, row, columns, count):
-    """The columns of a row that ``columns`` names, in fp32; column 0 for negative ones."""
+    """As ``load_block``, of the columns that ``columns`` names; column 0 for negative ones."""
     start = row * rows.stride
     part = rows.values[start : start + rows.width]
     for i in range(count):
         column = columns[i]
         out[i] = _read(part, uintp(column if column > 0 else 0))
+    if rows.temperature != float32(1):
+        _divide(out, count, rows.temperature)
 
 
-@njit(fastmath=SUMS)
+@njit(fastmath=EACH)
 def store_block(rows, row, first, values, count):
     """Write ``values`` to a row from column ``first`` on, rounded once."""
     start = row * rows.stride + first
@@ -203,37 +232,43 @@ def _sums_of_exp(values, members, count, peak):
     return total, inside
 
 
-@njit(fastmath=SUMS)
+@njit(fastmath=EACH)
 def _keep_members(values, members, count):
     for i in range(count):
         values[i] = values[i] if members[i] else MINUS_INFINITY
 
 
 @njit(fastmath=SUMS)
-def _scale(values, count, inverse):
-    for i in range(count):
-        values[i] *= inverse
-
-
-@njit(fastmath=SUMS)
 def _first_place(values, count, wanted):
     for i in range(count):
-        # As torch, the first NaN is the largest of all.
+        # As in torch, the first NaN is the largest of all.
         if values[i] == wanted or values[i] != values[i]:
             return i
     return 0
 
 
+@njit(fastmath=SUMS)
+def _peak(values, count):
+    """The largest value, and the start of the first block that has it."""
+    top, place = MINUS_INFINITY, 0
+    for first in range(0, count, BLOCK):
+        best = largest(values[first : first + BLOCK], min(BLOCK, count - first))
+        # NaN, once found, stays.
+        if top == top and not best <= top:
+            top, place = best, first
+    return top, place
+
+
 @entry_point
-def row_statistics(first, stop, rows, inverse, members, read, with_column, peak, total, column):
+def row_statistics(first, stop, rows, members, read, with_column, peak, total, column):
     """Peaks, sums of exponentials and places of the peaks of rows ``first`` to ``stop``.
 
     Args:
-        inverse: 1 / tau.
         members: bool [width], or [0] where all are.
         read: bool [T], or [0] for all; other rows get 0.
         peak: fp32 [2, T], written; so are ``total`` [2, T] and ``column`` int64 [T].
     """
+    # A row fits into the cache of a core.
     values = np.empty(rows.width, dtype=np.float32)
     for row in range(first, stop):
         peak[0, row] = peak[1, row] = total[0, row] = total[1, row] = float32(0)
@@ -241,23 +276,179 @@ def row_statistics(first, stop, rows, inverse, members, read, with_column, peak,
         if (read.size and not read[row]) or not rows.width:
             continue
         load_block(values, rows, row, 0, rows.width)
-        if inverse != float32(1):
-            _scale(values, rows.width, inverse)
-        top = largest(values, rows.width)
+        top, place = _peak(values, rows.width)
         if with_column:
-            column[row] = _first_place(values, rows.width, top)
+            column[row] = place + _first_place(values[place:], rows.width - place, top)
         top = top if top != MINUS_INFINITY else float32(0)
         peak[0, row] = peak[1, row] = top
         if not members.size:
             total[0, row] = total[1, row] = _sum_of_exp(values, rows.width, top)
             continue
-        whole, inside = _sums_of_exp(values, members, rows.width, top)
-        total[0, row], total[1, row] = whole, inside
-        if inside > _FAR * whole:
+        total[0, row], total[1, row] = _sums_of_exp(values, members, rows.width, top)
+        if total[1, row] > _FAR * total[0, row]:
             continue
         # Beside those of the other columns, exponentials would lose their digits.
         _keep_members(values, members, rows.width)
-        best = largest(values, rows.width)
-        best = best if best != MINUS_INFINITY else float32(0)
-        peak[1, row] = best
-        total[1, row] = _sum_of_exp(values, rows.width, best)
+        top, _ = _peak(values, rows.width)
+        top = top if top != MINUS_INFINITY else float32(0)
+        peak[1, row] = top
+        total[1, row] = _sum_of_exp(values, rows.width, top)
+
+
+@njit(fastmath=EACH)
+def log_probs(values, count, peak, log_sum):
+    """Logits of a row to log-probabilities, in place."""
+    for i in range(count):
+        values[i] = values[i] - peak - log_sum
+
+
+@njit(fastmath=EACH)
+def fill(values, count, value):
+    """Write ``value`` everywhere."""
+    for i in range(count):
+        values[i] = value
+
+
+@njit
+def clear_padding(gradient, row, width):
+    """Write 0 behind the first ``width`` columns of a row."""
+    start = row * gradient.stride
+    gradient.values[start + width : start + gradient.width] = 0
+
+
+@njit(fastmath=EACH)
+def _add_shares(out, values, members, count, peak, log_sum, weight):
+    for i in range(count):
+        share = exp(values[i] - peak - log_sum)
+        out[i] += weight * share if members[i] else float32(0)
+
+
+@njit(fastmath=EACH)
+def _scaled_probs(out, values, count, peak, log_sum, weight):
+    for i in range(count):
+        out[i] = weight * exp(values[i] - peak - log_sum)
+
+
+@entry_point
+def token_gradient(first, stop, rows, whole, members, arrives, gradient):
+    """Equation 3 of ``ops/token_likelihood`` for rows ``first`` to ``stop``.
+
+    Args:
+        whole: ``Normaliser`` over all columns.
+        members: The set's columns bool [width], [0] without a set, and its ``Normaliser``.
+        arrives: Column int64 [T] of each token, -1 for none, and fp32 [T] gradients of its
+            log-probability and of the set's log-mass, both over tau.
+        gradient: Rows that are written, 0 without an upstream gradient.
+    """
+    is_member, inside = members
+    column, on_token, on_mass = arrives
+    values, out = np.empty(BLOCK, dtype=np.float32), np.empty(BLOCK, dtype=np.float32)
+    for row in range(first, stop):
+        total = on_token[row] + on_mass[row]
+        unused = on_token[row] == 0 and on_mass[row] == 0
+        for start in range(0, rows.width, BLOCK):
+            count = min(BLOCK, rows.width - start)
+            if unused:
+                fill(out, count, float32(0))
+            else:
+                load_block(values, rows, row, start, count)
+                peak, log_sum = whole.peak[row], whole.log_sum[row]
+                _scaled_probs(out, values, count, peak, log_sum, -total)
+                if is_member.size and on_mass[row] != 0:
+                    peak, log_sum = inside.peak[row], inside.log_sum[row]
+                    part = is_member[start : start + count]
+                    _add_shares(out, values, part, count, peak, log_sum, on_mass[row])
+                place = column[row] - start
+                if 0 <= place < count:
+                    out[place] += on_token[row]
+            store_block(gradient, row, start, out, count)
+        clear_padding(gradient, row, rows.width)
+
+
+@njit(fastmath=EACH)
+def _add_probs(out, values, count, peak, log_sum, share):
+    for i in range(count):
+        out[i] += share * exp(values[i] - peak - log_sum)
+
+
+@entry_point
+def chunk_means(first, stop, start, rows, whole, order, offsets, out):
+    """Mean softmax of chunks ``first`` to ``stop`` in ``out`` fp32 [C', Vp], 0 in padding.
+
+    Args:
+        start: Chunk of the first row of ``out``.
+        order, offsets: Fields of ``ChunkRows``.
+    """
+    values = np.empty(BLOCK, dtype=np.float32)
+    for chunk in range(first, stop):
+        begin, end = offsets[chunk], offsets[chunk + 1]
+        target = out[chunk - start]
+        fill(target, len(target), float32(0))
+        share = float32(1.0 / max(end - begin, 1))
+        for place in range(begin, end):
+            row = order[place]
+            peak, log_sum = whole.peak[row], whole.log_sum[row]
+            for column in range(0, rows.width, BLOCK):
+                count = min(BLOCK, rows.width - column)
+                load_block(values, rows, row, column, count)
+                part = target[column : column + count]
+                _add_probs(part, values, count, peak, log_sum, share)
+
+
+@njit(fastmath=SUMS)
+def _dot_with_probs(values, slope, count, peak, log_sum):
+    total = float32(0)
+    for i in range(count):
+        total += slope[i] * exp(values[i] - peak - log_sum)
+    return total
+
+
+@entry_point
+def slope_products(first, stop, rows, whole, order, slots, slope, out):
+    """``sum_v q_i[v] slope_c[v]`` of the rows at places ``first`` to ``stop``, in ``out`` [T'].
+
+    Args:
+        slots: int64 [T'] row of ``slope`` [C', Vp] of each place.
+    """
+    values = np.empty(BLOCK, dtype=np.float32)
+    for place in range(first, stop):
+        row, of_chunk = order[place], slope[slots[place]]
+        peak, log_sum = whole.peak[row], whole.log_sum[row]
+        total = float32(0)
+        for column in range(0, rows.width, BLOCK):
+            count = min(BLOCK, rows.width - column)
+            load_block(values, rows, row, column, count)
+            part = of_chunk[column : column + count]
+            total += _dot_with_probs(values, part, count, peak, log_sum)
+        out[place] = total
+
+
+@njit(fastmath=EACH)
+def _centred(values, slope, count, peak, log_sum, centre, scale):
+    for i in range(count):
+        q = exp(values[i] - peak - log_sum)
+        values[i] = q * (slope[i] - centre) * scale
+
+
+@entry_point
+def slope_gradients(first, stop, rows, whole, order, slots, slope, factors, gradient):
+    """``q_i (slope_c - centre_i) scale_i`` of the same rows; exactly 0 where ``scale`` is 0.
+
+    Args:
+        factors: ``centre`` and ``scale`` [T'] at each place.
+    """
+    centre, scale = factors
+    values = np.empty(BLOCK, dtype=np.float32)
+    for place in range(first, stop):
+        row, of_chunk = order[place], slope[slots[place]]
+        peak, log_sum = whole.peak[row], whole.log_sum[row]
+        for column in range(0, rows.width, BLOCK):
+            count = min(BLOCK, rows.width - column)
+            if scale[place] == 0:
+                fill(values, count, float32(0))
+            else:
+                load_block(values, rows, row, column, count)
+                part = of_chunk[column : column + count]
+                _centred(values, part, count, peak, log_sum, centre[place], scale[place])
+            store_block(gradient, row, column, values, count)
+        clear_padding(gradient, row, rows.width)

@@ -118,8 +118,7 @@ def _by_compiled(
     column = np.empty(len(logits), dtype=np.int64)
     all_of_them = np.zeros(0, dtype=np.bool_)
     arguments = (
-        compiled.flat_rows(logits, width),
-        np.float32(1 / temperature),
+        compiled.flat_rows(logits, width, temperature),
         all_of_them if members is None else members[:width].numpy(),
         all_of_them if read is None else read.numpy(),
         with_column,

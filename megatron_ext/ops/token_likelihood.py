@@ -23,9 +23,11 @@ from megatron_ext.ops.launch import (
     LaunchConfig,
     check_implementation,
     launch_rows,
+    uses_compiled,
     uses_triton,
 )
 from megatron_ext.ops.softmax_statistics import row_statistics
+from megatron_ext.ops.unit_gradient import new_rows
 
 
 class RowGradient(NamedTuple):
@@ -68,6 +70,8 @@ def write_token_gradient(
     """
     if uses_triton(implementation, logits):
         _by_kernel(logits, members, row, shard, gradient, temperature)
+    elif uses_compiled(implementation, logits, gradient):
+        _by_loops(logits, members, row, shard, gradient, temperature)
     else:
         _by_torch(logits, members, row, shard, gradient, temperature)
 
@@ -96,6 +100,32 @@ def _by_torch(
             part.add_(shares.masked_fill_(on_mass[rows, None] == 0, 0.0))
         part.scatter_add_(-1, row.column[rows, None].clamp(min=0), picked[rows])
         gradient[rows] = part.masked_fill_(unused[rows], 0.0)
+
+
+def _by_loops(
+    logits: torch.Tensor,
+    members: torch.Tensor | None,
+    row: RowGradient,
+    shard: VocabShard,
+    gradient: torch.Tensor,
+    temperature: float,
+) -> None:
+    from megatron_ext.ops import row_loops as loops
+
+    on_token = row.on_token / temperature
+    on_mass, inside = torch.zeros_like(on_token), row.whole
+    is_member = logits.new_zeros(0, dtype=torch.bool)
+    if members is not None and row.members is not None and row.on_mass is not None:
+        on_mass, inside = row.on_mass / temperature, row.members
+        is_member = members[: shard.valid_width]
+    arguments = (
+        loops.flat_rows(logits, shard.valid_width, temperature),
+        loops.normaliser(row.whole),
+        (is_member.numpy(), loops.normaliser(inside)),
+        (row.column.numpy(), on_token.float().numpy(), on_mass.float().numpy()),
+        loops.flat_rows(gradient),
+    )
+    loops.in_threads(lambda a, b: loops.token_gradient(a, b, *arguments), len(logits))
 
 
 def _by_kernel(
@@ -308,7 +338,7 @@ class _TokenLikelihood(torch.autograd.Function):
         ctx: Any, on_token: torch.Tensor, on_mass: torch.Tensor, *_: Any
     ) -> tuple[torch.Tensor, None, None, None, None]:
         logits, token_id, members, *vectors = ctx.saved_tensors
-        gradient = logits.detach() if ctx.in_place else torch.empty_like(logits)
+        gradient = logits.detach() if ctx.in_place else new_rows(logits)
         student = TokenRows(logits, token_id, members, ctx.shard)
         write_likelihood_gradient(
             student,

@@ -13,7 +13,7 @@ from megatron_ext.ops.sorted_l1 import chunk_sorted_l1, evaluate_sorted_l1, sort
 from megatron_ext.ops.sorted_l1.kernel_steps import capacity_of, select_by_kernel
 from megatron_ext.ops.top_columns import largest_columns
 from tests.ops.chunk_pair import FEW, MANY, ChunkPair
-from tests.ops.kernel_case import BOTH, DEVICE, DTYPES, assert_as_exact, rounding
+from tests.ops.kernel_case import ALL_THREE, DEVICE, DTYPES, assert_as_exact, rounding
 
 pytest.importorskip("triton")
 
@@ -50,7 +50,7 @@ def _means(case):
 
 
 @pytest.mark.usefixtures("nan_filled")
-@BOTH
+@ALL_THREE
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])
 def test_value_and_gradient_are_those_of_the_definition(implementation, dtype, in_place):
@@ -58,7 +58,7 @@ def test_value_and_gradient_are_those_of_the_definition(implementation, dtype, i
 
 
 @pytest.mark.usefixtures("nan_filled")
-@BOTH
+@ALL_THREE
 def test_chunks_of_every_size_have_a_scale(implementation):
     case = ChunkPair.random((300, 170), sizes=MANY)
     check(case, 20, implementation, grad_scale=case.weights.clone())
@@ -71,7 +71,7 @@ def test_places_from_one_to_all(top_u):
 
 
 @pytest.mark.usefixtures("nan_filled")
-@BOTH
+@ALL_THREE
 def test_no_chunk_at_all(implementation):
     out, grad = ChunkPair.random((30, 20), sizes=()).run(
         chunk_sorted_l1, top_u=4, implementation=implementation
@@ -80,7 +80,7 @@ def test_no_chunk_at_all(implementation):
     assert not grad.any()
 
 
-@BOTH
+@ALL_THREE
 def test_extreme_rows_stay_finite_and_a_nan_shows_in_its_chunk_alone(implementation):
     case = ChunkPair.random((120, 70), sizes=((1, 1), (2, 1), (1, 1)), scale=1e4)
     case.logits[0][:, 5:60] = -torch.inf

@@ -20,7 +20,7 @@ from megatron_ext.ops.matched_divergence import (
 from megatron_ext.ops.sorted_l1 import sorted_l1_reference
 from tests.ops.chunk_pair import MANY, ChunkPair
 from tests.ops.kernel_case import (
-    BOTH,
+    ALL_THREE,
     DEVICE,
     DIRECTIONS,
     DTYPES,
@@ -123,7 +123,7 @@ def check(case, options, implementation, **more):
 
 
 @pytest.mark.usefixtures("nan_filled")
-@BOTH
+@ALL_THREE
 @pytest.mark.parametrize(("direction", "dtype"), combinations(DIRECTIONS, DTYPES), ids=str)
 def test_value_and_gradient_are_those_of_the_definition(implementation, direction, dtype):
     case = Case.random(2311, 1207, 800, dtype=dtype)
@@ -132,7 +132,7 @@ def test_value_and_gradient_are_those_of_the_definition(implementation, directio
 
 
 @pytest.mark.usefixtures("nan_filled")
-@BOTH
+@ALL_THREE
 @pytest.mark.parametrize("name", MATCHES)
 def test_matches_of_every_size(implementation, name):
     case = Case.random(*MATCHES[name])
@@ -140,7 +140,7 @@ def test_matches_of_every_size(implementation, name):
 
 
 @pytest.mark.usefixtures("nan_filled")
-@BOTH
+@ALL_THREE
 def test_chunks_of_every_size_have_a_scale(implementation):
     case = Case.random(160, 90, 90, sizes=MANY)
     grad_scale = case.pair.weights.clone()
@@ -159,14 +159,14 @@ def test_a_chunk_of_more_rows_than_a_program_holds():
     check(case, matched_options(1.0, "reverse", 0.5, 0.7, 9), "triton")
 
 
-@BOTH
+@ALL_THREE
 def test_no_chunk_at_all(implementation):
     out, grad = Case.random(30, 20, 9, sizes=()).run(MatchedOptions(top_u=4), implementation)
     assert all(part.shape == (0,) for part in out)
     assert not grad.any()
 
 
-@BOTH
+@ALL_THREE
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_a_chunk_of_no_rows_on_a_side_stays_finite(implementation, direction):
     sizes = ((0, 2), (2, 0), (0, 0), (1, 1))
@@ -177,7 +177,7 @@ def test_a_chunk_of_no_rows_on_a_side_stays_finite(implementation, direction):
     assert out.chunk_loss[2] == 0
 
 
-@BOTH
+@ALL_THREE
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("common", sampled([50, 70]), ids=sampled(["with a rest", "without"]))
 def test_mass_that_the_other_side_rules_out_stays_finite(implementation, direction, common):
@@ -190,14 +190,14 @@ def test_mass_that_the_other_side_rules_out_stays_finite(implementation, directi
     assert grad.isfinite().all()
 
 
-@BOTH
+@ALL_THREE
 def test_vocabularies_of_one_token_always_agree(implementation):
     out, grad = Case.random(1, 1, 1).run(MatchedOptions(top_u=9), implementation)
     assert out.chunk_loss.abs().max().item() < 1e-6
     assert grad.abs().max().item() < 1e-6
 
 
-@BOTH
+@ALL_THREE
 def test_a_nan_shows_in_its_chunk_alone(implementation):
     case = Case.random(60, 40, 25)
     case.pair.logits[0][case.pair.chunk_ids[0] == 1, 7] = torch.nan

@@ -15,7 +15,7 @@ from megatron_ext.ops.projected_kl import (
     projected_kl_reference,
 )
 from megatron_ext.ops.unit_gradient import kept_gradient
-from tests.ops.kernel_case import BOTH, assert_as_exact
+from tests.ops.kernel_case import ALL_THREE, assert_as_exact
 from tests.ops.projected_kl_case import Case, column_plan, paired_projection, sharded
 
 pytest.importorskip("triton")
@@ -77,7 +77,7 @@ def fused(case, logits, chosen, padding=0, in_place=False, **options):
 
 
 @pytest.mark.usefixtures("nan_filled")
-@BOTH
+@ALL_THREE
 @pytest.mark.parametrize(
     ("direction", "temperature", "dtype"),
     [
@@ -127,7 +127,7 @@ def test_value_and_gradient_are_the_references(
 
 
 @pytest.mark.usefixtures("nan_filled")
-@BOTH
+@ALL_THREE
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
 def test_cross_entropy_is_over_all_tokens_where_mapped_ones_are_far_below(
     implementation, direction
@@ -145,7 +145,7 @@ def test_cross_entropy_is_over_all_tokens_where_mapped_ones_are_far_below(
 
 
 @pytest.mark.usefixtures("nan_filled")
-@BOTH
+@ALL_THREE
 def test_rows_that_count_for_nothing_may_hold_anything(implementation):
     case = paired()
     in_second = case.student_chunk_id == 1
@@ -161,7 +161,7 @@ def test_rows_that_count_for_nothing_may_hold_anything(implementation):
     torch.testing.assert_close(grad[~nothing].double(), expected[~nothing], rtol=1e-4, atol=1e-6)
 
 
-@BOTH
+@ALL_THREE
 def test_a_label_beyond_the_vocabulary_shows_in_the_sum(implementation, monkeypatch):
     beyond = LABELS.clone()
     beyond[0] = 47

@@ -16,7 +16,7 @@ from megatron_ext.ops.token_log_prob import (
     token_log_prob_reference,
     token_prediction,
 )
-from tests.ops.kernel_case import BOTH, DEVICE, DTYPES, assert_as_exact, combinations, rounding
+from tests.ops.kernel_case import ALL_THREE, DEVICE, DTYPES, assert_as_exact, combinations, rounding
 
 pytest.importorskip("triton")
 
@@ -35,7 +35,7 @@ def _case(rows, vocab, dtype):
 
 
 @pytest.mark.usefixtures("nan_filled")
-@BOTH
+@ALL_THREE
 @pytest.mark.parametrize(
     ("rows", "vocab", "dtype", "temperature"),
     [
@@ -75,7 +75,7 @@ def test_cross_entropy_and_its_gradient_are_as_exact_as_torch(
 
 
 @pytest.mark.usefixtures("nan_filled")
-@BOTH
+@ALL_THREE
 def test_the_gradient_of_cross_entropy_can_take_the_place_of_the_logits(implementation):
     logits, token_id, shard = _case(4, 4133, torch.bfloat16)
     apart = torch.empty_like(logits)
@@ -91,7 +91,7 @@ def test_the_gradient_of_cross_entropy_can_take_the_place_of_the_logits(implemen
     assert out.row_loss[1:3].tolist() == [0.0, 0.0]
 
 
-@BOTH
+@ALL_THREE
 @pytest.mark.parametrize("in_place", [False, True])
 def test_what_a_token_gets_may_differ_from_the_scale(implementation, in_place):
     logits, token_id, shard = _case(4, 40, torch.float32)
@@ -117,7 +117,7 @@ def test_what_a_token_gets_may_differ_from_the_scale(implementation, in_place):
 
 
 @pytest.mark.usefixtures("nan_filled")
-@BOTH
+@ALL_THREE
 @pytest.mark.parametrize(
     ("rows", "vocab", "dtype", "in_place"),
     [
@@ -159,7 +159,7 @@ def test_likelihoods_and_their_gradient_are_as_exact_as_torch(
 
 
 @pytest.mark.usefixtures("nan_filled")
-@BOTH
+@ALL_THREE
 def test_rows_of_a_chunk_that_gets_nothing_give_exactly_nothing(implementation):
     logits, token_id, shard = _case(4, 60, torch.float32)
     members = torch.arange(65, device=DEVICE) < 9
@@ -183,7 +183,7 @@ def test_rows_of_a_chunk_that_gets_nothing_give_exactly_nothing(implementation):
 
 
 @pytest.mark.usefixtures("nan_filled")
-@BOTH
+@ALL_THREE
 def test_a_shard_writes_its_columns_of_the_gradient(implementation):
     logits, token_id, shard = _case(4, 95, torch.float32)
     members = torch.arange(100, device=DEVICE) % 4 == 0

@@ -17,7 +17,12 @@ from megatron_ext.distributed.vocab_parallel import (
 )
 from megatron_ext.ops.chunk_rows import ChunkedLogits
 from megatron_ext.ops.divergence import divergence_reference, divergence_slope
-from megatron_ext.ops.launch import Implementation, check_implementation, uses_triton
+from megatron_ext.ops.launch import (
+    Implementation,
+    check_implementation,
+    uses_triton,
+    without_kernels,
+)
 from megatron_ext.ops.matched_divergence.kernel_steps import evaluate_by_kernels
 from megatron_ext.ops.matched_divergence.matching import (
     MatchedDivergence,
@@ -80,7 +85,7 @@ def evaluate_matched_divergence(
         teacher,
         temperature=options.temperature,
         members=matching.members(),
-        implementation="triton" if by_kernel else "torch",
+        implementation="triton" if by_kernel else without_kernels(implementation),
     )
     rest = _rest(student_rows, teacher_rows, matching, options)
     scale = row_scale(student_rows, grad_scale)

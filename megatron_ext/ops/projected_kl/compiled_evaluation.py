@@ -69,16 +69,16 @@ class CompiledEvaluation:
         empty = np.zeros((2, 0, 0), dtype=np.float32)
         self.work = compiled.Work(
             start=0,
-            student=_side(student, statistics.student),
+            student=_side(student, statistics.student, options.temperature),
             carried_peak=statistics.carried.lse.peak.numpy(),
             carried_log_sum=statistics.carried.lse.log_sum.numpy(),
-            teacher=_side(teacher, statistics.teacher),
+            teacher=_side(teacher, statistics.teacher, options.temperature),
             columns=_columns(self.plan, projection.row_mass, self.weight),
             crossed=empty,
             scratch=empty[0],
             residual=empty[0],
             scalars=compiled.Scalars(
-                inverse=np.float32(1 / options.temperature),
+                temperature=np.float32(options.temperature),
                 direction=_DIRECTIONS[options.direction],
                 mixture=np.float32(options.mixture),
                 diagnostics=options.diagnostics,
@@ -87,6 +87,7 @@ class CompiledEvaluation:
             by_chunk=self.values,
             dots=np.zeros((2, len(student.logits)), dtype=np.float32),
             labels=_labels(student, statistics, requested),
+            plain=flat_rows(student.logits, student.shard.valid_width),
             gradient=_no_rows(student) if gradient is None else flat_rows(gradient),
             learned=learned,
         )
@@ -155,15 +156,20 @@ class CompiledEvaluation:
         start, work = int(self.student.rows.offsets[-1]), self.work
         in_threads(
             lambda first, stop: compiled.write_labels(
-                start + first, start + stop, work.student, work.labels, work.gradient
+                start + first,
+                start + stop,
+                work.student.order,
+                work.plain,
+                work.labels,
+                work.gradient,
             ),
             len(self.student.logits) - start,
         )
 
 
-def _side(side: ChunkedLogits, lse: LogSumExp) -> compiled.Side:
+def _side(side: ChunkedLogits, lse: LogSumExp, temperature: float) -> compiled.Side:
     return compiled.Side(
-        flat_rows(side.logits, side.shard.valid_width),
+        flat_rows(side.logits, side.shard.valid_width, temperature),
         side.rows.order.numpy(),
         side.rows.offsets.numpy(),
         lse.peak.numpy(),

@@ -15,13 +15,17 @@ from numpy import float32, uintp
 from megatron_ext.ops.loop_math import FLOOR, exp, log
 from megatron_ext.ops.row_loops import (
     BLOCK,
+    EACH,
     MINUS_INFINITY,
     SUMS,
     FlatRows,
+    clear_padding,
     entry_point,
+    fill,
     gather_block,
     largest,
     load_block,
+    log_probs,
     store_block,
     warm,
 )
@@ -76,8 +80,7 @@ class Columns(NamedTuple):
 class Scalars(NamedTuple):
     """Options of the comparison."""
 
-    inverse: float32
-    """1 / tau"""
+    temperature: float32
 
     direction: int
     mixture: float32
@@ -139,6 +142,9 @@ class Work(NamedTuple):
     """fp32 [2, T], zero before ``VALUES``."""
 
     labels: Labels
+    plain: FlatRows
+    """The student's rows at temperature 1."""
+
     gradient: FlatRows
     """Rows that receive the gradient; without values, none does."""
 
@@ -146,13 +152,7 @@ class Work(NamedTuple):
     """int32 [2, N]: student column and slot of each entry, -1 for a column without one."""
 
 
-@njit(fastmath=SUMS)
-def _log_probs(values, count, inverse, peak, log_sum):
-    for i in range(count):
-        values[i] = values[i] * inverse - peak - log_sum
-
-
-@njit(fastmath=SUMS)
+@njit(fastmath=EACH)
 def _add_exp(total, values, count, is_first):
     if is_first:
         for i in range(count):
@@ -162,25 +162,19 @@ def _add_exp(total, values, count, is_first):
             total[i] += exp(values[i])
 
 
-@njit(fastmath=SUMS)
+@njit(fastmath=EACH)
 def _copy(out, values, count):
     for i in range(count):
         out[i] = values[i]
 
 
-@njit(fastmath=SUMS)
-def _fill(values, count, value):
-    for i in range(count):
-        values[i] = value
-
-
-@njit(fastmath=SUMS)
+@njit(fastmath=EACH)
 def _keep(values, columns, count):
     for i in range(count):
         values[i] = values[i] if columns[i] >= 0 else MINUS_INFINITY
 
 
-@njit(fastmath=SUMS)
+@njit(fastmath=EACH)
 def _finish_mean(mean, log_mean, count, rows):
     """Divide by the number of rows; logarithms of the means, of a single row as they are."""
     if rows > 1:
@@ -194,17 +188,17 @@ def _finish_mean(mean, log_mean, count, rows):
 
 
 @njit(fastmath=SUMS)
-def _mean_at(mean, log_mean, side, chunk, columns, count, inverse):
+def _mean_at(mean, log_mean, side, chunk, columns, count):
     """Mean probabilities of a chunk at ``columns``, 0 at negative ones, and their logarithms."""
     begin, end = side.offsets[chunk], side.offsets[chunk + 1]
     if begin == end:
-        _fill(mean, count, _ZERO)
-        _fill(log_mean, count, MINUS_INFINITY)
+        fill(mean, count, _ZERO)
+        fill(log_mean, count, MINUS_INFINITY)
     for place in range(begin, end):
         row = side.order[place]
         gather_block(log_mean, side.rows, row, columns, count)
         _keep(log_mean, columns, count)
-        _log_probs(log_mean, count, inverse, side.peak[row], side.log_sum[row])
+        log_probs(log_mean, count, side.peak[row], side.log_sum[row])
         _add_exp(mean, log_mean, count, place == begin)
     _finish_mean(mean, log_mean, count, end - begin)
 
@@ -215,13 +209,13 @@ def _mean_from(mean, log_mean, work, chunk, first, count):
     side = work.student
     begin, end = side.offsets[chunk], side.offsets[chunk + 1]
     if begin == end:
-        _fill(mean, count, _ZERO)
-        _fill(log_mean, count, MINUS_INFINITY)
+        fill(mean, count, _ZERO)
+        fill(log_mean, count, MINUS_INFINITY)
     for place in range(begin, end):
         row = side.order[place]
         load_block(log_mean, side.rows, row, first, count)
         peak, log_sum = work.carried_peak[row], work.carried_log_sum[row]
-        _log_probs(log_mean, count, work.scalars.inverse, peak, log_sum)
+        log_probs(log_mean, count, peak, log_sum)
         _add_exp(mean, log_mean, count, place == begin)
     _finish_mean(mean, log_mean, count, end - begin)
 
@@ -273,8 +267,8 @@ def _forward_of_rows(
     total = _ZERO
     for i in range(count):
         direct = partner[i] >= 0
-        log_p = teacher_logits[i] * scalars.inverse - teacher_peak - teacher_sum
-        log_q = logits[i] * scalars.inverse - peak - log_sum
+        log_p = teacher_logits[i] - teacher_peak - teacher_sum
+        log_q = logits[i] - peak - log_sum
         p[i] = exp(log_p) if direct else _ZERO
         out[i] = exp(log_q)
         q[i] = out[i] if direct else _ZERO
@@ -307,7 +301,7 @@ def _keep_best(best, column, values, columns, count):
     return (top, column) if column != _NO_COLUMN else (best, column)
 
 
-@njit(fastmath=SUMS)
+@njit(fastmath=EACH)
 def _clear(values, columns, count):
     for i in range(count):
         values[i] = values[i] if columns[i] >= 0 else _ZERO
@@ -349,10 +343,10 @@ def _sum_columns(work, chunk):
         for first in range(0, len(columns), BLOCK):
             count = min(BLOCK, len(columns) - first)
             gather_block(block, side.rows, row, columns[first : first + count], count)
-            _log_probs(block, count, work.scalars.inverse, peak, log_sum)
+            log_probs(block, count, peak, log_sum)
             _add_exp(probs[first : first + count], block, count, place == begin)
     if begin == end:
-        _fill(probs, len(columns), _ZERO)
+        fill(probs, len(columns), _ZERO)
     out, share = work.scratch[chunk - work.start], float32(1.0 / max(end - begin, 1))
     for i in range(len(sums.target)):
         total = _ZERO
@@ -373,7 +367,7 @@ def _slopes(work, chunk):
         count = min(BLOCK, len(columns.home) - first)
         home = columns.home[first : first + count]
         q = work.scratch[local, first : first + count]
-        _mean_at(p, log_p, work.teacher, chunk, home, count, scalars.inverse)
+        _mean_at(p, log_p, work.teacher, chunk, home, count)
         for i in range(max(0, min(count, columns.crossing - first))):
             q[i], p[i] = work.crossed[0, local, first + i], work.crossed[1, local, first + i]
             log_p[i] = log(FLOOR if p[i] < FLOOR else p[i])
@@ -405,7 +399,7 @@ def _sum_slots(work, chunk):
         out[sums.target[i]] = total
 
 
-@njit(fastmath=SUMS)
+@njit(fastmath=EACH)
 def _carry(carried, slope, columns, first, count, residual):
     """``W f`` of a block of student columns."""
     partner = columns.partner[first : first + count]
@@ -416,24 +410,20 @@ def _carry(carried, slope, columns, first, count, residual):
         carried[uintp(columns.residual[i] - first)] = residual[i]
 
 
-@njit(fastmath=SUMS)
+@njit(fastmath=EACH)
 def _row_probs(out, work, row, first, count, is_scaled):
     """``q_i`` of a block, mapped columns of scaled chunks under their own normaliser."""
     load_block(out, work.student.rows, row, first, count)
-    inverse, peak, log_sum = (
-        work.scalars.inverse,
-        work.student.peak[row],
-        work.student.log_sum[row],
-    )
+    peak, log_sum = work.student.peak[row], work.student.log_sum[row]
     if is_scaled:
         partner = work.columns.partner[first : first + count]
         carried_peak, carried_sum = work.carried_peak[row], work.carried_log_sum[row]
         for i in range(count):
             mapped = partner[i] != -1
             shift, less = (carried_peak, carried_sum) if mapped else (peak, log_sum)
-            out[i] = exp(out[i] * inverse - shift - less)
+            out[i] = exp(out[i] - shift - less)
     else:
-        _log_probs(out, count, inverse, peak, log_sum)
+        log_probs(out, count, peak, log_sum)
         for i in range(count):
             out[i] = exp(out[i])
 
@@ -458,20 +448,20 @@ def _centre(work, chunk):
     return float32(total / (max(end - begin, 1) * work.by_chunk.mass[chunk]))
 
 
-@njit(fastmath=SUMS)
+@njit(fastmath=EACH)
 def _off_centre(carried, row_mass, count, centre):
     for i in range(count):
         carried[i] -= centre * row_mass[i]
 
 
-@njit(fastmath=SUMS)
+@njit(fastmath=EACH)
 def _row_gradient_with_labels(q, off_centre, count, offset, scale, weight):
     """Equation 13 with the softmax of the cross-entropy, which is ``q`` at temperature 1."""
     for i in range(count):
         q[i] *= (off_centre[i] - offset) * scale + weight
 
 
-@njit(fastmath=SUMS)
+@njit(fastmath=EACH)
 def _row_gradient(q, off_centre, partner, count, offset, scale, is_scaled):
     """Equation 13 in place of ``q``; mapped columns of scaled chunks have no offset."""
     if is_scaled:
@@ -482,7 +472,7 @@ def _row_gradient(q, off_centre, partner, count, offset, scale, is_scaled):
             q[i] *= (off_centre[i] - offset) * scale
 
 
-@njit(fastmath=SUMS)
+@njit(fastmath=EACH)
 def _add_labels(out, rows, row, first, count, labels):
     """Add ``weight (softmax - onehot)`` of a block of columns at temperature 1."""
     weight = labels.weight[row]
@@ -490,7 +480,7 @@ def _add_labels(out, rows, row, first, count, labels):
         return
     values = np.empty(count, dtype=np.float32)
     load_block(values, rows, row, first, count)
-    _log_probs(values, count, _ONE, labels.peak[row], labels.log_sum[row])
+    log_probs(values, count, labels.peak[row], labels.log_sum[row])
     for i in range(count):
         out[i] += weight * exp(values[i])
     place = labels.column[row] - first
@@ -521,7 +511,7 @@ def _sweep(step, work, chunk):
     slope, carried, out = block[4], block[5], block[6]
     mass, is_scaled = by_chunk.mass[chunk], by_chunk.is_scaled[chunk]
     grad_scale = by_chunk.grad_scale[chunk]
-    scale = float32(grad_scale / (max(end - begin, 1) * mass * scalars.inverse))
+    scale = float32(scalars.temperature * grad_scale / (max(end - begin, 1) * mass))
     centre = _centre(work, chunk) if step == GRADIENTS else -_ONE
     writes = len(work.gradient.values) > 0 and (step == GRADIENTS or is_known)
     # A row's own probabilities are their mean.
@@ -529,7 +519,7 @@ def _sweep(step, work, chunk):
     teacher = work.teacher
     teacher_begin = teacher.offsets[chunk]
     of_rows = is_alone and is_known and teacher.offsets[chunk + 1] - teacher_begin == 1
-    shares_softmax = len(work.labels.weight) > 0 and scalars.inverse == _ONE and not is_scaled
+    shares_softmax = len(work.labels.weight) > 0 and scalars.temperature == _ONE and not is_scaled
     residual = work.residual[chunk - work.start]
     for first in range(0, student.rows.width, BLOCK):
         count = min(BLOCK, student.rows.width - first)
@@ -550,7 +540,7 @@ def _sweep(step, work, chunk):
                 slope, p, q, out, log_p, log_q, partner, count, normalisers, scalars
             )
         else:
-            _mean_at(p, log_p, teacher, chunk, partner, count, scalars.inverse)
+            _mean_at(p, log_p, teacher, chunk, partner, count)
             _mean_from(q, log_q, work, chunk, first, count)
             if is_alone:
                 _copy(out, q, count)
@@ -585,22 +575,15 @@ def _sweep(step, work, chunk):
                     out[place] -= weight
             else:
                 if grad_scale == _ZERO:
-                    _fill(out, count, _ZERO)
+                    fill(out, count, _ZERO)
                 else:
                     _row_gradient(out, carried, partner, count, offset, scale, is_scaled)
                 if len(work.labels.weight):
-                    _add_labels(out, student.rows, row, first, count, work.labels)
+                    _add_labels(out, work.plain, row, first, count, work.labels)
             store_block(work.gradient, row, first, out, count)
     if writes:
         for place in range(begin, end):
             clear_padding(work.gradient, student.order[place], student.rows.width)
-
-
-@njit
-def clear_padding(gradient, row, width):
-    """Write 0 behind the first ``width`` columns of a row."""
-    start = row * gradient.stride
-    gradient.values[start + width : start + gradient.width] = 0
 
 
 @njit(fastmath=SUMS)
@@ -620,7 +603,7 @@ def _add_entries(total, work, chunk):
             row = side.order[place]
             gather_block(block, side.rows, row, work.learned[0, first : first + count], count)
             peak, log_sum = work.carried_peak[row], work.carried_log_sum[row]
-            _log_probs(block, count, work.scalars.inverse, peak, log_sum)
+            log_probs(block, count, peak, log_sum)
             for i in range(count):
                 slot = work.learned[1, first + i]
                 slope = scratch[slot] if slot >= 0 else NAN
@@ -654,18 +637,18 @@ def evaluate(first, stop, steps, work, entries):
 
 
 @entry_point
-def write_labels(first, stop, side, labels, gradient):
+def write_labels(first, stop, order, rows, labels, gradient):
     """Cross-entropy's gradient, or 0, of the rows at places ``first`` to ``stop`` of the order."""
     out = np.empty(BLOCK, dtype=np.float32)
     for place in range(first, stop):
-        row = side.order[place]
-        for start in range(0, side.rows.width, BLOCK):
-            count = min(BLOCK, side.rows.width - start)
-            _fill(out, count, _ZERO)
+        row = order[place]
+        for start in range(0, rows.width, BLOCK):
+            count = min(BLOCK, rows.width - start)
+            fill(out, count, _ZERO)
             if len(labels.weight):
-                _add_labels(out, side.rows, row, start, count, labels)
+                _add_labels(out, rows, row, start, count, labels)
             store_block(gradient, row, start, out, count)
-        clear_padding(gradient, row, side.rows.width)
+        clear_padding(gradient, row, rows.width)
 
 
 @entry_point
@@ -677,5 +660,5 @@ def crossing_means(first, stop, work, out):
         for start in range(0, crossing, BLOCK):
             count = min(BLOCK, crossing - start)
             columns = home[start : start + count]
-            _mean_at(block[0], block[1], work.teacher, chunk, columns, count, work.scalars.inverse)
+            _mean_at(block[0], block[1], work.teacher, chunk, columns, count)
             out[chunk - work.start, start : start + count] = block[0, :count]

@@ -14,7 +14,12 @@ from torch.autograd.function import once_differentiable
 from megatron_ext.distributed.shard_collectives import all_reduce_sum, group_size
 from megatron_ext.distributed.vocab_parallel import row_slices
 from megatron_ext.ops.chunk_rows import ChunkedLogits
-from megatron_ext.ops.launch import Implementation, check_implementation, uses_triton
+from megatron_ext.ops.launch import (
+    Implementation,
+    check_implementation,
+    uses_triton,
+    without_kernels,
+)
 from megatron_ext.ops.model_rows import (
     ModelRows,
     chunk_means,
@@ -81,7 +86,7 @@ def evaluate_sorted_l1(
     """
     check_implementation("sorted_l1", implementation)
     by_kernel = uses_triton(implementation, student.logits, teacher.logits) and top_u is not None
-    by: Implementation = "triton" if by_kernel else "torch"
+    by: Implementation = "triton" if by_kernel else without_kernels(implementation)
     student_rows, teacher_rows = pair_of_models(
         student, teacher, temperature=temperature, implementation=by
     )
