@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -16,7 +15,6 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses import DskdProjectors, LearnedProjection, Objective
 from megatron_ext.projection import SparseProjection
-from megatron_ext.projection.layout import VocabularyLayout
 from megatron_ext.projection.speller import ProjectionMethod
 from megatron_ext.teachers.megatron_teacher import head_weight
 from megatron_ext.training.checkpoint_folder import latest_checkpoint
@@ -29,6 +27,7 @@ from megatron_ext.training.run_folder import CHECKPOINTS, projection_file
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.student_head import StudentHidden, linear_forms
 from megatron_ext.training.teacher_term import TeacherTerm, make_aggregator
+from megatron_ext.training.teachers.teacher_parts import LoadedTeacher
 from megatron_ext.training.validation import same_tokens
 
 PROJECTORS = "distillation_projectors"
@@ -37,24 +36,6 @@ include them. With several teachers, an underscore and the teacher's name follow
 
 PROJECTION = "distillation_projection"
 """Submodule of the student with the shares of a learned projection, likewise."""
-
-
-class LoadedTeacher(NamedTuple):
-    """One teacher of a run, loaded."""
-
-    plan: TeacherPlan
-
-    head: torch.Tensor | None
-    """[Vp, D] this rank's rows of its head on the last stage; None for a remote model and for
-    cached targets."""
-
-    shard: VocabShard
-
-    projection: SparseProjection | None
-    """The result of ``run_projection``, in the order of ids."""
-
-    layout: VocabularyLayout | None
-    """Order of both heads' rows; None for the order of ids."""
 
 
 def learning_step(
@@ -128,22 +109,18 @@ def _constants(
     groups: ProcessGroups,
 ) -> RunConstants:
     needs, tokenizer = objective.needs, inputs.teachers[teacher.plan.name].tokenizer
+    layout = teacher.laid_out and teacher.laid_out.layout
     is_learned = teacher.plan.loss.learned_projection and objective.learns_projection
     constants = RunConstants.of(
         dataclasses.replace(needs, shard=needs.shard and not is_learned),
         tokenizers=(inputs.tokenizer, tokenizer),
         shards=(step.shard, teacher.shard),
         projection=teacher.projection,
-        layout=teacher.layout,
+        layout=layout,
         device=groups.device,
     )
     if inputs.data.held_out:
-        table = same_tokens(
-            inputs.tokenizer,
-            tokenizer,
-            layout=teacher.layout,
-            device=groups.device,
-        )
+        table = same_tokens(inputs.tokenizer, tokenizer, layout=layout, device=groups.device)
         constants = dataclasses.replace(constants, same_tokens=table)
     if not is_learned:
         return constants

@@ -14,20 +14,21 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from megatron_ext.distributed import process_groups
 from megatron_ext.errors import DistributedError, MegatronExtError
-from megatron_ext.training import rank_phase
+from megatron_ext.training import cpu_megatron, rank_phase
 
 HEARTBEAT_S: Final = 2.0
 _SHOWN: Final = 12
@@ -232,6 +233,26 @@ class Watchdog:
     def _state(self, error: str | None = None) -> RankState:
         phase = rank_phase.current()
         return RankState(self._beat, phase.name, phase.iteration, _place(self._main), error)
+
+
+@contextmanager
+def watched_launch(timeout_minutes: int) -> Iterator[timedelta]:
+    """Join the processes of a launch, on the CPU where there is no GPU; leave them at the end.
+
+    Args:
+        timeout_minutes: Longest time without progress.
+
+    Returns:
+        Longest wait in a collective, which outlasts the watchdog.
+    """
+    if not torch.cuda.is_available():
+        cpu_megatron.install()
+    timeout = timedelta(minutes=timeout_minutes)
+    process_groups.join(timeout + GRACE)
+    with Watchdog(timeout):
+        yield timeout + GRACE
+    # Only now: a rank that failed must not wait in the teardown for peers that wait for it.
+    process_groups.finalize()
 
 
 _FIX = "look first at the ranks that are not where the others are, and at the end of their logs"

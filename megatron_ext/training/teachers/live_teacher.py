@@ -12,8 +12,10 @@ from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import ConfigError
+from megatron_ext.losses import BoundaryColumns
 from megatron_ext.teachers import Teacher
 from megatron_ext.teachers.causal_lm import load_causal_lm
+from megatron_ext.teachers.formed_targets import FormedTargets
 from megatron_ext.teachers.huggingface_teacher import HuggingFaceTeacher, StageWithoutTeacher
 from megatron_ext.teachers.megatron_teacher import (
     HostWeights,
@@ -21,7 +23,9 @@ from megatron_ext.teachers.megatron_teacher import (
     OffloadedTeacher,
     head_weight,
 )
+from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.tokenizers import MegatronTokenizerText
+from megatron_ext.tokenizers.token_bytes import TokenBytes
 from megatron_ext.training.first_weights import frozen_teacher, teacher_vocab_shard
 from megatron_ext.training.models import DTYPES
 from megatron_ext.training.run_plan import TeacherPlan
@@ -91,6 +95,30 @@ def check_gives_hidden(
             got="a model that does more with its logits, such as capping them or adding a bias",
             fix="take another objective, or another kind of targets",
         )
+
+
+def formed_targets(
+    form: TargetForm,
+    tokenizer: MegatronTokenizerText,
+    shard: VocabShard,
+    groups: ProcessGroups,
+    *,
+    tile_rows: int,
+) -> FormedTargets:
+    """The converter of a teacher's targets to a form.
+
+    Args:
+        tokenizer: The teacher's.
+        tile_rows: As in ``FormedTargets``.
+    """
+    boundary = None
+    if form.kind == "label":
+        tokens = TokenBytes.of(tokenizer)
+        boundary = BoundaryColumns.at_word_starts(
+            tokens, tokens, student_shard=shard, teacher_shard=shard, device=groups.device
+        ).teacher
+    context = ContextRank.of(groups.cp)
+    return FormedTargets(form=form, boundary=boundary, tile_rows=tile_rows, context=context)
 
 
 def _of_huggingface(

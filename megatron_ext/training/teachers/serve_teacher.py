@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Callable, Mapping
-from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
-from megatron_ext.distributed import process_groups
-from megatron_ext.distributed.layout import launched_processes
 from megatron_ext.errors import ConfigError
 from megatron_ext.teachers.listener import ServerTls, TeacherListener, split_address
 from megatron_ext.teachers.server import ReplicaRanks
 from megatron_ext.tokenizers import MegatronTokenizerText
-from megatron_ext.training import cpu_megatron
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.teacher_config import is_local
 from megatron_ext.training.teachers.identity import (
@@ -24,7 +18,7 @@ from megatron_ext.training.teachers.identity import (
     server_identity,
     weights_identity,
 )
-from megatron_ext.training.teachers.served_teacher import ServedTeacher
+from megatron_ext.training.teachers.served_teacher import serve_on_rank
 from megatron_ext.training.teachers.target_checks import described, served_form
 from megatron_ext.training.teachers.teacher_process import (
     TOKEN_VARIABLE,
@@ -32,7 +26,7 @@ from megatron_ext.training.teachers.teacher_process import (
     server_token,
     set_token,
 )
-from megatron_ext.training.watchdog import GRACE, Watchdog
+from megatron_ext.training.watchdog import watched_launch
 
 
 def serve_at(
@@ -65,19 +59,27 @@ def serve_at(
             fix="pass them, or set serving.plain_connection where the network is trusted",
         )
 
-    secret = _made_token(teacher) if token is None else token
+    with watched_launch(teacher.parallel.distributed_timeout_minutes) as timeout:
+        secret = _made_token() if token is None else token
 
-    def listen(ranks: ReplicaRanks, replica: int) -> TeacherListener:
-        at = port + replica if port else 0
-        listener = TeacherListener(f"[{host}]:{at}" if ":" in host else f"{host}:{at}", secret, tls)
-        form = served_form(teacher, tokenizer)
-        _say(f"{described(teacher.name, f'replica {replica} at {listener.address}', form)}")
-        return listener
+        def listen(ranks: ReplicaRanks, replica: int) -> TeacherListener:
+            at = port + replica if port else 0
+            place = f"[{host}]:{at}" if ":" in host else f"{host}:{at}"
+            listener = TeacherListener(place, secret, tls)
+            form = served_form(teacher, tokenizer)
+            _say(described(teacher.name, f"replica {replica} at {listener.address}", form))
+            return listener
 
-    def identity() -> Mapping[str, str | int]:
-        return server_identity(teacher, tokenizer, weights_identity(teacher.checkpoint))
-
-    _serve(teacher, tokenizer, identity, listen, until_client_leaves=False)
+        serve_on_rank(
+            teacher,
+            tokenizer,
+            listen,
+            identity=lambda: server_identity(
+                teacher, tokenizer, weights_identity(teacher.checkpoint)
+            ),
+            until_client_leaves=False,
+            collective_timeout=timeout,
+        )
 
 
 def serve_parent(teacher: TeacherPlan, tokenizer: MegatronTokenizerText, descriptor: int) -> None:
@@ -94,50 +96,22 @@ def serve_parent(teacher: TeacherPlan, tokenizer: MegatronTokenizerText, descrip
         parent.announce(listener.address)
         return listener
 
-    def identity() -> Mapping[str, str | int]:
-        return launch_identity(teacher, tokenizer)
-
-    _serve(teacher, tokenizer, identity, listen, until_client_leaves=True)
-
-
-def _serve(
-    teacher: TeacherPlan,
-    tokenizer: MegatronTokenizerText,
-    identity: Callable[[], Mapping[str, str | int]],
-    listen: Callable[[ReplicaRanks, int], TeacherListener],
-    *,
-    until_client_leaves: bool,
-) -> None:
-    if not torch.cuda.is_available():
-        cpu_megatron.install()
-    timeout = timedelta(minutes=teacher.parallel.distributed_timeout_minutes)
-    process_groups.join(timeout + GRACE)
-    with Watchdog(timeout):
-        served = ServedTeacher(
-            teacher=teacher.on_own_ranks, tokenizer=tokenizer, identity=identity, timeout=timeout
+    with watched_launch(teacher.parallel.distributed_timeout_minutes) as timeout:
+        serve_on_rank(
+            teacher,
+            tokenizer,
+            listen,
+            identity=lambda: launch_identity(teacher, tokenizer),
+            until_client_leaves=True,
+            collective_timeout=timeout,
         )
-        served.serve(
-            listen, until_client_leaves=until_client_leaves, collective_timeout=timeout + GRACE
-        )
-    if dist.is_initialized():
-        process_groups.finalize()
 
 
-def _made_token(teacher: TeacherPlan) -> str:
-    """A new token, printed by the first rank and the same on all.
-
-    Collectives: those of ``process_groups.join`` and one broadcast, under torchrun.
-    """
+def _made_token() -> str:
+    """A new token, printed by the first rank and the same on all. One broadcast of objects."""
     tokens = [secrets.token_hex(32)]
-    is_first = True
-    if launched_processes() > 1:
-        if not torch.cuda.is_available():
-            cpu_megatron.install()
-        timeout = timedelta(minutes=teacher.parallel.distributed_timeout_minutes)
-        process_groups.join(timeout + GRACE)
-        dist.broadcast_object_list(tokens, src=0)
-        is_first = dist.get_rank() == 0
-    if is_first:
+    dist.broadcast_object_list(tokens, src=0)
+    if dist.get_rank() == 0:
         _say(f"token, made for this start: {TOKEN_VARIABLE}={tokens[0]}")
     return tokens[0]
 

@@ -1,18 +1,19 @@
-"""Parts of a run that its teachers are built from, and the parts of a built teacher."""
+"""Parts of a run that its teachers are built from, and a teacher of a run once it is loaded."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from megatron.core.models.gpt import GPTModel
 
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.projection import SparseProjection
 from megatron_ext.teachers import Teacher
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training.inputs import Inputs
-from megatron_ext.training.learning_step import LoadedTeacher
 from megatron_ext.training.run_plan import RunPlan, TeacherPlan
 from megatron_ext.training.teachers.cached_teacher import CachedTeacher
 from megatron_ext.training.vocabulary_layout import RunLayout
@@ -32,20 +33,25 @@ class StudentParts:
     shard: VocabShard
     """This rank's columns of the student's vocabulary."""
 
-    def teacher(self, name: str) -> TeacherPlan:
-        """The plan of a teacher."""
-        return self.plan.teachers[name]
-
-    def tokenizer(self, name: str) -> MegatronTokenizerText:
+    def tokenizer(self, teacher: TeacherPlan) -> MegatronTokenizerText:
         """The tokenizer of a teacher."""
-        return self.inputs.teachers[name].tokenizer
+        return self.inputs.teachers[teacher.name].tokenizer
 
 
-class TeacherParts(NamedTuple):
-    """One teacher on this rank."""
+class LoadedTeacher(NamedTuple):
+    """One teacher of a run on this rank, loaded."""
 
-    loaded: LoadedTeacher
-    """The teacher as the objectives read it."""
+    plan: TeacherPlan
+
+    shard: VocabShard
+    """This rank's columns of its vocabulary."""
+
+    projection: SparseProjection | None
+    """The result of ``run_projection``, in the order of ids."""
+
+    head: torch.Tensor | None = None
+    """[Vp, D] this rank's rows of its head on the last stage; None for a remote model and for
+    cached targets."""
 
     teacher: Teacher | None = None
     """Predicts microbatches; None where targets are read from a cache."""
