@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import CheckpointError
 from megatron_ext.training.checkpoint_folder import Manifest, checkpoint_path, is_inside
@@ -46,7 +47,7 @@ from megatron_ext.training.checkpoint_writer import CheckpointWriter
 from megatron_ext.training.config import ModelConfig
 from megatron_ext.training.models import ModelChunks, load_weights_of, sharded_weights
 
-_LOADING_ERRORS = (
+LOADING_ERRORS: Final = (
     CheckpointingException,
     CheckpointException,
     OSError,
@@ -124,7 +125,7 @@ def load_checkpoint(
         )
     except (torch.OutOfMemoryError, dist.DistError):
         raise
-    except _LOADING_ERRORS as error:
+    except LOADING_ERRORS as error:
         if (own := _own(error)) is not None:
             raise own from error
         raise CheckpointError(
@@ -146,11 +147,7 @@ def _opened(checkpoint: Path, *, verify: bool) -> tuple[CheckpointReader, dict[s
         manifest.check(part=dist.get_rank(), parts=dist.get_world_size())
     except CheckpointError as error:
         failed = error
-    of_ranks: list[CheckpointError | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, failed)
-    for of_rank in of_ranks:
-        if of_rank is not None:
-            raise of_rank
+    process_groups.raise_on_all(failed)
     return reader, common
 
 

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from types import TracebackType
 from typing import IO, Any, Final
 
 from megatron_ext.errors import CheckpointError
@@ -216,12 +215,7 @@ class SummedFile:
     def __enter__(self) -> SummedFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self._file.close()
         if error is None:
             text = json.dumps([self._size, self._checksum])

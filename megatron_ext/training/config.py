@@ -705,7 +705,7 @@ class DistillConfig:
         return [
             ("student", self.student),
             *(
-                (_side(name), teacher.model)
+                (side_of(name), teacher.model)
                 for name, teacher in self.named_teachers.items()
                 if teacher.library == "megatron" and not teacher.is_remote
             ),
@@ -722,7 +722,7 @@ class DistillConfig:
                 "serving.tensor_model_parallel_size",
                 "serving.pipeline_model_parallel_size",
             )
-            _check_model(_side(name), teacher.model, *sizes, axes)
+            _check_model(side_of(name), teacher.model, *sizes, axes)
 
 
 def _check_teachers(config: DistillConfig) -> None:
@@ -783,7 +783,8 @@ def _check_divides(config: object, whole: str, part: str) -> None:
         )
 
 
-def _side(name: str) -> str:
+def side_of(name: str) -> str:
+    """What errors call a teacher."""
     return TEACHER if name == TEACHER else f"teacher {name}"
 
 

@@ -10,11 +10,9 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, Final
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -35,25 +33,16 @@ from megatron_ext.huggingface.families import FAMILIES, Family
 from megatron_ext.huggingface.model_settings import model_config, settings_of, tensor_map
 from megatron_ext.huggingface.tensor_files import TensorPlan, check_target, shards, write_checkpoint
 from megatron_ext.huggingface.tensor_map import MegatronTensor, TensorMap
-from megatron_ext.training.checkpoint import CheckpointReader, check_format, checkpoint_model
+from megatron_ext.training.checkpoint import (
+    LOADING_ERRORS,
+    CheckpointReader,
+    check_format,
+    checkpoint_model,
+)
 from megatron_ext.training.checkpoint_folder import Manifest, find_checkpoint
 from megatron_ext.training.checkpoint_tokenizer import KeptTokenizer
 from megatron_ext.training.config import ModelConfig
 from megatron_ext.training.model_check import check_same_model, full_settings
-
-_ERRORS: Final = (
-    OSError,
-    EOFError,
-    UnpicklingError,
-    RuntimeError,
-    LookupError,
-    CheckpointException,
-    # A damaged index without a manifest.
-    AssertionError,
-    ValueError,
-    TypeError,
-    AttributeError,
-)
 
 
 class CheckpointSlices:
@@ -101,20 +90,17 @@ class CheckpointSlices:
             self._reader.read_data(LoadPlan(items), targets).wait()
         except CheckpointError:
             raise
-        except _ERRORS as error:
-            raise self._error(error) from error
+        except LOADING_ERRORS as error:
+            raise CheckpointError(
+                "the checkpoint cannot be read",
+                where=self._checkpoint,
+                got=(str(error).splitlines() or [type(error).__name__])[0][:300],
+                fix="copy it again: a file of it is missing or cut short",
+            ) from error
         return [
             tensor if layer is None else tensor.squeeze(0)
             for tensor, (_, layer) in zip(targets.of_chunk.values(), wanted, strict=True)
         ]
-
-    def _error(self, error: BaseException) -> CheckpointError:
-        return CheckpointError(
-            "the checkpoint cannot be read",
-            where=self._checkpoint,
-            got=(str(error).splitlines() or [type(error).__name__])[0][:300],
-            fix="copy it again: a file of it is missing or cut short",
-        )
 
 
 class _Targets(LoadPlanner):

@@ -76,8 +76,11 @@ def read_inputs(config: DistillConfig, *, world_size: int) -> Inputs:
     """
     _check_batch(config, world_size)
     read_blend(config.data.train, where="data.train")
+    # Objectives bring torch with them.
+    from megatron_ext.training.run_loss import check_loss, check_objectives
+
     # Before the run folder, which would call a mistyped objective a different experiment.
-    _check_objectives(config)
+    check_objectives(config)
     check_run_folder(config)
     check_writers(config.training)
     _check_checkpoints(config)
@@ -87,9 +90,14 @@ def read_inputs(config: DistillConfig, *, world_size: int) -> Inputs:
         name: _teacher(config, name, tokenizer, conversations=reads)
         for name in config.named_teachers
     }
-    _check_loss(config, tokenizer, teachers)
+    check_loss(config, tokenizer, {name: read.tokenizer for name, read in teachers.items()})
     doubts = _doubts(config, tokenizer, teachers)
-    data = _data(config, tokenizer, teachers)
+    from megatron_ext.training.run_data import RunData
+
+    lengths = {name: teacher.model.seq_length for name, teacher in config.named_teachers.items()}
+    data = RunData.read(
+        config, tokenizer, {name: (teachers[name].tokenizer, lengths[name]) for name in teachers}
+    )
     check_same_text(Path(config.run_dir), data.summary())
     inputs = Inputs(tokenizer=tokenizer, teachers=teachers, data=data, doubts=doubts)
     _check_targets(config, inputs)
@@ -153,23 +161,6 @@ def _check_checkpoints(config: DistillConfig) -> None:
         check_if_huggingface(start, config.student)
 
 
-def _check_objectives(config: DistillConfig) -> None:
-    # Objectives bring torch with them.
-    from megatron_ext.training.run_loss import check_objectives
-
-    check_objectives(config)
-
-
-def _check_loss(
-    config: DistillConfig,
-    tokenizer: MegatronTokenizerText,
-    teachers: Mapping[str, TeacherInputs],
-) -> None:
-    from megatron_ext.training.run_loss import check_loss
-
-    check_loss(config, tokenizer, {name: read.tokenizer for name, read in teachers.items()})
-
-
 def _doubts(
     config: DistillConfig,
     tokenizer: MegatronTokenizerText,
@@ -205,31 +196,12 @@ def _chosen(path: str, checkpoint: Path) -> list[str]:
 
 
 def _check_targets(config: DistillConfig, inputs: Inputs) -> None:
-    if config.distils and any(teacher.cache for teacher in config.named_teachers.values()):
-        from megatron_ext.training.teachers.target_checks import check_caches
+    teachers = config.named_teachers.values() if config.distils else ()
+    if any(teacher.cache is not None or teacher.is_remote for teacher in teachers):
+        from megatron_ext.training.teachers.target_checks import check_caches, check_served
 
         check_caches(config, inputs)
-    if config.distils and any(teacher.is_remote for teacher in config.named_teachers.values()):
-        from megatron_ext.training.teachers.target_checks import check_served
-
         check_served(config, inputs)
-
-
-def _data(
-    config: DistillConfig,
-    tokenizer: MegatronTokenizerText,
-    teachers: Mapping[str, TeacherInputs],
-) -> RunData:
-    from megatron_ext.training.run_data import RunData
-
-    return RunData.read(
-        config,
-        tokenizer,
-        {
-            name: (read.tokenizer, config.named_teachers[name].model.seq_length)
-            for name, read in teachers.items()
-        },
-    )
 
 
 def read_served_teacher(teacher: TeacherPlan) -> MegatronTokenizerText:

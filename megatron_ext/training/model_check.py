@@ -110,16 +110,9 @@ def check_huggingface_teacher(teacher: TeacherPlan) -> None:
         )
     files = CheckpointFiles(folder)
     _ = files.tensors
-    for key, value in any_model_settings(files).items():
-        given = getattr(model, key)
-        if key in ("hidden_size", "num_layers") and given != value:
-            raise CheckpointError(
-                f"the checkpoint is of a model with another {key}",
-                where=folder / CONFIG_FILE,
-                got=given,
-                expected=value,
-                fix="leave the keys of the model out: they are taken from the checkpoint",
-            )
+    settings = any_model_settings(files)
+    sizes = {key: value for key, value in settings.items() if key in ("hidden_size", "num_layers")}
+    check_same_model(sizes, model, where=folder / CONFIG_FILE)
     longest = longest_sequence(files)
     if longest is not None and model.seq_length > longest:
         raise ConfigError(

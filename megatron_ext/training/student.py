@@ -15,13 +15,8 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.optimizer import (
-    MegatronOptimizer,
-    get_megatron_optimizer,
-)
-from megatron.core.optimizer import (
-    OptimizerConfig as MegatronOptimizerConfig,
-)
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -146,19 +141,16 @@ class Student:
         for ddp in self.ddp:
             ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        # megatron-core divides the length of whole rows over context-parallel ranks.
-        length, batch_size = (
-            microbatches[0].batch.row_length,
-            len(microbatches[0].batch.student.tokens),
-        )
+        first = microbatches[0].batch
         return list(
             self._schedule(
                 forward_step_func=step,
                 data_iterator=[iter(microbatches) for _ in self.ddp],
                 model=self.ddp,
                 num_microbatches=len(microbatches),
-                seq_length=length,
-                micro_batch_size=batch_size,
+                # megatron-core divides the length of whole rows over context-parallel ranks.
+                seq_length=first.row_length,
+                micro_batch_size=len(first.student.tokens),
                 forward_only=False,
             )
         )

@@ -383,11 +383,13 @@ class Trainer:
         """Held-out rows of this replica as a microbatch on its device."""
         rank_phase.tick()
         context = ContextRank.of(self.groups.cp)
-        batch = Microbatch.of(data.dataset.collator(rows), {}, context=context)
-        batch = batch.to(self.groups.device)
-        return self.places(batch) if self.places else batch
+        return self._on_device(Microbatch.of(data.dataset.collator(rows), {}, context=context))
 
     def _saved(self) -> SavedRun:
+        term = self.step.term
+        learned = None
+        if term is not None and self.plan.loss.learned_projection:
+            learned = LearnedProjections.of(self.run_dir, term)
         return SavedRun(
             self.plan.checkpoints,
             groups=self.groups,
@@ -396,14 +398,8 @@ class Trainer:
             record=self.run_record,
             counts=self.counts,
             parts={"weighting": self.weighting},
-            learned=self._learned_projections(),
+            learned=learned,
         )
-
-    def _learned_projections(self) -> LearnedProjections | None:
-        term = self.step.term
-        if term is None or not self.plan.loss.learned_projection:
-            return None
-        return LearnedProjections.of(self.run_dir, term)
 
     def _close(self, done: int) -> None:
         self._plot()

@@ -19,8 +19,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Final
+from types import FrameType
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -86,14 +86,11 @@ class RankBoard:
 
     def _read(self) -> list[RankState | None]:
         keys = [str(rank) for rank in range(self.world_size)]
-        return [self._read_one(key) for key in keys]
-
-    def _read_one(self, key: str) -> RankState | None:
         # A ``get`` of a missing key would wait for it.
-        if not self._store.check([key]):
-            return None
-        values: dict[str, Any] = json.loads(self._store.get(key))
-        return RankState(**values)
+        return [
+            RankState(**json.loads(self._store.get(key))) if self._store.check([key]) else None
+            for key in keys
+        ]
 
 
 def first_line(error: BaseException) -> str:
@@ -159,12 +156,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Stop; an error of the communication library is raised as one with a report on all ranks.
 
         Raises:
@@ -199,9 +191,7 @@ class Watchdog:
                 seen, since = where, now
             if now - last_beat >= HEARTBEAT_S or not self._beat:
                 last_beat = now
-                self._beat += 1
-                with suppress(*_STORE_ERRORS):
-                    self._board.write(self._state())
+                self._show_life()
             if now - since >= self._timeout_s:
                 self._end(self._stuck(now - since))
                 return
@@ -220,9 +210,12 @@ class Watchdog:
     def _beat_on(self) -> None:
         """Go on with heartbeats, for the reports of other ranks."""
         while not self._stopped.wait(HEARTBEAT_S):
-            self._beat += 1
-            with suppress(*_STORE_ERRORS):
-                self._board.write(self._state())
+            self._show_life()
+
+    def _show_life(self) -> None:
+        self._beat += 1
+        with suppress(*_STORE_ERRORS):
+            self._board.write(self._state())
 
     def _report(self) -> str:
         try:

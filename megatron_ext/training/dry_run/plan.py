@@ -39,11 +39,6 @@ class ModelShape:
         return self.model.num_layers // self.pp
 
     @property
-    def head_width(self) -> int:
-        """Width of one attention head."""
-        return self.model.head_width
-
-    @property
     def heads(self) -> int:
         """Attention heads of a rank."""
         return self.model.num_attention_heads // self.tp
@@ -71,15 +66,16 @@ class ModelShape:
     @property
     def layer_products(self) -> int:
         """Weights of a layer in matrix products, on a rank."""
-        hidden, width = self.model.hidden_size, self.head_width
+        hidden, width = self.model.hidden_size, self.model.head_width
         attention = hidden * width * (2 * self.heads + 2 * self.query_groups)
         return attention + hidden * self.ffn * (3 if self.model.swiglu else 2)
 
     @property
     def _attention_extras(self) -> int:
         """Biases and norms that only some families' layers have, on a rank."""
-        bias = self.head_width * (self.heads + 2 * self.query_groups)
-        norms = 2 * self.head_width * (2 if self.model.normalization == "LayerNorm" else 1)
+        width = self.model.head_width
+        bias = width * (self.heads + 2 * self.query_groups)
+        norms = 2 * width * (2 if self.model.normalization == "LayerNorm" else 1)
         extras = bias * self.model.add_qkv_bias + norms * self.model.qk_layernorm
         return extras + 2 * self.model.hidden_size * self.model.post_layernorms
 

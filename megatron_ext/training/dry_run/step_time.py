@@ -65,7 +65,7 @@ def _with_heads(plan: Plan) -> list[str]:
 def _layers(shape: ModelShape) -> int:
     """Operations of the forward pass of one row."""
     length = shape.model.seq_length
-    attention = 4 * length * shape.heads * shape.head_width
+    attention = 4 * length * shape.heads * shape.model.head_width
     return shape.model.num_layers * shape.tp * length * (2 * shape.layer_products + attention)
 
 
@@ -157,7 +157,7 @@ def _context_parallel(plan: Plan) -> int:
 
 def _keys_and_values(plan: Plan, shape: ModelShape) -> int:
     """Bytes of a microbatch's whole rows, of a rank's heads."""
-    width = 2 * shape.query_groups * shape.head_width
+    width = 2 * shape.query_groups * shape.model.head_width
     return plan.cp * plan.tokens(shape) * width * plan.element
 
 
@@ -270,10 +270,6 @@ class StepSeconds:
     def total(self) -> float:
         """Sum of all parts."""
         return float(sum(getattr(self, item.name) for item in fields(self)))
-
-    def shares(self) -> dict[str, float]:
-        """Each part over the total."""
-        return {item.name: getattr(self, item.name) / self.total for item in fields(self)}
 
 
 def step_seconds(plan: Plan, machine: Machine = H100) -> StepSeconds:

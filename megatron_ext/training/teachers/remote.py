@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_ext.distributed import process_groups
 from megatron_ext.errors import DistributedError, MegatronExtError
 from megatron_ext.teachers.connection import Connection, connect, own_addresses
 from megatron_ext.teachers.remote_server import RemoteServer
@@ -67,7 +68,7 @@ def teacher_from_remote(teacher: TeacherPlan, run: StudentParts) -> LoadedTeache
             if processes is not None:
                 processes.end()
             error = _named(failure, teacher.name)
-    _raise_on_all_ranks(error)
+    process_groups.raise_on_all(error)
     processes = processes or _Processes((), "")
     remote = RemoteTeacher(
         replicas,
@@ -175,12 +176,3 @@ def _named(error: Exception, name: str) -> MegatronExtError:
     if isinstance(error, MegatronExtError):
         return error
     return DistributedError(f"the teacher {name} cannot be reached", got=first_line(error))
-
-
-def _raise_on_all_ranks(error: Exception | None) -> None:
-    """Raise the error of any rank on all of them. One all-gather of objects."""
-    errors: list[Exception | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    for of_rank in errors:
-        if of_rank is not None:
-            raise of_rank
