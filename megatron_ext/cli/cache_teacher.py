@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> None:
     is_shown = os.environ.get("RANK", "0") == "0"
     if is_shown:
         parts = " + ".join(f"{width} {part}" for part, width in form.parts.items())
-        _print(f"{form}: {form.bytes_per_token:,} bytes a token = {parts}")
+        print(f"{form}: {form.bytes_per_token:,} bytes a token = {parts}", flush=True)
     recording = Recording(
         teacher=name,
         form=form,
@@ -101,13 +101,9 @@ def run(arguments: argparse.Namespace) -> None:
     )
     manifest = record_teacher(config, inputs, recording)
     if is_shown:
-        _print(
+        print(
             f"{manifest.tokens:,} tokens in {manifest.windows:,} windows: {manifest.size:,} bytes "
             f"in {len(manifest.shards):,} files = {form.bytes_per_token:,} a token + 24 a window + "
-            "64 a file"
+            "64 a file",
+            flush=True,
         )
-
-
-def _print(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()

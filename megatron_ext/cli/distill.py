@@ -63,8 +63,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     announce_device(require_gpu=config.training.require_gpu)
     if os.environ.get("RANK", "0") == "0":
-        sys.stdout.write(yaml.safe_dump(config_values(config), sort_keys=False) + "\n")
-        sys.stdout.flush()
+        print(yaml.safe_dump(config_values(config), sort_keys=False), flush=True)
     if not sys.warnoptions:
         # torch and megatron-core warn about their own internals on every rank; -W shows that.
         warnings.simplefilter("ignore")
