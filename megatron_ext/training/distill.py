@@ -40,8 +40,8 @@ from megatron_ext.training.run_loss import make_weighting
 from megatron_ext.training.run_plan import RunPlan
 from megatron_ext.training.start_agreement import check_same_start
 from megatron_ext.training.student import Student
+from megatron_ext.training.teachers.live_teacher import StudentParts
 from megatron_ext.training.teachers.run_teachers import make_run_teachers
-from megatron_ext.training.teachers.teacher_parts import StudentParts
 from megatron_ext.training.trainer import Measurement, Trainer
 from megatron_ext.training.watchdog import watched_launch
 
@@ -103,7 +103,6 @@ def distill(config: DistillConfig, inputs: Inputs, *, evaluator: Evaluator | Non
     """Train the student that ``config`` describes; call it on every rank, under torchrun or alone.
 
     Args:
-        config: The run.
         inputs: The result of ``read_inputs`` for it.
         evaluator: Runs the tasks of ``config.evaluation``, where it has any.
 

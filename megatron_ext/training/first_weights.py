@@ -21,7 +21,6 @@ from megatron_ext.huggingface.tensor_files import TensorReader
 from megatron_ext.huggingface.tensor_map import MegatronTensor, TensorMap
 from megatron_ext.losses.checks import check_shards_agree
 from megatron_ext.tokenizers import MegatronTokenizerText
-from megatron_ext.tokenizers.build import padded_vocab_size
 from megatron_ext.training.checkpoint import load_weights
 from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig, side_of
 from megatron_ext.training.model_check import checked
@@ -169,11 +168,8 @@ def model_shard(
 
     Collectives: those of ``check_shards_agree``.
     """
-    padded_size = padded_vocab_size(
-        model.padded_ids(tokenizer.vocab_size),
-        make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
-        tensor_model_parallel_size=layout.tensor_model_parallel_size,
-    )
-    shard = groups.vocab_shard(vocab_size=tokenizer.vocab_size, padded_vocab_size=padded_size)
+    ids = tokenizer.vocab_size
+    rows = model.head_rows(ids, tensor_ranks=layout.tensor_model_parallel_size)
+    shard = groups.vocab_shard(vocab_size=ids, padded_vocab_size=rows)
     check_shards_agree(shard, side=side, device=groups.device)
     return shard

@@ -6,7 +6,9 @@ trace. torch is loaded late, and megatron-core only where the text is in its own
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,19 +16,20 @@ from typing import TYPE_CHECKING
 from megatron_ext.data.blend import read_blend
 from megatron_ext.errors import ConfigError
 from megatron_ext.projection import SparseProjection
-from megatron_ext.tokenizers import MegatronTokenizerText
+from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
+from megatron_ext.tokenizers.build import names_tokenizer
 from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
 from megatron_ext.training.checkpoint_tokenizer import (
     check_same_tokenizer,
     teacher_doubts,
     tokenizer_doubts,
 )
-from megatron_ext.training.config import TEACHER, DistillConfig
+from megatron_ext.training.config import TEACHER as TEACHER
+from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.metrics import check_writers
-from megatron_ext.training.model_check import check_huggingface_teacher, check_if_huggingface
+from megatron_ext.training.model_check import check_if_huggingface, check_teacher
 from megatron_ext.training.run_folder import CHECKPOINTS, check_run_folder, check_same_text
 from megatron_ext.training.run_plan import TeacherPlan
-from megatron_ext.training.run_tokenizer import read_tokenizer, write_warnings
 
 if TYPE_CHECKING:
     from megatron_ext.training.run_data import RunData
@@ -60,12 +63,6 @@ class Inputs:
     def warnings(self) -> list[str]:
         """Warnings for the user before the run starts."""
         return [f"{folder}: {doubt}" for folder, doubts in self.doubts.items() for doubt in doubts]
-
-    @property
-    def teacher_tokenizer(self) -> MegatronTokenizerText | None:
-        """Tokenizer of the one teacher of a ``teacher`` section."""
-        teacher = self.teachers.get(TEACHER)
-        return None if teacher is None else teacher.tokenizer
 
 
 def read_inputs(config: DistillConfig, *, world_size: int) -> Inputs:
@@ -120,6 +117,65 @@ def _teacher(
     return TeacherInputs(tokenizer=tokenizer, projection=projection)
 
 
+def read_tokenizer(
+    config: TokenizerConfig, section: str, *, conversations: bool = False
+) -> MegatronTokenizerText:
+    """The tokenizer that a section of the configuration describes.
+
+    Args:
+        section: Name of the section, for errors.
+        conversations: Whether it has to render conversations.
+
+    Raises:
+        ConfigError: No tokenizer is named, it is for images or numbers, or lacks a prompt format.
+        TokenizerError: It cannot be read.
+    """
+    if not names_tokenizer(config):
+        raise ConfigError(
+            "no tokenizer is named",
+            where=f"{section}.model",
+            expected="a tokenizer file, a directory that holds one, or a library without files",
+            fix=f"set it{_flag(section, 'model')}",
+        )
+    if config.mode == "multimodal":
+        raise ConfigError("a run reads no images", got="mode multimodal", where=section)
+    tokenizer = build_tokenizer(config)
+    if tokenizer.library == "null":
+        raise ConfigError(
+            "a run reads texts, of which a null tokenizer knows only numbers",
+            where=section,
+            got="library null",
+            fix="take another library; byte-level needs no file either",
+        )
+    if conversations and tokenizer.prompt_config is None:
+        has_template = tokenizer.chat_template is not None
+        raise ConfigError(
+            "conversations need a prompt format",
+            got="a tokenizer without one, "
+            + ("whose chat template is not asked for" if has_template else "or a chat template"),
+            fix=f"set {section}.prompt_format"
+            + (" to auto" if has_template else "")
+            + _flag(section, "prompt-format auto" if has_template else "prompt-format")
+            + ("" if has_template else ", see docs/prompt_formats.md"),
+            where=section,
+        )
+    return tokenizer
+
+
+def _flag(section: str, flag: str) -> str:
+    """The end of a hint with the flag; empty for one of several teachers, which have no flags."""
+    if section.startswith("teachers."):
+        return ""
+    return f", or pass --{section.replace('.', '-')}-{flag}"
+
+
+def write_warnings(warnings: Iterable[str]) -> None:
+    """Write a line for each warning, on rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.writelines(f"warning: {warning}\n" for warning in warnings)
+        sys.stderr.flush()
+
+
 def _check_batch(config: DistillConfig, world_size: int) -> None:
     training, parallel = config.training, config.parallel
     replicas = parallel.layout.replicas(world_size)
@@ -150,12 +206,8 @@ def _check_batch(config: DistillConfig, world_size: int) -> None:
 def _check_checkpoints(config: DistillConfig) -> None:
     checkpoints = Path(config.run_dir) / CHECKPOINTS
     if config.distils:
-        for name, teacher in config.named_teachers.items():
-            plan = TeacherPlan.of(config, name)
-            if teacher.library == "huggingface":
-                check_huggingface_teacher(plan)
-            else:
-                check_if_huggingface(plan.checkpoint, teacher.model)
+        for name in config.named_teachers:
+            check_teacher(TeacherPlan.of(config, name))
     if config.initial_checkpoint and latest_checkpoint(checkpoints) is None:
         start = find_checkpoint(config.initial_checkpoint, where="initial_checkpoint")
         check_if_huggingface(start, config.student)
@@ -215,12 +267,8 @@ def read_served_teacher(teacher: TeacherPlan) -> MegatronTokenizerText:
     Raises:
         MegatronExtError: Anything that can be known to be wrong before the model is built.
     """
-    checkpoint = teacher.checkpoint
-    if teacher.config.library == "huggingface":
-        check_huggingface_teacher(teacher)
-    else:
-        check_if_huggingface(checkpoint, teacher.config.model)
+    check_teacher(teacher)
     tokenizer = read_tokenizer(teacher.config.tokenizer, f"{teacher.section}.tokenizer")
     doubts = teacher_doubts(teacher, tokenizer)
-    write_warnings(f"{checkpoint}: {doubt}" for doubt in doubts)
+    write_warnings(f"{teacher.checkpoint}: {doubt}" for doubt in doubts)
     return tokenizer

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -27,7 +26,7 @@ from megatron_ext.training.run_folder import CHECKPOINTS, projection_file
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.student_head import StudentHidden, linear_forms
 from megatron_ext.training.teacher_term import TeacherTerm, make_aggregator
-from megatron_ext.training.teachers.teacher_parts import LoadedTeacher
+from megatron_ext.training.teachers.live_teacher import LoadedTeacher
 from megatron_ext.training.validation import same_tokens
 
 PROJECTORS = "distillation_projectors"
@@ -201,28 +200,15 @@ def learned_projection_file(teacher: str) -> str:
     return f"learned_projection{suffix}.safetensors"
 
 
-@dataclass(frozen=True, slots=True)
-class LearnedProjections:
-    """The learned projections of one run, as files that another run can start from."""
+def write_learned_projections(run_dir: Path, term: TeacherTerm) -> None:
+    """Write the current shares as files that another run can start from.
 
-    run_dir: Path
+    One rank of the last stage calls it, which has the projections.
 
-    of_teachers: Mapping[str, LearnedProjection]
-    """By teacher, on the last stage; empty on the others."""
-
-    @classmethod
-    def of(cls, run_dir: Path, term: TeacherTerm) -> LearnedProjections:
-        """The learned projections among the constants of ``term``."""
-        learned = {name: constants.learned for name, constants in term.constants.items()}
-        return cls(
-            run_dir, {name: module for name, module in learned.items() if module is not None}
-        )
-
-    def write(self) -> None:
-        """Replace each file by the current shares; one rank of the last stage calls it.
-
-        Raises:
-            ProjectionError: It cannot be written.
-        """
-        for name, learned in self.of_teachers.items():
-            learned.to_projection().save(self.run_dir / learned_projection_file(name))
+    Raises:
+        ProjectionError: A file cannot be written.
+    """
+    for name, constants in term.constants.items():
+        if constants.learned is not None:
+            path = run_dir / learned_projection_file(name)
+            constants.learned.to_projection().save(path)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,22 +41,19 @@ def prepare_to_load(optimizer: MegatronOptimizer) -> None:
         ):
             if not inner.optimizer.state:
                 inner._init_optimizer_states_with_dummy_values()
-            inner._set_main_param_and_optimizer_states = _FillState(inner)
+            inner._set_main_param_and_optimizer_states = partial(_fill_state, inner)
 
 
-class _FillState:
-    """Fills a parameter's state from a checkpoint, with an update count of its own."""
-
-    def __init__(self, optimizer: DistributedOptimizer) -> None:
-        self._optimizer = optimizer
-        self._fill = type(optimizer)._set_main_param_and_optimizer_states
-
-    def __call__(self, parameter: torch.nn.Parameter, tensors: Mapping[str, Any]) -> None:
-        group, order = self._optimizer.model_param_group_index_map[parameter]
-        inner = self._optimizer.optimizer
-        state = inner.state[inner.param_groups[group]["params"][order]]
-        state["step"] = state["step"].clone()
-        self._fill(self._optimizer, parameter, {"step": state["step"], **tensors})
+def _fill_state(
+    optimizer: DistributedOptimizer, parameter: torch.nn.Parameter, tensors: Mapping[str, Any]
+) -> None:
+    """Fill a parameter's state from a checkpoint, with an update count of its own."""
+    group, order = optimizer.model_param_group_index_map[parameter]
+    inner = optimizer.optimizer
+    state = inner.state[inner.param_groups[group]["params"][order]]
+    state["step"] = state["step"].clone()
+    fill = type(optimizer)._set_main_param_and_optimizer_states
+    fill(optimizer, parameter, {"step": state["step"], **tensors})
 
 
 def update_if_finite(optimizer: MegatronOptimizer) -> float:

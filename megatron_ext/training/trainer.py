@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from megatron_ext.training.faults import (
     log_refused,
 )
 from megatron_ext.training.forward_step import GlobalCounts, StudentStep, reduce_reports
-from megatron_ext.training.learning_step import LearnedProjections
+from megatron_ext.training.learning_step import write_learned_projections
 from megatron_ext.training.metrics import (
     MetricsLog,
     open_writers,
@@ -111,11 +112,6 @@ class Trainer:
     def run_dir(self) -> Path:
         """Folder of the run."""
         return self.plan.run_dir
-
-    @property
-    def teacher(self) -> Teacher | None:
-        """The first teacher."""
-        return next(iter(self.teachers.values()), None)
 
     def train(self, measure: Measurement | None = None) -> None:
         """Resume from the latest checkpoint and train to ``train_iters``; write a loss plot.
@@ -387,18 +383,18 @@ class Trainer:
 
     def _saved(self) -> SavedRun:
         term = self.step.term
-        learned = None
+        write_learned = None
         if term is not None and self.plan.loss.learned_projection:
-            learned = LearnedProjections.of(self.run_dir, term)
+            write_learned = partial(write_learned_projections, self.run_dir, term)
         return SavedRun(
-            self.plan.checkpoints,
+            self.plan,
             groups=self.groups,
             student=self.student,
             batches=self.reader,
             record=self.run_record,
             counts=self.counts,
             parts={"weighting": self.weighting},
-            learned=learned,
+            write_learned=write_learned,
         )
 
     def _close(self, done: int) -> None:

@@ -31,6 +31,7 @@ from megatron_ext.training.models import ModelChunks
 class BatchPlaces:
     """Maps the ids of a microbatch to places of permuted heads: labels, completions, tied inputs.
 
+    It takes 8 bytes of the device for each token of both vocabularies.
     Input embeddings that are not tied to a head stay in the order of ids, and so do their inputs.
     """
 
@@ -41,23 +42,6 @@ class BatchPlaces:
     student_is_tied: bool
 
     teacher_is_tied: bool
-
-    @classmethod
-    def of(
-        cls,
-        layout: VocabularyLayout,
-        *,
-        student: ModelConfig,
-        teacher: ModelConfig,
-        device: torch.device,
-    ) -> BatchPlaces:
-        """The tables of both vocabularies, 8 bytes a token of each on ``device``."""
-        return cls(
-            student=IdTable.of(layout.student, device),
-            teacher=IdTable.of(layout.teacher, device),
-            student_is_tied=not student.untie_embeddings_and_output_weights,
-            teacher_is_tied=not teacher.untie_embeddings_and_output_weights,
-        )
 
     def __call__(self, batch: Microbatch) -> Microbatch:
         """The same batch for models whose heads are permuted."""
@@ -235,5 +219,10 @@ def lay_out(
     for rows, chunks in ((student_rows, student), (teacher_rows, teacher)):
         for chunk in chunks:
             rows.permute_(chunk)
-    places = BatchPlaces.of(layout, student=models[0], teacher=models[1], device=groups.device)
+    places = BatchPlaces(
+        student=IdTable.of(layout.student, groups.device),
+        teacher=IdTable.of(layout.teacher, groups.device),
+        student_is_tied=not models[0].untie_embeddings_and_output_weights,
+        teacher_is_tied=not models[1].untie_embeddings_and_output_weights,
+    )
     return RunLayout(layout, student_rows, places)

@@ -13,7 +13,6 @@ from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.layout import VocabularyLayout
 from megatron_ext.projection.layout.vocabulary_layout import LayoutStatistics
 from megatron_ext.teachers.target_form import TargetForm
-from megatron_ext.tokenizers.build import padded_vocab_size
 from megatron_ext.training.config import ModelConfig
 from megatron_ext.training.run_plan import RunPlan
 
@@ -46,12 +45,12 @@ class ModelShape:
     @property
     def query_groups(self) -> int:
         """Key-value heads of a rank."""
-        return (self.model.num_query_groups or self.model.num_attention_heads) // self.tp
+        return self.model.query_groups // self.tp
 
     @property
     def ffn(self) -> int:
         """Inner width of a rank's feed-forward layers."""
-        return (self.model.ffn_hidden_size or 4 * self.model.hidden_size) // self.tp
+        return self.model.ffn_width // self.tp
 
     @property
     def head_rows(self) -> int:
@@ -234,14 +233,11 @@ class Plan:
 
 
 def _shape(model: ModelConfig, vocab_size: int, layout: Layout) -> ModelShape:
+    tp = layout.tensor_model_parallel_size
     return ModelShape(
         model=model,
-        padded_vocab_size=padded_vocab_size(
-            model.padded_ids(vocab_size),
-            make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
-            tensor_model_parallel_size=layout.tensor_model_parallel_size,
-        ),
-        tp=layout.tensor_model_parallel_size,
+        padded_vocab_size=model.head_rows(vocab_size, tensor_ranks=tp),
+        tp=tp,
         pp=layout.pipeline_model_parallel_size,
     )
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import DistError
@@ -22,19 +22,13 @@ from megatron_ext.teachers.server import ReplicaRanks
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.teachers.identity import check_same_identity, launch_identity
-from megatron_ext.training.teachers.served_teacher import serve_on_rank
+from megatron_ext.training.teachers.serve_teacher import serve_on_rank
+from megatron_ext.training.teachers.teacher_process import Address
 from megatron_ext.training.watchdog import first_line, is_communication, watched_launch
 
 _POLL_S: Final = 0.2
 _LAST_WORDS_S: Final = 3.0
 """Longest wait for the reason of a failure after a connection has ended."""
-
-
-class Address(NamedTuple):
-    """Address and token of one replica of a teacher."""
-
-    address: str
-    token: str
 
 
 class RoleStore:

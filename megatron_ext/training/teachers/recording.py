@@ -34,11 +34,7 @@ from megatron_ext.training.teachers.block_recorder import (
     blocks_of,
 )
 from megatron_ext.training.teachers.cache_manifest import HEAD_FILE, MANIFEST_FILE, Manifest
-from megatron_ext.training.teachers.identity import (
-    WEIGHTS,
-    cache_identity,
-    weights_on_all,
-)
+from megatron_ext.training.teachers.identity import WEIGHTS, cache_identity, weights_on_all
 from megatron_ext.training.teachers.live_teacher import (
     check_gives_hidden,
     formed_targets,
@@ -136,7 +132,8 @@ def record(
     )
     groups.on_main(lambda: _start(folder, manifest))
     missing = _missing(folder, manifest, blocks, groups)
-    if missing or not _has_head(folder, manifest):
+    has_head = recording.form.kind != "hidden" or (folder / HEAD_FILE).exists()
+    if missing or not has_head:
         tokenizer = inputs.teachers[name].tokenizer
         live = live_teacher(TeacherPlan.of(config, name), tokenizer, groups)
         if recording.form.kind == "hidden":
@@ -229,10 +226,6 @@ def _head(folder: Path, manifest: Manifest, name: str) -> ShardHead:
     return read_head(
         folder / name, bytes_per_token=manifest.form.bytes_per_token, digest=manifest.digest
     )
-
-
-def _has_head(folder: Path, manifest: Manifest) -> bool:
-    return manifest.form.kind != "hidden" or (folder / HEAD_FILE).exists()
 
 
 def _finish(folder: Path, manifest: Manifest) -> None:

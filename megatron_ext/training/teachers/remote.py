@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -21,14 +20,10 @@ from megatron_ext.training.first_weights import teacher_vocab_shard
 from megatron_ext.training.learning_step import run_projection
 from megatron_ext.training.models import DTYPES
 from megatron_ext.training.run_plan import TeacherPlan
-from megatron_ext.training.teachers.identity import (
-    launch_identity,
-    server_identity,
-    weights_on_all,
-)
+from megatron_ext.training.teachers.identity import launch_identity, server_identity, weights_on_all
+from megatron_ext.training.teachers.live_teacher import LoadedTeacher, StudentParts
 from megatron_ext.training.teachers.own_ranks import RoleStore
 from megatron_ext.training.teachers.target_checks import described, served_form
-from megatron_ext.training.teachers.teacher_parts import LoadedTeacher, StudentParts
 from megatron_ext.training.teachers.teacher_process import TeacherProcess, server_token
 from megatron_ext.training.watchdog import first_line
 
@@ -82,8 +77,7 @@ def teacher_from_remote(teacher: TeacherPlan, run: StudentParts) -> LoadedTeache
         end=processes.end,
     )
     if groups.is_main:
-        sys.stdout.write(described(teacher.name, placement, form) + "\n")
-        sys.stdout.flush()
+        print(described(teacher.name, placement, form), flush=True)
     projection = run_projection(teacher, run.inputs, run.plan.run_dir, groups)
     return LoadedTeacher(teacher, shard, projection, teacher=remote)
 

@@ -11,12 +11,13 @@ from megatron_ext.training.objective import teacher_objective
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.teachers.cached_teacher import open_cached_teacher
 from megatron_ext.training.teachers.live_teacher import (
+    LoadedTeacher,
+    StudentParts,
     check_gives_hidden,
     live_megatron_teacher,
     live_teacher,
 )
 from megatron_ext.training.teachers.remote import teacher_from_remote
-from megatron_ext.training.teachers.teacher_parts import LoadedTeacher, StudentParts
 from megatron_ext.training.vocabulary_layout import lay_out
 
 
