@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_ext.errors import CheckpointError
@@ -33,13 +34,9 @@ from megatron_ext.huggingface.families import FAMILIES, Family
 from megatron_ext.huggingface.model_settings import model_config, settings_of, tensor_map
 from megatron_ext.huggingface.tensor_files import TensorPlan, check_target, shards, write_checkpoint
 from megatron_ext.huggingface.tensor_map import MegatronTensor, TensorMap
-from megatron_ext.training.checkpoint import (
-    LOADING_ERRORS,
-    CheckpointReader,
-    check_format,
-    checkpoint_model,
-)
+from megatron_ext.training.checkpoint import LOADING_ERRORS, checkpoint_model
 from megatron_ext.training.checkpoint_folder import Manifest, find_checkpoint
+from megatron_ext.training.checkpoint_reader import CheckpointReader, check_format
 from megatron_ext.training.checkpoint_tokenizer import KeptTokenizer
 from megatron_ext.training.config import ModelConfig
 from megatron_ext.training.model_check import check_same_model, full_settings
@@ -103,10 +100,11 @@ class CheckpointSlices:
         ]
 
 
-class _Targets(LoadPlanner):
+class _Targets(DefaultLoadPlanner):
     """A load planner that maps what is read to its target tensors."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.of_chunk: dict[tuple[str, torch.Size], torch.Tensor] = {}
         """Target by name and offset in the whole tensor, in order."""
 
@@ -120,30 +118,6 @@ class _Targets(LoadPlanner):
         ):
             tensor = tensor.narrow(axis, start, length)
         return tensor
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Do nothing: the tensor was read in place."""
-
-    def set_up_planner(
-        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Do nothing: plans are made beforehand."""
-
-    def create_local_plan(self) -> LoadPlan:
-        """Never called."""
-        raise AssertionError("the plan is made beforehand")
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Never called."""
-        raise AssertionError("the plan is made beforehand")
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Never called."""
-        raise AssertionError("the plan is made beforehand")
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        """Never called."""
-        raise AssertionError("only tensors are read")
 
 
 def _chunk(stored: TensorStorageMetadata, layer: int | None) -> ChunkStorageMetadata:
