@@ -391,7 +391,7 @@ class PretrainDistillation:
 class _LentStudent(Student):
     """A student that Megatron-LM wraps, updates and saves."""
 
-    def __init__(self, chunks: Sequence[GPTModel], **_: Any) -> None:
+    def __init__(self, chunks: Sequence[GPTModel], *_: Any, **__: Any) -> None:
         self.chunks = list(chunks)
 
 

@@ -19,14 +19,12 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import ConfigError
 from megatron_ext.huggingface.checkpoint_files import SIDE_FOLDER, copy_side_files
-from megatron_ext.losses import LOSS_REGISTRY
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training import rank_phase
 from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.faults import StopRequest
 from megatron_ext.training.first_weights import load_first_weights, model_part
-from megatron_ext.training.forward_step import StudentStep
 from megatron_ext.training.inputs import Inputs
 from megatron_ext.training.learning_step import learning_step
 from megatron_ext.training.run_folder import (
@@ -173,26 +171,12 @@ def build_trainer_around(
     Collectives: those of ``build_trainer`` but for the student's own.
     """
     tokenizer, run = inputs.tokenizer, RunPlan.of(config)
-    teachers = make_run_teachers(
-        StudentParts(plan=run, inputs=inputs, groups=groups, chunks=chunks, shard=shard)
-    )
+    parts = StudentParts(plan=run, inputs=inputs, groups=groups, chunks=chunks, shard=shard)
+    teachers = make_run_teachers(parts)
     laid_out = next((loaded.laid_out for loaded in teachers.values() if loaded.laid_out), None)
-    step = learning_step(
-        StudentStep(shard=shard, next_token=LOSS_REGISTRY["next_token"]()),
-        list(teachers.values()),
-        student=chunks[-1],
-        loss=run.loss,
-        inputs=inputs,
-        groups=groups,
-    )
+    step = learning_step(parts, list(teachers.values()))
     # After the step: an objective may have added parameters of its own to the student.
-    student = make_student(
-        chunks,
-        optimizer=run.optimizer,
-        training=run.training,
-        parallel=run.parallel,
-        rows=laid_out and laid_out.student_rows,
-    )
+    student = make_student(chunks, run, rows=laid_out and laid_out.student_rows)
     replica = Replica(groups.dp_rank, groups.dp_size, run.training.micro_batch_size)
     groups.on_main(lambda: record_run(config, inputs.data.summary()))
     groups.on_main(

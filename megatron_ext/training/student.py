@@ -23,10 +23,10 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_ext.training.config import OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron_ext.training.forward_step import StepReport
 from megatron_ext.training.microbatch import MicrobatchWithTargets
 from megatron_ext.training.models import ModelChunks, load_weights_of, sharded_weights, wrap_in_ddp
+from megatron_ext.training.run_plan import RunPlan
 from megatron_ext.training.vocabulary_layout import VocabularyRows
 
 CHECKPOINT_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
@@ -95,31 +95,25 @@ class Student:
 
     Args:
         chunks: The student's chunks on this rank, in the order in which a microbatch passes them.
-        optimizer: Settings of the update.
-        training: Settings of the loop: iterations and precision.
-        parallel: Layout of the student.
+        plan: The run.
         rows: Permutation of the head's rows, which checkpoints undo; None where there is none.
     """
 
     def __init__(
         self,
         chunks: ModelChunks,
+        plan: RunPlan,
         *,
-        optimizer: OptimizerConfig,
-        training: TrainingConfig,
-        parallel: ParallelConfig,
         rows: VocabularyRows | None = None,
     ) -> None:
         self.chunks = list(chunks)
         self._rows = rows
-        self._gathers_late = parallel.overlap_param_gather
-        self.ddp = wrap_in_ddp(chunks, parallel=parallel)
+        self._gathers_late = plan.parallel.overlap_param_gather
+        self.ddp = wrap_in_ddp(chunks, parallel=plan.parallel)
         self.optimizer = get_megatron_optimizer(
-            _optimizer_config(optimizer, training, parallel),
-            self.ddp,
-            use_gloo_process_groups=False,
+            _optimizer_config(plan), self.ddp, use_gloo_process_groups=False
         )
-        self.scheduler = _scheduler(self.optimizer, optimizer, train_iters=training.train_iters)
+        self.scheduler = _scheduler(self.optimizer, plan)
         self._schedule = get_forward_backward_func()
         # megatron-core's schedules read the settings of all chunks from the first.
         schedule_config = self.chunks[0].config
@@ -207,9 +201,8 @@ def _finalize_sums(
     finalize_model_grads(model, None, **groups_and_flags)
 
 
-def _optimizer_config(
-    optimizer: OptimizerConfig, training: TrainingConfig, parallel: ParallelConfig
-) -> MegatronOptimizerConfig:
+def _optimizer_config(plan: RunPlan) -> MegatronOptimizerConfig:
+    optimizer = plan.optimizer
     return MegatronOptimizerConfig(
         optimizer="adam",
         lr=optimizer.lr,
@@ -219,16 +212,15 @@ def _optimizer_config(
         adam_beta2=optimizer.adam_beta2,
         adam_eps=optimizer.adam_eps,
         clip_grad=optimizer.clip_grad,
-        bf16=training.precision == "bf16",
-        use_distributed_optimizer=parallel.use_distributed_optimizer,
-        overlap_param_gather=parallel.overlap_param_gather,
+        bf16=plan.training.precision == "bf16",
+        use_distributed_optimizer=plan.parallel.use_distributed_optimizer,
+        overlap_param_gather=plan.parallel.overlap_param_gather,
     )
 
 
-def _scheduler(
-    optimizer: Any, settings: OptimizerConfig, *, train_iters: int
-) -> OptimizerParamScheduler:
+def _scheduler(optimizer: Any, plan: RunPlan) -> OptimizerParamScheduler:
     """Counted in iterations; a resumed run follows the schedule of its own configuration."""
+    settings, train_iters = plan.optimizer, plan.training.train_iters
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

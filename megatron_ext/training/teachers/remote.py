@@ -62,7 +62,11 @@ def teacher_from_remote(teacher: TeacherPlan, run: StudentParts) -> LoadedTeache
         except Exception as failure:
             if processes is not None:
                 processes.end()
-            error = _named(failure, teacher.name)
+            error = failure
+            if not isinstance(failure, MegatronExtError):
+                # An error that can be sent to the other ranks.
+                what = f"the teacher {teacher.name} cannot be reached"
+                error = DistributedError(what, got=first_line(failure))
     process_groups.raise_on_all(error)
     processes = processes or _Processes((), "")
     remote = RemoteTeacher(
@@ -78,7 +82,7 @@ def teacher_from_remote(teacher: TeacherPlan, run: StudentParts) -> LoadedTeache
     )
     if groups.is_main:
         print(described(teacher.name, placement, form), flush=True)
-    projection = run_projection(teacher, run.inputs, run.plan.run_dir, groups)
+    projection = run_projection(teacher, run)
     return LoadedTeacher(teacher, shard, projection, teacher=remote)
 
 
@@ -163,10 +167,3 @@ def _identity(teacher: TeacherPlan, run: StudentParts) -> Mapping[str, str | int
     if teacher.config.placement != "server":
         return launch_identity(teacher, run.tokenizer(teacher))
     return server_identity(teacher, run.tokenizer(teacher), weights_on_all(teacher, run.groups))
-
-
-def _named(error: Exception, name: str) -> MegatronExtError:
-    """``error`` as one that can be sent to the other ranks."""
-    if isinstance(error, MegatronExtError):
-        return error
-    return DistributedError(f"the teacher {name} cannot be reached", got=first_line(error))

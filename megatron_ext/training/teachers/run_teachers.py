@@ -28,7 +28,7 @@ def teacher_from_cache(teacher: TeacherPlan, run: StudentParts) -> LoadedTeacher
     """
     shard = teacher_vocab_shard(teacher, run.tokenizer(teacher), run.groups)
     cached = open_cached_teacher(teacher, shard=shard, groups=run.groups)
-    projection = run_projection(teacher, run.inputs, run.plan.run_dir, run.groups)
+    projection = run_projection(teacher, run)
     return LoadedTeacher(teacher, shard, projection, cached=cached)
 
 
@@ -47,7 +47,7 @@ def teacher_from_huggingface(teacher: TeacherPlan, run: StudentParts) -> LoadedT
         why = f"the objective {teacher.loss.objective} reads"
         check_gives_hidden(live, run.groups, where=where, why=why)
     # After the model, which may fail to load: a built projection is the run's first file.
-    projection = run_projection(teacher, run.inputs, run.plan.run_dir, run.groups)
+    projection = run_projection(teacher, run)
     return LoadedTeacher(teacher, live.shard, projection, live.head, live.teacher)
 
 
@@ -56,23 +56,14 @@ def teacher_on_student_ranks(teacher: TeacherPlan, run: StudentParts) -> LoadedT
 
     Collectives: those that build and load a model, of ``run_projection`` and of ``lay_out``.
     """
-    plan, groups = run.plan, run.groups
-    chunks, shard = frozen_teacher(teacher, run.tokenizer(teacher), groups)
+    chunks, shard = frozen_teacher(teacher, run.tokenizer(teacher), run.groups)
     # After the model, which may fail to load: a built projection is the run's first file.
-    projection = run_projection(teacher, run.inputs, plan.run_dir, groups)
+    projection = run_projection(teacher, run)
     laid_out = None
-    if plan.training.vocabulary_layout == "co_sharded":
+    if run.plan.training.vocabulary_layout == "co_sharded":
         assert projection is not None, "checked with the objective"
-        laid_out = lay_out(
-            plan.run_dir,
-            projection,
-            student=run.chunks,
-            teacher=chunks,
-            shards=(run.shard, shard),
-            models=(plan.student, teacher.config.model),
-            groups=groups,
-        )
-    live = live_megatron_teacher(chunks, shard, groups, offload=teacher.config.offload)
+        laid_out = lay_out(run, projection, teacher.config.model, chunks, shard)
+    live = live_megatron_teacher(chunks, shard, run.groups, offload=teacher.config.offload)
     return LoadedTeacher(teacher, shard, projection, live.head, live.teacher, laid_out=laid_out)
 
 
