@@ -250,7 +250,7 @@ def _measured(distil: Trainer, plain: Trainer, arguments: argparse.Namespace) ->
 
 def _teacher_forward(trainer: Trainer) -> Callable[[], None]:
     """The teacher's own forward pass over one global batch, which is read before."""
-    teacher = trainer.teacher
+    teacher = trainer.teachers["teacher"]
     assert isinstance(teacher, MegatronTeacher)
     batches = [batch.teachers["teacher"] for batch in trainer.microbatches()]
 
@@ -286,7 +286,7 @@ def _sizes(trainer: Trainer) -> dict[str, Any]:
     student = trainer.student.chunks[-1]
     head = student.shared_embedding_or_output_weight().numel()
     layers = sum(parameter.numel() for parameter in student.decoder.parameters())
-    teacher = trainer.teacher
+    teacher = trainer.teachers["teacher"]
     assert isinstance(teacher, MegatronTeacher)
     return {
         "student_parameters": sum(parameter.numel() for parameter in student.parameters()),

@@ -63,10 +63,9 @@ class Comparison:
         self.config = config
         self.groups = process_groups.initialize(Layout())
         self.inputs: Inputs = read_inputs(config, world_size=launched_processes())
-        assert self.inputs.teacher_tokenizer is not None
         assert self.inputs.data.held_out is not None
         self.held_out = self.inputs.data.held_out
-        teacher = self.inputs.teacher_tokenizer
+        teacher = self.inputs.teachers[TEACHER].tokenizer
         projection = SparseProjection.from_tokenizers(self.inputs.tokenizer, teacher)
         self.match = VocabularyMatch.from_partition(projection.partition())
         self.teacher, self.choices = self._of_teacher(
@@ -106,8 +105,7 @@ class Comparison:
     def _of_teacher(self, teacher: Any) -> tuple[dict[str, Any], list[torch.Tensor]]:
         """The teacher's own numbers, and for each batch its choice at chunks of one token a side,
         as an index into the tokens that both have."""
-        tokenizer = self.inputs.teacher_tokenizer
-        assert tokenizer is not None
+        tokenizer = self.inputs.teachers[TEACHER].tokenizer
         scores, choices = Scores(self.inputs.tokenizer), []
         for samples, batch in self._batches():
             logits = self._logits(teacher, batch.teachers[TEACHER], tokenizer)

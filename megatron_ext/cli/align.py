@@ -83,7 +83,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="chunks that are not 1:1 to list in each ranking, up to 25 (10)",
     )
     add_color_argument(output)
-    _add_pair_arguments(parser)
+    # Spelled as megatron-ext distill spells them.
+    for side, prefix in _PREFIXES.items():
+        group = parser.add_argument_group(f"{side}'s tokenizer")
+        for flag in flags_of(TokenizerConfig, prefix=prefix):
+            names = [f"--{side}"] if flag.keys[-1] == _MODEL else []
+            group.add_argument(
+                *names,
+                flag.name,
+                dest=f"{side}.{flag.keys[-1]}",
+                default=argparse.SUPPRESS,
+                help=flag.help.replace("%", "%%"),
+                **argparse_type(flag.hint),
+            )
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -96,7 +108,7 @@ def run(arguments: argparse.Namespace) -> None:
         is_strict=arguments.strict,
     )
     source.check()
-    student, teacher = _pair_from_arguments(arguments)
+    student, teacher = (_tokenizer(arguments, side) for side in _PREFIXES)
     wants_page = arguments.html is not None
     audit = AuditRun.of(
         student, teacher, source, sample_bytes=arguments.html_bytes if wants_page else 0
@@ -135,36 +147,6 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
     return int(text)
-
-
-def _add_pair_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of both tokenizers, spelled as ``megatron-ext distill`` spells them."""
-    for side, prefix in _PREFIXES.items():
-        group = parser.add_argument_group(f"{side}'s tokenizer")
-        for flag in flags_of(TokenizerConfig, prefix=prefix):
-            names = [f"--{side}"] if flag.keys[-1] == _MODEL else []
-            group.add_argument(
-                *names,
-                flag.name,
-                dest=f"{side}.{flag.keys[-1]}",
-                default=argparse.SUPPRESS,
-                help=flag.help.replace("%", "%%"),
-                **argparse_type(flag.hint),
-            )
-
-
-def _pair_from_arguments(
-    arguments: argparse.Namespace,
-) -> tuple[MegatronTokenizerText, MegatronTokenizerText]:
-    """The student's tokenizer and the teacher's.
-
-    Raises:
-        ConfigError: A tokenizer is not named, or a flag is unusable.
-        TokenizerError: A file is missing or broken.
-        MissingDependencyError: A library is not installed.
-    """
-    student, teacher = (_tokenizer(arguments, side) for side in _PREFIXES)
-    return student, teacher
 
 
 def _tokenizer(arguments: argparse.Namespace, side: str) -> MegatronTokenizerText:

@@ -20,8 +20,7 @@ from megatron_ext.cli.output import named_teacher
 from megatron_ext.distributed.layout import launched_processes
 from megatron_ext.errors import ConfigError
 from megatron_ext.training.arguments import add_config_arguments, config_from_arguments
-from megatron_ext.training.inputs import read_inputs
-from megatron_ext.training.run_tokenizer import write_warnings
+from megatron_ext.training.inputs import read_inputs, write_warnings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,11 +70,7 @@ def run(arguments: argparse.Namespace) -> None:
     from megatron_ext.training.cpu_megatron import announce_device
     from megatron_ext.training.objective import teacher_objective
     from megatron_ext.training.run_plan import TeacherPlan
-    from megatron_ext.training.teachers.recording import (
-        Recording,
-        record_teacher,
-        recording_config,
-    )
+    from megatron_ext.training.teachers.recording import Recording, record_teacher, recording_config
 
     announce_device(require_gpu=given.training.require_gpu)
     config = recording_config(given, arguments.output, world_size=world_size)
@@ -92,7 +87,7 @@ def run(arguments: argparse.Namespace) -> None:
     is_shown = os.environ.get("RANK", "0") == "0"
     if is_shown:
         parts = " + ".join(f"{width} {part}" for part, width in form.parts.items())
-        _print(f"{form}: {form.bytes_per_token:,} bytes a token = {parts}")
+        print(f"{form}: {form.bytes_per_token:,} bytes a token = {parts}", flush=True)
     recording = Recording(
         teacher=name,
         form=form,
@@ -101,13 +96,9 @@ def run(arguments: argparse.Namespace) -> None:
     )
     manifest = record_teacher(config, inputs, recording)
     if is_shown:
-        _print(
+        print(
             f"{manifest.tokens:,} tokens in {manifest.windows:,} windows: {manifest.size:,} bytes "
             f"in {len(manifest.shards):,} files = {form.bytes_per_token:,} a token + 24 a window + "
-            "64 a file"
+            "64 a file",
+            flush=True,
         )
-
-
-def _print(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()

@@ -22,10 +22,9 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.evaluation.run_tasks import RunTasks
 from megatron_ext.training.arguments import add_config_arguments, config_from_arguments
 from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.inputs import read_inputs, read_served_teacher
+from megatron_ext.training.inputs import read_inputs, read_served_teacher, write_warnings
 from megatron_ext.training.run_folder import config_values
 from megatron_ext.training.run_plan import TeacherPlan
-from megatron_ext.training.run_tokenizer import write_warnings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,8 +62,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     announce_device(require_gpu=config.training.require_gpu)
     if os.environ.get("RANK", "0") == "0":
-        sys.stdout.write(yaml.safe_dump(config_values(config), sort_keys=False) + "\n")
-        sys.stdout.flush()
+        print(yaml.safe_dump(config_values(config), sort_keys=False), flush=True)
     if not sys.warnoptions:
         # torch and megatron-core warn about their own internals on every rank; -W shows that.
         warnings.simplefilter("ignore")

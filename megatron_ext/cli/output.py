@@ -19,7 +19,6 @@ def write_output(path: Path, text: str, flag: str) -> None:
     """Write a file atomically.
 
     Args:
-        path: The file.
         text: Contents of the file.
         flag: The flag that names the file, for errors.
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from megatron_ext.cli.output import write_output
+from megatron_ext.cli.pages.audit_source import encodable
 from megatron_ext.cli.pages.run_page import pair_samples, report_page
 from megatron_ext.cli.pages.run_record import read_run
 from megatron_ext.errors import ConfigError
@@ -57,7 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
         read_run(path, name=name)
         for path, name in zip(arguments.runs, _names(arguments.runs), strict=True)
     ]
-    texts = [_checked(text) for text in arguments.text]
+    texts = [encodable(text, "--text") for text in arguments.text]
     most_bytes = arguments.sample_bytes
     samples = pair_samples(runs, texts, most_bytes=most_bytes) if most_bytes > 0 else []
     output = arguments.output or runs[0].folder / REPORT_FILE
@@ -74,13 +75,3 @@ def _names(paths: Sequence[Path]) -> list[str]:
     if len(set(names)) == len(names):
         return names
     return [os.path.relpath(path, os.path.commonpath(resolved)) for path in resolved]
-
-
-def _checked(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(
-            f"the text is not UTF-8 at character {error.start}", where="--text"
-        ) from None
-    return text

@@ -216,6 +216,15 @@ def launch_place() -> LaunchPlace:
     return LaunchPlace(_connection(store), role.launch_rank, role.launched)
 
 
+def raise_on_all(error: Exception | None) -> None:
+    """Raise the error of the first rank that has one on every rank. One all-gather of objects."""
+    of_ranks: list[Exception | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, error)
+    for of_rank in of_ranks:
+        if of_rank is not None:
+            raise of_rank
+
+
 def finalize() -> None:
     """Leave the process group; safe to call when none was joined."""
     if not dist.is_initialized():

@@ -31,20 +31,15 @@ from megatron_ext.huggingface.checkpoint_files import (
     kept_folder,
 )
 from megatron_ext.huggingface.model_settings import model_settings
-from megatron_ext.tokenizers import (
-    MegatronTokenizerText,
-    TokenizerConfig,
-    build_tokenizer,
-    padded_vocab_size,
-)
+from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.checkpoint import checkpoint_model
 from megatron_ext.training.checkpoint_folder import find_checkpoint
 from megatron_ext.training.checkpoint_tokenizer import KeptTokenizer, tokenizer_doubts
 from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
 from megatron_ext.training.first_weights import load_first_weights
+from megatron_ext.training.inputs import write_warnings
 from megatron_ext.training.models import DTYPES, build_gpt_model, freeze
-from megatron_ext.training.run_tokenizer import write_warnings
 
 Result = TypeVar("Result")
 _LAST_IDS = 8
@@ -232,10 +227,8 @@ def load_language_model(checkpoint: Path, options: ModelOptions) -> MegatronLang
         tensor_model_parallel_size=options.tensor_model_parallel_size,
         pipeline_model_parallel_size=options.pipeline_model_parallel_size,
     )
-    padded_size = padded_vocab_size(
-        model.padded_ids(tokenizer.vocab_size),
-        make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
-        tensor_model_parallel_size=options.tensor_model_parallel_size,
+    padded_size = model.head_rows(
+        tokenizer.vocab_size, tensor_ranks=options.tensor_model_parallel_size
     )
     precision = options.precision or ("bf16" if groups.device.type == "cuda" else "fp32")
     chunk = build_gpt_model(

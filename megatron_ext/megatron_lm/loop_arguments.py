@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.tokenizers.build import padded_vocab_size
 from megatron_ext.training.config import DistillConfig
 
 _SPELLED: Final = {
@@ -141,7 +140,7 @@ def _shared(config: DistillConfig) -> dict[str, Any]:
         "kv_channels": student.head_width,
         "add_qkv_bias": student.add_qkv_bias,
         "qk_layernorm": student.qk_layernorm,
-        "ffn_hidden_size": student.ffn_hidden_size or 4 * student.hidden_size,
+        "ffn_hidden_size": student.ffn_width,
         "position_embedding_type": student.position_embedding_type,
         "rotary_base": student.rotary_base,
         "rotary_seq_len_interpolation_factor": None if stretch is None else int(stretch),
@@ -186,10 +185,8 @@ def _vocabulary(config: DistillConfig, vocab_size: int) -> dict[str, Any]:
     return {
         "tokenizer_type": "NullTokenizer",
         "vocab_size": vocab_size,
-        "padded_vocab_size": padded_vocab_size(
-            config.student.padded_ids(vocab_size),
-            make_vocab_size_divisible_by=config.student.make_vocab_size_divisible_by,
-            tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
+        "padded_vocab_size": config.student.head_rows(
+            vocab_size, tensor_ranks=config.parallel.tensor_model_parallel_size
         ),
     }
 

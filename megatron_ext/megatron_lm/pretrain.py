@@ -45,13 +45,12 @@ from megatron_ext.training.cpu_megatron import announce_device
 from megatron_ext.training.distill import build_trainer_around
 from megatron_ext.training.exclusions import check_exclusions
 from megatron_ext.training.first_weights import load_first_weights, model_shard
-from megatron_ext.training.inputs import Inputs, read_inputs
+from megatron_ext.training.inputs import Inputs, read_inputs, write_warnings
 from megatron_ext.training.microbatch import Microbatch, MicrobatchWithTargets
 from megatron_ext.training.model_section import read_config_file
 from megatron_ext.training.models import build_gpt_model
 from megatron_ext.training.run_data import HeldOut
 from megatron_ext.training.run_folder import own_run_folder
-from megatron_ext.training.run_tokenizer import write_warnings
 from megatron_ext.training.start_agreement import check_same_start
 from megatron_ext.training.student import Student
 from megatron_ext.training.trainer import Trainer
@@ -392,7 +391,7 @@ class PretrainDistillation:
 class _LentStudent(Student):
     """A student that Megatron-LM wraps, updates and saves."""
 
-    def __init__(self, chunks: Sequence[GPTModel], **_: Any) -> None:
+    def __init__(self, chunks: Sequence[GPTModel], *_: Any, **__: Any) -> None:
         self.chunks = list(chunks)
 
 

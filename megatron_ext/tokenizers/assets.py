@@ -149,7 +149,6 @@ def save_assets(
     """Write everything that rebuilds ``tokenizer`` to ``folder``, in one step.
 
     Args:
-        tokenizer: The tokenizer.
         folder: A folder that is empty or does not exist.
         check: Loads the written folder before it is renamed, and raises where it does not give
             ``tokenizer``: an existing folder can be loaded.

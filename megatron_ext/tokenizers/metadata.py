@@ -126,7 +126,14 @@ def check_metadata(metadata: Mapping[str, Any], *, where: object = None) -> dict
             fix="set both or neither",
             where=where,
         )
-    _check_mode(metadata.get("mode"), where)
+    mode = metadata.get("mode")
+    if mode is not None and mode not in get_args(TokenizerMode):
+        raise TokenizerError(
+            "the metadata name an unknown mode",
+            got=repr(mode),
+            expected=f"one of {', '.join(get_args(TokenizerMode))}",
+            where=where,
+        )
     library = metadata.get("library")
     if library is None:
         raise TokenizerError(
@@ -137,16 +144,6 @@ def check_metadata(metadata: Mapping[str, Any], *, where: object = None) -> dict
     if metadata.get("class_name") is None:
         _ = library_of(library)
     return copy.deepcopy(dict(metadata))
-
-
-def _check_mode(mode: object, where: object) -> None:
-    if mode is not None and mode not in get_args(TokenizerMode):
-        raise TokenizerError(
-            "the metadata name an unknown mode",
-            got=repr(mode),
-            expected=f"one of {', '.join(get_args(TokenizerMode))}",
-            where=where,
-        )
 
 
 def metadata_text(document: Mapping[str, Any]) -> str:

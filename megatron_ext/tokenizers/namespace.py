@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import Field, fields, replace
 from functools import cache
 from typing import Any
 
@@ -29,32 +29,6 @@ from megatron_ext.tokenizers.legacy_types import (
     prompt_format,
 )
 
-# Attributes of each field; the first that is set wins.
-_ATTRIBUTES: dict[str, tuple[str, ...]] = {
-    "metadata": ("tokenizer_metadata", "metadata_path"),
-    "chat_template": ("chat_template",),
-    "parse_special_tokens": ("tokenizer_parse_special_tokens",),
-    "train_on": ("tokenizer_train_on",),
-    "train_thinking": ("tokenizer_train_thinking",),
-    "train_tool_calls": ("tokenizer_train_tool_calls",),
-    "exclude_unknown": ("tokenizer_exclude_unknown",),
-    "allow_control_tokens_in_content": ("tokenizer_allow_control_tokens_in_content",),
-    "template_variables": ("tokenizer_template_variables",),
-    "vocab_file": ("vocab_file",),
-    "merge_file": ("merge_file",),
-    "vocab_extra_ids": ("vocab_extra_ids",),
-    "trust_remote_code": ("trust_remote_code",),
-    "sentencepiece_legacy": ("tokenizer_sentencepiece_legacy",),
-    "sentencepiece_ignore_extra_whitespaces": ("tokenizer_sentencepiece_ignore_extra_whitespaces",),
-    "tiktoken_pattern": ("tiktoken_pattern",),
-    "tiktoken_num_special_tokens": ("tiktoken_num_special_tokens",),
-    "null_eod_id": ("null_tokenizer_eod_id",),
-    "null_pad_id": ("null_tokenizer_pad_id",),
-    "null_add_eod": ("null_tokenizer_add_eod",),
-    "image_tag_type": ("image_tag_type",),
-    "force_system_message": ("force_system_message",),
-    "vocab_size": ("vocab_size",),
-}
 # Defaults of Megatron's parsers that differ from those of the fields.
 _UNSET: dict[str, int] = {"tiktoken_num_special_tokens": 1000, "null_pad_id": -1}
 _OF_IMAGES = ("image_tag_type", "force_system_message")
@@ -82,10 +56,11 @@ def config_from_namespace(args: Any) -> TokenizerConfig:
         "hf_include_special_tokens": _include_special_tokens(args, legacy),
         "hf_use_fast": not getattr(args, "tokenizer_hf_no_use_fast", False),
     }
-    for name, attributes in _ATTRIBUTES.items():
-        value = _first(args, attributes)
-        if value is not None and value != _UNSET.get(name):
-            values[name] = value
+    for option in fields(TokenizerConfig):
+        if option.name not in values:
+            value = _first(args, _attributes(option))
+            if value is not None and value != _UNSET.get(option.name):
+                values[option.name] = value
     if legacy is not None:
         values = _with_implied_options(values, legacy, args)
         _warn_of_type(args, legacy, values)
@@ -219,6 +194,14 @@ def _without_foreign_options(values: dict[str, Any]) -> dict[str, Any]:
         if library not in (option.metadata.get("only") or (library,))
     }
     return {name: value for name, value in values.items() if name not in others}
+
+
+def _attributes(option: Field[Any]) -> tuple[str, ...]:
+    """Attributes that may hold a field: those that its flag sets."""
+    if option.name == "metadata":
+        return ("tokenizer_metadata", "metadata_path")
+    flag = option.metadata.get("flag")
+    return (f"tokenizer_{option.name}" if flag is None else flag[2:].replace("-", "_"),)
 
 
 def _first(args: Any, attributes: Sequence[str]) -> Any:

@@ -106,21 +106,26 @@ class SavedTokenizer:
         Raises:
             TokenizerError: A file or the tokenizer differs from what was saved.
         """
-        self.check_files()
-        tokenizer = kind(
-            path=self.path(given_path),
-            config=self.metadata(metadata),
-            **self.constructor_options(given_options),
-        )
-        self.check(tokenizer, given_options)
+        self._check_files()
+        path: str | os.PathLike[str] | None = self.folder if given_path is None else given_path
+        if not TOKENIZER_LIBRARIES[self.library].reads_file:
+            path = None
+        elif self.name is not None:
+            path = self.name
+        config = dict(metadata)
+        if PROMPT_FILE in self.files:
+            # The folder may have moved.
+            config["prompt_format"] = f"file:{self.folder / PROMPT_FILE}"
+        in_folder = {option: str(self.folder / name) for option, name in self.option_files.items()}
+        options = {**self.options, **in_folder, **given_options}
+        tokenizer = kind(path=path, config=config, **options)
+        # An option of the library that the caller overrides may give another vocabulary.
+        if not given_options.keys() & tokenizer.options.keys():
+            self._check(tokenizer)
         return tokenizer
 
-    def check_files(self) -> None:
-        """Verify size and hash of every file.
-
-        Raises:
-            TokenizerError: One is missing, truncated or altered.
-        """
+    def _check_files(self) -> None:
+        """Verify size and hash of every file."""
         for name, expected in self.files.items():
             file = self.folder / name
             try:
@@ -142,35 +147,8 @@ class SavedTokenizer:
                     where=file,
                 )
 
-    def path(self, given: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
-        """Path argument of the class."""
-        if not TOKENIZER_LIBRARIES[self.library].reads_file:
-            return None
-        if self.name is not None:
-            return self.name
-        return self.folder if given is None else given
-
-    def metadata(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
-        """``metadata`` with the current path of the prompt format's file."""
-        if PROMPT_FILE not in self.files:
-            return dict(metadata)
-        return {**metadata, "prompt_format": f"file:{self.folder / PROMPT_FILE}"}
-
-    def constructor_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The saved options, overridden by those of the caller."""
-        in_folder = {option: str(self.folder / name) for option, name in self.option_files.items()}
-        return {**self.options, **in_folder, **given}
-
-    def check(self, tokenizer: MegatronTokenizerText, given: Mapping[str, Any]) -> None:
-        """Verify that the tokenizer that was built is the one that was saved.
-
-        Where the caller overrides an option of the library the vocabulary may differ: no check.
-
-        Raises:
-            TokenizerError: The vocabulary, a special token or the set of files differs.
-        """
-        if given.keys() & tokenizer.options.keys():
-            return
+    def _check(self, tokenizer: MegatronTokenizerText) -> None:
+        """Verify that the tokenizer that was built is the one that was saved."""
         read = set(file_names(tokenizer).values())
         for what, actual, expected in (
             ("fingerprint of the vocabulary", tokenizer.fingerprint(), self.fingerprint),

@@ -42,14 +42,9 @@ def names_to_add(roles: Mapping[Role, str | None], others: Sequence[str]) -> lis
 
 
 def conventional_ids(find: Callable[[str], int | None]) -> dict[SpecialRole, int | None]:
-    """Id of every role by its conventional names."""
-    return {role: conventional_id(role, find) for role in CONVENTIONAL_NAMES}
-
-
-def conventional_id(role: SpecialRole, find: Callable[[str], int | None]) -> int | None:
-    """Id of the first conventional name of ``role`` that ``find`` knows."""
-    ids = (find(name) for name in CONVENTIONAL_NAMES[role])
-    return next((token_id for token_id in ids if token_id is not None), None)
+    """Id of every role: that of the first of its conventional names that ``find`` knows."""
+    found = {role: map(find, names) for role, names in CONVENTIONAL_NAMES.items()}
+    return {role: next((i for i in ids if i is not None), None) for role, ids in found.items()}
 
 
 class RoleIds(ABC):

@@ -38,12 +38,12 @@ def text_offsets(
     raw = utf8(text)
     ends = _ends_of_encoding(tokenizer, stream, text)
     if ends is not None:
-        return _characters(character_starts(raw), ends)
+        return characters_of(character_starts(raw), ends)
     for named in (False, True):
         pieces = _pieces(tokenizer, stream, named=named)
         starts = _starts_in(b"".join(pieces), text)
         if starts is not None:
-            return _characters(starts, np.cumsum([len(piece) for piece in pieces]))
+            return characters_of(starts, np.cumsum([len(piece) for piece in pieces]))
     return _by_prefixes(tokenizer, stream, text)
 
 
@@ -99,7 +99,8 @@ def _starts_in(raw: bytes, text: str) -> NDArray[np.int64] | None:
     return np.array([*starts, len(raw)])
 
 
-def _characters(starts: NDArray[np.int64], ends: ByteEnds) -> list[int]:
+def characters_of(starts: NDArray[np.int64], ends: ByteEnds) -> list[int]:
+    """Index of the character in which each token begins [T]; characters are at ``starts``."""
     begins = np.concatenate(([0], ends[:-1]))[: len(ends)]
     characters: list[int] = (np.searchsorted(starts, begins, side="right") - 1).tolist()
     return characters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -26,36 +26,6 @@ from megatron_ext.tokenizers.saved_tokenizer import load_saved
 from megatron_ext.tokenizers.special_tokens import AddedTokens
 from megatron_ext.tokenizers.token_bytes import TokenBytes
 from megatron_ext.tokenizers.token_ids import ByteEnds, IdArray
-
-
-def tokenized_files(
-    encode: Callable[[Sequence[str]], tuple[IdArray, ByteEnds]],
-    paths: Sequence[str | os.PathLike[str]],
-    field: str,
-) -> Any:
-    """An ``awkward`` array with the ids of each document, in the order of files and lines.
-
-    All documents are in memory at once; ``megatron-ext tokenize`` writes indexed datasets from
-    files of any size.
-
-    Args:
-        encode: Encodes many texts to flat ids and offsets.
-        paths: JSON lines files; blank lines are skipped.
-        field: Key of a document's text.
-
-    Raises:
-        TokenizerError: A file cannot be read, or a line holds no text under ``field``.
-        MissingDependencyError: awkward is not installed.
-    """
-    with needed_packages("an array of documents"):
-        awkward = import_module("awkward")
-    texts = [text for path in paths for text in _texts(Path(path), field)]
-    ids, offsets = encode(texts)
-    return awkward.Array(
-        awkward.contents.ListOffsetArray(
-            awkward.index.Index64(offsets), awkward.contents.NumpyArray(ids)
-        )
-    )
 
 
 def _texts(file: Path, field: str) -> Iterator[str]:
@@ -178,12 +148,27 @@ class MegatronTokenizerText(ChatTokenizer, MegatronTokenizerBase):
     ) -> Any:
         """Ids of every document of JSON lines files, as an ``awkward`` array [D, *].
 
+        All documents are in memory at once; ``megatron-ext tokenize`` writes indexed datasets from
+        files of any size.
+
+        Args:
+            paths: Files; blank lines are skipped.
+            field: Key of a document's text.
+
         Raises:
             TokenizerError: A file or a line cannot be used; the message names it.
             MissingDependencyError: awkward is not installed.
         """
-        several = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-        return tokenized_files(self.text_to_flat_ids, several, field)
+        with needed_packages("an array of documents"):
+            awkward = import_module("awkward")
+        several = [paths] if isinstance(paths, str | os.PathLike) else paths
+        texts = [text for path in several for text in _texts(Path(path), field)]
+        ids, offsets = self.text_to_flat_ids(texts)
+        return awkward.Array(
+            awkward.contents.ListOffsetArray(
+                awkward.index.Index64(offsets), awkward.contents.NumpyArray(ids)
+            )
+        )
 
     def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Text of ``ids``."""

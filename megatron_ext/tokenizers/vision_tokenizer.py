@@ -27,6 +27,7 @@ from megatron_ext.conversation.message import checked_messages
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.base import ParseSpecial
 from megatron_ext.tokenizers.libraries import library_of
+from megatron_ext.tokenizers.text_offsets import characters_of
 from megatron_ext.tokenizers.text_tokenizer import MegatronTokenizerText
 from megatron_ext.tokenizers.token_bytes import character_starts, utf8
 from megatron_ext.tokenizers.token_ids import ByteEnds, IdArray, checked_texts, integers
@@ -188,10 +189,7 @@ class MegatronTokenizerVision(MegatronTokenizerText):
         encoded_ids, ends = self.encode_with_byte_ends(text)
         if encoded_ids.tolist() != integers(ids).tolist():
             return super().offsets(ids, text)
-        begins = np.concatenate(([0], ends[:-1]))[: len(ends)]
-        starts = character_starts(utf8(text))
-        characters: list[int] = (np.searchsorted(starts, begins, side="right") - 1).tolist()
-        return characters
+        return characters_of(character_starts(utf8(text)), ends)
 
     def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Text of ``ids``; -200 is an image, and other negative ids (padding) are dropped."""

@@ -38,13 +38,27 @@ class Flag:
     section: str
 
 
-def flags_of(config_type: Any, prefix: str = "") -> Iterator[Flag]:
+def flags_of(config_type: Any, prefix: str = "", keys: tuple[str, ...] = ()) -> Iterator[Flag]:
     """Every flag of ``config_type``, in the order of its fields.
 
     A flag is the field's name in kebab case behind ``prefix`` and the prefixes of the sections
     around it.
     """
-    return _walk(config_type, (), prefix)
+    hints = typing.get_type_hints(config_type)
+    docs = _field_docs(config_type)
+    for field in dataclasses.fields(config_type):
+        path = (*keys, field.name)
+        hint = _without_none(hints[field.name])
+        if dataclasses.is_dataclass(hint):
+            yield from flags_of(hint, prefix + field.metadata.get("prefix", ""), path)
+            continue
+        yield Flag(
+            name=f"--{prefix}{field.name.replace('_', '-')}",
+            keys=path,
+            hint=hint,
+            help=docs.get(field.name, ""),
+            section=_SEPARATOR.join(keys) or "run",
+        )
 
 
 def argparse_type(hint: Any) -> dict[str, Any]:
@@ -59,24 +73,6 @@ def argparse_type(hint: Any) -> dict[str, Any]:
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
     return {"type": hint, "metavar": hint.__name__.upper()}
-
-
-def _walk(config_type: Any, keys: tuple[str, ...], prefix: str) -> Iterator[Flag]:
-    hints = typing.get_type_hints(config_type)
-    docs = _field_docs(config_type)
-    for field in dataclasses.fields(config_type):
-        path = (*keys, field.name)
-        hint = _without_none(hints[field.name])
-        if dataclasses.is_dataclass(hint):
-            yield from _walk(hint, path, prefix + field.metadata.get("prefix", ""))
-            continue
-        yield Flag(
-            name=f"--{prefix}{field.name.replace('_', '-')}",
-            keys=path,
-            hint=hint,
-            help=docs.get(field.name, ""),
-            section=_SEPARATOR.join(keys) or "run",
-        )
 
 
 @cache
@@ -113,9 +109,9 @@ def _without_none(hint: Any) -> Any:
 
 
 @cache
-def config_flags(config_type: type = DistillConfig) -> tuple[Flag, ...]:
-    """Every flag of ``config_type``, in the order of its fields."""
-    return tuple(flags_of(config_type))
+def config_flags() -> tuple[Flag, ...]:
+    """Every flag of ``DistillConfig``, in the order of its fields."""
+    return tuple(flags_of(DistillConfig))
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:

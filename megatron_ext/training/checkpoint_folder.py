@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from types import TracebackType
 from typing import IO, Any, Final
 
 from megatron_ext.errors import CheckpointError
@@ -46,12 +45,20 @@ def latest_checkpoint(folder: Path) -> Path | None:
     """The newest complete checkpoint of a run, or None.
 
     Raises:
-        CheckpointError: ``latest`` names a checkpoint that is not there.
+        CheckpointError: ``latest`` cannot be read, or names a checkpoint that is not there.
     """
     pointer = folder / _LATEST
     if not pointer.exists():
         return None
-    name = _pointed(pointer)
+    try:
+        name = pointer.read_bytes()[:_LONGEST_NAME].decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            "the name of the latest checkpoint cannot be read",
+            where=pointer,
+            got=error,
+            fix=f"write the name of a checkpoint that exists into {pointer}",
+        ) from error
     names = [path.name for path in _complete_checkpoints(folder)]
     # A name alone: a path may lead to a checkpoint of another run.
     if name not in names:
@@ -64,23 +71,6 @@ def latest_checkpoint(folder: Path) -> Path | None:
             fix=f"write the name of a checkpoint that exists into {pointer}",
         )
     return folder / name
-
-
-def _pointed(pointer: Path) -> str:
-    """The name in ``latest``.
-
-    Raises:
-        CheckpointError: It holds no text, or cannot be read.
-    """
-    try:
-        return pointer.read_bytes()[:_LONGEST_NAME].decode().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(
-            "the name of the latest checkpoint cannot be read",
-            where=pointer,
-            got=error,
-            fix=f"write the name of a checkpoint that exists into {pointer}",
-        ) from error
 
 
 def publish_checkpoint(
@@ -99,7 +89,8 @@ def publish_checkpoint(
         elif source.exists():
             shutil.copyfile(source, partial / source.name)
     write_manifest(partial)
-    _sync_all(partial)
+    # Before ``latest`` names it; writers flush their own files.
+    flush(*(path for path in partial.rglob("*") if path.suffix != _WRITTEN_SUFFIX), partial)
     if final.exists():
         # Left by a run that went back to an earlier checkpoint.
         _remove(final)
@@ -181,11 +172,6 @@ def _remove(checkpoint: Path) -> None:
     shutil.rmtree(checkpoint.replace(hidden))
 
 
-def _sync_all(folder: Path) -> None:
-    """Flush a checkpoint to the disk before ``latest`` names it; writers flush their own files."""
-    flush(*(path for path in folder.rglob("*") if path.suffix != _WRITTEN_SUFFIX), folder)
-
-
 MANIFEST_FILE: Final = "manifest.json"
 _SUM_SUFFIX: Final = ".crc32"
 _BLOCK: Final = 1 << 22
@@ -216,12 +202,7 @@ class SummedFile:
     def __enter__(self) -> SummedFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self._file.close()
         if error is None:
             text = json.dumps([self._size, self._checksum])

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import torch
@@ -74,15 +74,10 @@ class NotedErrors:
 
     def __enter__(self) -> NotedErrors:
         for owner, name in _RANK_0_WRITES:
-            self._replaced.enter_context(_replaced(owner, name, self._noting))
+            self._replaced.enter_context(replaced(owner, name, self.catch()))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self._replaced.close()
 
     def first(self) -> str | None:
@@ -94,25 +89,18 @@ class NotedErrors:
 
     @contextmanager
     def catch(self) -> Iterator[None]:
-        """Keep an error of this block too."""
+        """Keep an error of a block, or of each call of a function that it decorates."""
         try:
             yield
         except (OSError, RuntimeError) as error:
             self._errors.append(error)
 
-    def _noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def noting(*arguments: Any, **named: Any) -> Any:
-            with self.catch():
-                return function(*arguments, **named)
-            return None
-
-        return noting
-
 
 @contextmanager
-def _replaced(
+def replaced(
     owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
+    """Give a module or a class another function while entered, made from its own."""
     function = getattr(owner, name)
     setattr(owner, name, make(function))
     try:
@@ -313,12 +301,12 @@ class CheckpointWriter:
         results = filesystem_async._results_queue = WriteResults()
         noted = NotedErrors()
         # A method of megatron-core, which takes it from the class while it makes the request.
-        replaced = _replaced(
+        buckets = replaced(
             FileSystemWriterAsync,
             "write_preloaded_data_multiproc",
             lambda _: staticmethod(write_buckets),
         )
-        with noted, replaced:
+        with noted, buckets:
             request = dist_checkpointing.save(state, str(partial), async_sharded_save=True)
         writer = TemporalAsyncCaller()
         with noted.catch(), _summed_once():
@@ -403,7 +391,12 @@ class CheckpointWriter:
         # Noted errors are on one rank alone, and failures of writers on the coordinator alone.
         of_ranks: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, save.noted.first() or reason)
-        reasons = sorted((text for text in of_ranks if text), key=_is_vague)
+        # Last those of ranks that know only that another has failed.
+        vague = ("another rank", "without a result")
+        reasons = sorted(
+            (text for text in of_ranks if text),
+            key=lambda text: any(word in text for word in vague),
+        )
         if not reasons:
             final = checkpoint_path(self._folder, save.iteration)
             try:
@@ -454,11 +447,6 @@ def _write(request: AsyncRequest) -> None:
 
 
 _NO_RESULT = "results_queue should not be empty"
-
-
-def _is_vague(reason: str) -> bool:
-    """Whether another rank may know more."""
-    return "another rank" in reason or "without a result" in reason
 
 
 def _reason(error: BaseException) -> str:

@@ -13,10 +13,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from megatron_ext.constants import MAX_RECORD_MIB
-from megatron_ext.distributed.layout import Layout
 from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers.config import TokenizerConfig
 from megatron_ext.training.exclusions import check_exclusions
+from megatron_ext.training.loop_config import OptimizerConfig as OptimizerConfig
+from megatron_ext.training.loop_config import ParallelConfig as ParallelConfig
+from megatron_ext.training.loop_config import TrainingConfig as TrainingConfig
+from megatron_ext.training.model_config import ModelConfig as ModelConfig
+from megatron_ext.training.model_config import check_not_negative, check_positive
 from megatron_ext.training.teacher_config import (
     STUDENT_RANKS,
     EvaluationConfig,
@@ -27,169 +31,6 @@ from megatron_ext.training.teacher_config import (
 
 TEACHER: Final = "teacher"
 """Name of the one teacher of a ``teacher`` section."""
-
-
-@dataclass(kw_only=True, frozen=True, slots=True)
-class ModelConfig:
-    """A dense decoder-only transformer (megatron-core ``GPTModel``).
-
-    For a model whose weights come from HuggingFace, keys that are left out are taken from its
-    ``config.json``.
-    """
-
-    hf: str | None = None
-    """HuggingFace folder whose config.json gives the keys that are left out here; that of the
-    model's checkpoint when not given."""
-
-    num_layers: int
-    """Transformer layers, over all pipeline stages."""
-
-    hidden_size: int
-    """Width of the residual stream."""
-
-    num_attention_heads: int
-    """Attention heads."""
-
-    num_query_groups: int | None = None
-    """Key-value heads of grouped-query attention; as many as attention heads when not given."""
-
-    kv_channels: int | None = None
-    """Width of an attention head; hidden_size / num_attention_heads when not given."""
-
-    ffn_hidden_size: int | None = None
-    """Inner width of the feed-forward layers; 4 x hidden_size when not given."""
-
-    seq_length: int = 1024
-    """Longest sequence in this model's own tokens."""
-
-    position_embedding_type: Literal["rope", "learned_absolute"] = "rope"
-    """Encoding of positions."""
-
-    rotary_base: int = 10000
-    """Base period of rotary embeddings."""
-
-    use_rope_scaling: bool = False
-    """Scale rotary embeddings as Llama 3.1 and 3.2 do."""
-
-    rope_scaling_factor: float = 8.0
-    """Factor of that scaling: 8 in Llama 3.1, 32 in Llama 3.2."""
-
-    rotary_seq_len_interpolation_factor: float | None = None
-    """Divide positions by this (the linear scaling of transformers)."""
-
-    local_rotary_base: int | None = None
-    """Base period of rotary embeddings in the layers with a window (Gemma 3)."""
-
-    full_attention_interval: int | None = None
-    """Interval of layers with full attention; the others have a window and
-    ``local_rotary_base``."""
-
-    window_size: int | None = None
-    """Tokens of the window, in layers without full attention. megatron-core cannot combine such
-    layers with masks, so ``seq_length`` must not be longer: up to that length all attend to all."""
-
-    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
-    """Normalisation of every layer."""
-
-    layernorm_epsilon: float = 1e-5
-    """Constant that normalisations add to the variance."""
-
-    layernorm_zero_centered_gamma: bool = False
-    """Weights of normalisations are added to one (Gemma)."""
-
-    qk_layernorm: bool = False
-    """Normalise each head's query and key (Qwen3)."""
-
-    post_layernorms: bool = False
-    """Normalise the outputs of attention and feed-forward layers too (Gemma 3)."""
-
-    softmax_scale: float | None = None
-    """Factor of attention scores; 1 / sqrt(kv_channels) when not given."""
-
-    add_qkv_bias: bool = False
-    """Biases of query, key and value (Qwen2)."""
-
-    swiglu: bool = True
-    """Gated SiLU feed-forward layers; GELU otherwise."""
-
-    gate_activation: Literal["silu", "gelu_tanh"] = "silu"
-    """Activation of the gate in ``swiglu`` layers: SiLU, or GELU in its tanh form (Gemma)."""
-
-    scale_embeddings: bool = False
-    """Multiply embeddings by the square root of hidden_size (Gemma)."""
-
-    untie_embeddings_and_output_weights: bool = False
-    """Give the head weights of its own."""
-
-    init_method_std: float = 0.02
-    """Standard deviation of the initial weights."""
-
-    vocab_size: int | None = None
-    """Least number of rows of the embedding, for checkpoints with more rows than their tokenizer
-    has ids; the number of ids when not given."""
-
-    make_vocab_size_divisible_by: int = 128
-    """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
-
-    def __post_init__(self) -> None:
-        _check_positive(
-            self,
-            "num_layers",
-            "hidden_size",
-            "num_attention_heads",
-            "num_query_groups",
-            "kv_channels",
-            "ffn_hidden_size",
-            "seq_length",
-            "rotary_base",
-            "rope_scaling_factor",
-            "rotary_seq_len_interpolation_factor",
-            "local_rotary_base",
-            "full_attention_interval",
-            "window_size",
-            "softmax_scale",
-            "layernorm_epsilon",
-            "vocab_size",
-            "make_vocab_size_divisible_by",
-        )
-        _check_not_negative(self, "init_method_std")
-        if self.kv_channels is None:
-            _check_divides(self, "hidden_size", "num_attention_heads")
-        if self.window_size is not None and self.seq_length > self.window_size:
-            raise ConfigError(
-                "some layers of this model do not see whole sequences of seq_length",
-                got=f"seq_length {self.seq_length}, window_size {self.window_size}",
-                fix="set seq_length to window_size at most",
-            )
-        if (self.local_rotary_base is None) != (self.full_attention_interval is None):
-            raise ConfigError(
-                "layers with a window need both of local_rotary_base and full_attention_interval",
-                got=f"{self.local_rotary_base} and {self.full_attention_interval}",
-            )
-        if self.layernorm_zero_centered_gamma and self.normalization != "RMSNorm":
-            raise ConfigError(
-                "layernorm_zero_centered_gamma is of RMSNorm alone", got=self.normalization
-            )
-        if self.gate_activation != "silu" and not self.swiglu:
-            raise ConfigError("gate_activation needs a gate", got="swiglu false")
-        head_width = self.head_width
-        if self.position_embedding_type == "rope" and head_width % 2:
-            raise ConfigError(
-                "rotary embeddings need heads of an even width",
-                got=f"{head_width} (kv_channels, or hidden_size / num_attention_heads)",
-                fix="change one of them, or position_embedding_type",
-            )
-        if self.num_query_groups is not None:
-            _check_divides(self, "num_attention_heads", "num_query_groups")
-
-    @property
-    def head_width(self) -> int:
-        """Width of an attention head."""
-        return self.kv_channels or self.hidden_size // self.num_attention_heads
-
-    def padded_ids(self, vocab_size: int) -> int:
-        """Rows that a vocabulary of ``vocab_size`` ids has before it is padded."""
-        return max(vocab_size, self.vocab_size or 0)
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -247,7 +88,7 @@ class TeacherConfig:
         return self.placement != STUDENT_RANKS
 
     def __post_init__(self) -> None:
-        _check_positive(self, "temperature")
+        check_positive(self, "temperature")
         check_placement(self.placement, self.serving, library=self.library)
         if not (math.isfinite(self.weight) and self.weight >= 0):
             raise ConfigError(
@@ -259,127 +100,6 @@ class TeacherConfig:
                 got="next_token",
                 fix="leave the teacher out, or give it weight 0",
             )
-
-
-@dataclass(kw_only=True, frozen=True, slots=True)
-class ParallelConfig:
-    """Parallelism of one model; the remaining factor of the processes is data parallelism."""
-
-    tensor_model_parallel_size: int = 1
-    """Processes that share each layer and the vocabulary."""
-
-    pipeline_model_parallel_size: int = 1
-    """Pipeline stages."""
-
-    virtual_pipeline_model_parallel_size: int = 1
-    """Model chunks of a pipeline rank, for megatron-core's interleaved schedule; 1 for the plain
-    schedule."""
-
-    context_parallel_size: int = 1
-    """Processes that share every sequence, of the student and of the teachers."""
-
-    use_distributed_optimizer: bool = False
-    """Shard the optimizer's state over data-parallel ranks."""
-
-    sequence_parallel: bool = False
-    """Give each tensor-parallel rank a part of every sequence between the layers' matrices."""
-
-    overlap_grad_reduce: bool = False
-    """Sum gradients over replicas while the backward pass still runs."""
-
-    overlap_param_gather: bool = False
-    """Gather updated weights from replicas while the next forward pass runs; needs
-    ``use_distributed_optimizer`` and ``overlap_grad_reduce``."""
-
-    distributed_timeout_minutes: int = 30
-    """Longest time without progress on a rank, in minutes, before the run ends with an error that
-    says which rank waits where."""
-
-    @property
-    def layout(self) -> Layout:
-        """The sizes by which processes divide the model."""
-        return Layout(
-            tensor_model_parallel_size=self.tensor_model_parallel_size,
-            pipeline_model_parallel_size=self.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=self.virtual_pipeline_model_parallel_size,
-            context_parallel_size=self.context_parallel_size,
-            sequence_parallel=self.sequence_parallel,
-        )
-
-    def __post_init__(self) -> None:
-        _check_positive(
-            self,
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "virtual_pipeline_model_parallel_size",
-            "context_parallel_size",
-            "distributed_timeout_minutes",
-        )
-        if self.virtual_pipeline_model_parallel_size > 1 and self.pipeline_model_parallel_size == 1:
-            raise ConfigError(
-                "virtual_pipeline_model_parallel_size needs a pipeline to interleave",
-                got=f"{self.virtual_pipeline_model_parallel_size} chunks of 1 pipeline stage",
-                fix="raise pipeline_model_parallel_size, or remove it",
-            )
-        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
-            raise ConfigError(
-                "sequence_parallel needs tensor-parallel ranks to share a sequence",
-                got="tensor_model_parallel_size 1",
-                fix="raise tensor_model_parallel_size, or remove it",
-            )
-        if self.overlap_param_gather and not (
-            self.use_distributed_optimizer and self.overlap_grad_reduce
-        ):
-            raise ConfigError(
-                "overlap_param_gather needs use_distributed_optimizer and overlap_grad_reduce",
-                got=f"{self.use_distributed_optimizer} and {self.overlap_grad_reduce}",
-                fix="set both, or remove it",
-            )
-
-
-@dataclass(kw_only=True, frozen=True, slots=True)
-class OptimizerConfig:
-    """AdamW and its learning-rate schedule."""
-
-    lr: float = 1e-4
-    """Peak learning rate."""
-
-    min_lr: float = 0.0
-    """Learning rate at the end of the decay."""
-
-    lr_warmup_iters: int = 0
-    """Iterations of linear warm-up."""
-
-    lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
-    """Shape of the decay after the warm-up, over all of ``train_iters``."""
-
-    weight_decay: float = 0.01
-    """Decoupled weight decay."""
-
-    adam_beta1: float = 0.9
-    """First-moment decay."""
-
-    adam_beta2: float = 0.95
-    """Second-moment decay."""
-
-    adam_eps: float = 1e-8
-    """Denominator term of AdamW."""
-
-    clip_grad: float = 1.0
-    """Largest global gradient norm; 0 turns clipping off."""
-
-    def __post_init__(self) -> None:
-        _check_positive(self, "lr", "adam_eps")
-        _check_not_negative(self, "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad")
-        if self.min_lr > self.lr:
-            raise ConfigError(
-                "min_lr is above lr", got=self.min_lr, expected=f"at most lr, {self.lr}"
-            )
-        for name in ("adam_beta1", "adam_beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(
-                    f"{name} is no decay", got=getattr(self, name), expected="0 <= decay < 1"
-                )
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -433,8 +153,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not self.train:
             raise ConfigError("no training data", expected="at least one file in data.train")
-        _check_not_negative(self, "num_workers")
-        _check_positive(self, "max_record_mib")
+        check_not_negative(self, "num_workers")
+        check_positive(self, "max_record_mib")
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -490,8 +210,8 @@ class LossConfig:
     """Most rows of a tile of the linear form, of either model."""
 
     def __post_init__(self) -> None:
-        _check_positive(self, "temperature", "linear_tile_rows")
-        _check_not_negative(self, "kd_weight", "ce_weight")
+        check_positive(self, "temperature", "linear_tile_rows")
+        check_not_negative(self, "kd_weight", "ce_weight")
 
     def of_teacher(self, teacher: TeacherConfig) -> LossConfig:
         """The loss against one teacher: with its own objective, options and temperature."""
@@ -505,100 +225,6 @@ class LossConfig:
             options=options,
             temperature=temperature,
         )
-
-
-@dataclass(kw_only=True, frozen=True, slots=True)
-class TrainingConfig:
-    """The training loop."""
-
-    train_iters: int
-    """Optimizer steps."""
-
-    micro_batch_size: int = 1
-    """Sequences per forward pass and data-parallel rank."""
-
-    global_batch_size: int = 8
-    """Sequences per optimizer step, over all ranks and microbatches."""
-
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Parameter and activation dtype; gradients are accumulated in fp32."""
-
-    vocabulary_layout: Literal["original", "co_sharded"] = "original"
-    """Order of the heads' rows during training: that of the token ids, or one in which tokens that
-    both models have are on the same rank. Losses and checkpoints are the same, see
-    docs/projection.md. Needs an objective with a projection."""
-
-    variable_seq_lengths: bool = False
-    """Make the rows of a microbatch only as long as its longest, instead of ``seq_length``. Losses
-    are the same."""
-
-    seq_length_multiple: int = 64
-    """Multiple to which rows of variable length are padded, at most to ``seq_length``."""
-
-    recompute_granularity: Literal["full", "selective"] | None = None
-    """Activations of the student that the backward pass computes again instead of keeping: those of
-    whole layers, or those of the attention alone; none when not given."""
-
-    recompute_method: Literal["uniform", "block"] | None = None
-    """Layers that ``full`` recomputes: all, ``recompute_num_layers`` at a time, or the first
-    ``recompute_num_layers`` of every chunk of a stage."""
-
-    recompute_num_layers: int | None = None
-    """Layers of ``recompute_method``."""
-
-    require_gpu: bool = False
-    """Refuse to start where no CUDA device is visible; otherwise the run uses the CPU."""
-
-    seed: int = 1234
-    """Seed of the initial weights and of the order of the data."""
-
-    eval_interval: int = 100
-    """Iterations between measurements on held-out text; one is always made at the end."""
-
-    save_interval: int = 100
-    """Iterations between checkpoints; one is always made at the end."""
-
-    keep_checkpoints: int = 2
-    """Newest checkpoints kept."""
-
-    tensorboard_dir: str | None = None
-    """Folder for TensorBoard's event files; none when not given."""
-
-    wandb_project: str | None = None
-    """Project of Weights & Biases that the run is logged to; ``WANDB_MODE=offline`` in the
-    environment keeps it on this machine."""
-
-    async_save: bool = False
-    """Write checkpoints in the background while training goes on."""
-
-    verify_checkpoints: bool = True
-    """Check the files of checkpoints that are loaded against the sizes and checksums that they were
-    saved with; those without a manifest are loaded as they are."""
-
-    nan_policy: Literal["stop", "skip"] = "stop"
-    """Treatment of an iteration whose loss or gradient is not finite: the end of the run, or no
-    update, counted as ``skipped_iterations``."""
-
-    max_consecutive_skips: int = 10
-    """Iterations in a row that may be skipped; one more ends the run."""
-
-    def __post_init__(self) -> None:
-        _check_positive(
-            self,
-            "train_iters",
-            "micro_batch_size",
-            "global_batch_size",
-            "eval_interval",
-            "save_interval",
-            "keep_checkpoints",
-            "seq_length_multiple",
-            "recompute_num_layers",
-            "max_consecutive_skips",
-        )
-        _check_divides(self, "global_batch_size", "micro_batch_size")
-        _check_recompute(self)
-        if not 0 <= self.seed < 2**32:
-            raise ConfigError("seed is out of range", got=self.seed, expected="0 to 2**32 - 1")
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -705,7 +331,7 @@ class DistillConfig:
         return [
             ("student", self.student),
             *(
-                (_side(name), teacher.model)
+                (side_of(name), teacher.model)
                 for name, teacher in self.named_teachers.items()
                 if teacher.library == "megatron" and not teacher.is_remote
             ),
@@ -722,7 +348,7 @@ class DistillConfig:
                 "serving.tensor_model_parallel_size",
                 "serving.pipeline_model_parallel_size",
             )
-            _check_model(_side(name), teacher.model, *sizes, axes)
+            _check_model(side_of(name), teacher.model, *sizes, axes)
 
 
 def _check_teachers(config: DistillConfig) -> None:
@@ -747,43 +373,8 @@ def _check_teachers(config: DistillConfig) -> None:
             )
 
 
-def _check_positive(config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        # Not ``value <= 0``, which NaN passes.
-        if value is not None and not value > 0:
-            raise ConfigError(f"{name} must be positive", got=value)
-
-
-def _check_not_negative(config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if not value >= 0:
-            raise ConfigError(f"{name} must not be negative", got=value)
-
-
-def _check_recompute(training: TrainingConfig) -> None:
-    names = ("recompute_method", "recompute_num_layers")
-    given = [name for name in names if getattr(training, name) is not None]
-    is_full = training.recompute_granularity == "full"
-    if len(given) != (2 if is_full else 0):
-        raise ConfigError(
-            "activations are recomputed layer by layer with recompute_granularity full alone",
-            got=f"recompute_granularity {training.recompute_granularity} with "
-            f"{' and '.join(given) or 'neither recompute_method nor recompute_num_layers'}",
-            expected="recompute_method and recompute_num_layers, if and only if it is full",
-        )
-
-
-def _check_divides(config: object, whole: str, part: str) -> None:
-    if getattr(config, whole) % getattr(config, part):
-        raise ConfigError(
-            f"{whole} is not a multiple of {part}",
-            got=f"{whole} {getattr(config, whole)} and {part} {getattr(config, part)}",
-        )
-
-
-def _side(name: str) -> str:
+def side_of(name: str) -> str:
+    """What errors call a teacher."""
     return TEACHER if name == TEACHER else f"teacher {name}"
 
 
@@ -792,10 +383,8 @@ def _check_model(
 ) -> None:
     """Check that a model divides over tensor-parallel ranks and over stages."""
     _check_layout(name, "num_layers", model.num_layers, stages, axes[1])
-    heads = model.num_query_groups or model.num_attention_heads
-    _check_layout(name, "attention heads", heads, tp, axes[0])
-    ffn = model.ffn_hidden_size or 4 * model.hidden_size
-    _check_layout(name, "ffn_hidden_size", ffn, tp, axes[0])
+    _check_layout(name, "attention heads", model.query_groups, tp, axes[0])
+    _check_layout(name, "ffn_hidden_size", model.ffn_width, tp, axes[0])
 
 
 def _check_layout(model: str, what: str, count: int, size: int, axis: str) -> None:

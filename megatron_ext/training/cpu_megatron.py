@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -163,8 +162,7 @@ def announce_device(*, require_gpu: bool) -> None:
     if reason is None:
         index = int(os.environ.get("LOCAL_RANK", "0"))
         name = f"cuda:{index} {torch.cuda.get_device_name(index)}"
-    sys.stdout.write(f"device: {name}, {ranks} rank{'s' if ranks > 1 else ''}\n")
-    sys.stdout.flush()
+    print(f"device: {name}, {ranks} rank{'s' if ranks > 1 else ''}", flush=True)
 
 
 def _why_no_gpu() -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -20,14 +19,12 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import ConfigError
 from megatron_ext.huggingface.checkpoint_files import SIDE_FOLDER, copy_side_files
-from megatron_ext.losses import LOSS_REGISTRY
 from megatron_ext.tokenizers import MegatronTokenizerText
-from megatron_ext.training import cpu_megatron, rank_phase
+from megatron_ext.training import rank_phase
 from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.faults import StopRequest
 from megatron_ext.training.first_weights import load_first_weights, model_part
-from megatron_ext.training.forward_step import StudentStep
 from megatron_ext.training.inputs import Inputs
 from megatron_ext.training.learning_step import learning_step
 from megatron_ext.training.run_folder import (
@@ -41,10 +38,10 @@ from megatron_ext.training.run_loss import make_weighting
 from megatron_ext.training.run_plan import RunPlan
 from megatron_ext.training.start_agreement import check_same_start
 from megatron_ext.training.student import Student
+from megatron_ext.training.teachers.live_teacher import StudentParts
 from megatron_ext.training.teachers.run_teachers import make_run_teachers
-from megatron_ext.training.teachers.teacher_parts import StudentParts
 from megatron_ext.training.trainer import Measurement, Trainer
-from megatron_ext.training.watchdog import GRACE, Watchdog
+from megatron_ext.training.watchdog import watched_launch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +101,6 @@ def distill(config: DistillConfig, inputs: Inputs, *, evaluator: Evaluator | Non
     """Train the student that ``config`` describes; call it on every rank, under torchrun or alone.
 
     Args:
-        config: The run.
         inputs: The result of ``read_inputs`` for it.
         evaluator: Runs the tasks of ``config.evaluation``, where it has any.
 
@@ -114,29 +110,18 @@ def distill(config: DistillConfig, inputs: Inputs, *, evaluator: Evaluator | Non
     Raises:
         MegatronExtError: Anything a user can mend, before the first step where it can be known.
     """
-    if not torch.cuda.is_available():
-        cpu_megatron.install()
-    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
-    process_groups.join(timeout + GRACE)
-    with Watchdog(timeout):
+    with watched_launch(config.parallel.distributed_timeout_minutes) as timeout:
         try:
-            trainer = _start(config, inputs, timeout + GRACE)
+            check_same_start(config, inputs)
+            groups = process_groups.initialize(config.parallel.layout, timeout=timeout)
+            rank_phase.enter("building the models")
+            trainer = build_trainer(config, groups, inputs)
         except BaseException:
             disown_run_folder(Path(config.run_dir))
             raise
         with StopRequest(process_groups.launch_place().store) as trainer.stop:
             trainer.train(measurement(trainer, evaluator, inputs.tokenizer))
-    # Only now: a rank that failed must not wait in the teardown for peers that wait for it.
-    process_groups.finalize()
     return trainer.run_dir
-
-
-def _start(config: DistillConfig, inputs: Inputs, timeout: timedelta) -> Trainer:
-    """The trainer, once all ranks agree on the run that they start."""
-    check_same_start(config, inputs)
-    groups = process_groups.initialize(config.parallel.layout, timeout=timeout)
-    rank_phase.enter("building the models")
-    return build_trainer(config, groups, inputs)
 
 
 def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) -> Trainer:
@@ -145,7 +130,10 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) 
     Collectives: those of ``ProcessGroups.on_main``, of ``check_shards_agree``, those that build
     and load models, and with a vocabulary layout one all-to-all for each model's head.
     """
-    _seed(config.training.seed)
+    seed = config.training.seed
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
     tokenizer, run_dir = inputs.tokenizer, Path(config.run_dir)
     groups.on_main(lambda: own_run_folder(run_dir))
     chunks, shard = model_part(
@@ -183,26 +171,12 @@ def build_trainer_around(
     Collectives: those of ``build_trainer`` but for the student's own.
     """
     tokenizer, run = inputs.tokenizer, RunPlan.of(config)
-    teachers = make_run_teachers(
-        StudentParts(plan=run, inputs=inputs, groups=groups, chunks=chunks, shard=shard)
-    )
-    laid_out = teachers.laid_out
-    step = learning_step(
-        StudentStep(shard=shard, next_token=LOSS_REGISTRY["next_token"]()),
-        teachers.loaded,
-        student=chunks[-1],
-        loss=run.loss,
-        inputs=inputs,
-        groups=groups,
-    )
+    parts = StudentParts(plan=run, inputs=inputs, groups=groups, chunks=chunks, shard=shard)
+    teachers = make_run_teachers(parts)
+    laid_out = next((loaded.laid_out for loaded in teachers.values() if loaded.laid_out), None)
+    step = learning_step(parts, list(teachers.values()))
     # After the step: an objective may have added parameters of its own to the student.
-    student = make_student(
-        chunks,
-        optimizer=run.optimizer,
-        training=run.training,
-        parallel=run.parallel,
-        rows=laid_out and laid_out.student_rows,
-    )
+    student = make_student(chunks, run, rows=laid_out and laid_out.student_rows)
     replica = Replica(groups.dp_rank, groups.dp_size, run.training.micro_batch_size)
     groups.on_main(lambda: record_run(config, inputs.data.summary()))
     groups.on_main(
@@ -213,8 +187,8 @@ def build_trainer_around(
         groups=groups,
         student=student,
         step=step,
-        teachers=teachers.teachers,
-        cached_teachers=teachers.cached,
+        teachers={name: made.teacher for name, made in teachers.items() if made.teacher},
+        cached_teachers={name: made.cached for name, made in teachers.items() if made.cached},
         weighting=make_weighting(run.loss, train_iters=run.training.train_iters),
         data=inputs.data,
         replica=replica,
@@ -225,9 +199,3 @@ def build_trainer_around(
             "tokenizer_fingerprint": tokenizer.fingerprint(),
         },
     )
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)

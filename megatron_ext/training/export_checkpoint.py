@@ -10,17 +10,16 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, Final
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_ext.errors import CheckpointError
@@ -35,25 +34,12 @@ from megatron_ext.huggingface.families import FAMILIES, Family
 from megatron_ext.huggingface.model_settings import model_config, settings_of, tensor_map
 from megatron_ext.huggingface.tensor_files import TensorPlan, check_target, shards, write_checkpoint
 from megatron_ext.huggingface.tensor_map import MegatronTensor, TensorMap
-from megatron_ext.training.checkpoint import CheckpointReader, check_format, checkpoint_model
+from megatron_ext.training.checkpoint import LOADING_ERRORS, checkpoint_model
 from megatron_ext.training.checkpoint_folder import Manifest, find_checkpoint
+from megatron_ext.training.checkpoint_reader import CheckpointReader, check_format
 from megatron_ext.training.checkpoint_tokenizer import KeptTokenizer
 from megatron_ext.training.config import ModelConfig
 from megatron_ext.training.model_check import check_same_model, full_settings
-
-_ERRORS: Final = (
-    OSError,
-    EOFError,
-    UnpicklingError,
-    RuntimeError,
-    LookupError,
-    CheckpointException,
-    # A damaged index without a manifest.
-    AssertionError,
-    ValueError,
-    TypeError,
-    AttributeError,
-)
 
 
 class CheckpointSlices:
@@ -101,26 +87,24 @@ class CheckpointSlices:
             self._reader.read_data(LoadPlan(items), targets).wait()
         except CheckpointError:
             raise
-        except _ERRORS as error:
-            raise self._error(error) from error
+        except LOADING_ERRORS as error:
+            raise CheckpointError(
+                "the checkpoint cannot be read",
+                where=self._checkpoint,
+                got=(str(error).splitlines() or [type(error).__name__])[0][:300],
+                fix="copy it again: a file of it is missing or cut short",
+            ) from error
         return [
             tensor if layer is None else tensor.squeeze(0)
             for tensor, (_, layer) in zip(targets.of_chunk.values(), wanted, strict=True)
         ]
 
-    def _error(self, error: BaseException) -> CheckpointError:
-        return CheckpointError(
-            "the checkpoint cannot be read",
-            where=self._checkpoint,
-            got=(str(error).splitlines() or [type(error).__name__])[0][:300],
-            fix="copy it again: a file of it is missing or cut short",
-        )
 
-
-class _Targets(LoadPlanner):
+class _Targets(DefaultLoadPlanner):
     """A load planner that maps what is read to its target tensors."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.of_chunk: dict[tuple[str, torch.Size], torch.Tensor] = {}
         """Target by name and offset in the whole tensor, in order."""
 
@@ -134,30 +118,6 @@ class _Targets(LoadPlanner):
         ):
             tensor = tensor.narrow(axis, start, length)
         return tensor
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Do nothing: the tensor was read in place."""
-
-    def set_up_planner(
-        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Do nothing: plans are made beforehand."""
-
-    def create_local_plan(self) -> LoadPlan:
-        """Never called."""
-        raise AssertionError("the plan is made beforehand")
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Never called."""
-        raise AssertionError("the plan is made beforehand")
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Never called."""
-        raise AssertionError("the plan is made beforehand")
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        """Never called."""
-        raise AssertionError("only tensors are read")
 
 
 def _chunk(stored: TensorStorageMetadata, layer: int | None) -> ChunkStorageMetadata:

@@ -21,9 +21,8 @@ from megatron_ext.huggingface.tensor_files import TensorReader
 from megatron_ext.huggingface.tensor_map import MegatronTensor, TensorMap
 from megatron_ext.losses.checks import check_shards_agree
 from megatron_ext.tokenizers import MegatronTokenizerText
-from megatron_ext.tokenizers.build import padded_vocab_size
 from megatron_ext.training.checkpoint import load_weights
-from megatron_ext.training.config import TEACHER, ModelConfig, ParallelConfig, TrainingConfig
+from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig, side_of
 from megatron_ext.training.model_check import checked
 from megatron_ext.training.models import ModelChunks, build_model_chunks, freeze
 from megatron_ext.training.run_plan import TeacherPlan
@@ -115,7 +114,7 @@ def frozen_teacher(
     """
     model = teacher.config.model
     chunks, shard = model_part(
-        _side(teacher),
+        side_of(teacher.name),
         model,
         tokenizer,
         groups,
@@ -133,7 +132,7 @@ def teacher_vocab_shard(
 ) -> VocabShard:
     """This rank's columns of a teacher's vocabulary, without its model."""
     model, layout = teacher.config.model, teacher.parallel.layout
-    return model_shard(_side(teacher), model, tokenizer, groups, layout=layout)
+    return model_shard(side_of(teacher.name), model, tokenizer, groups, layout=layout)
 
 
 def model_part(
@@ -169,15 +168,8 @@ def model_shard(
 
     Collectives: those of ``check_shards_agree``.
     """
-    padded_size = padded_vocab_size(
-        model.padded_ids(tokenizer.vocab_size),
-        make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
-        tensor_model_parallel_size=layout.tensor_model_parallel_size,
-    )
-    shard = groups.vocab_shard(vocab_size=tokenizer.vocab_size, padded_vocab_size=padded_size)
+    ids = tokenizer.vocab_size
+    rows = model.head_rows(ids, tensor_ranks=layout.tensor_model_parallel_size)
+    shard = groups.vocab_shard(vocab_size=ids, padded_vocab_size=rows)
     check_shards_agree(shard, side=side, device=groups.device)
     return shard
-
-
-def _side(teacher: TeacherPlan) -> str:
-    return teacher.name if teacher.name == TEACHER else f"teacher {teacher.name}"

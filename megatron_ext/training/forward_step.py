@@ -23,7 +23,6 @@ from megatron_ext.losses import (
     DistillationInputs,
     LayerGradients,
     Loss,
-    LossOutput,
     LossPart,
     LossPlan,
     Objective,
@@ -224,7 +223,8 @@ class StudentStep:
         shares = []
         for name, output in loss.outputs.items():
             metric_name = self.term.metric_name(name) if self.term else name
-            metrics |= _metrics(metric_name, output)
+            metrics[metric_name] = (output.loss_sum.detach(), output.count)
+            metrics |= {f"{metric_name}/{part}": value for part, value in output.metrics.items()}
             if metric_name != name or name == "ce":
                 continue
             part = plan.parts[name]
@@ -235,11 +235,6 @@ class StudentStep:
         if shares:
             metrics["kd"] = (torch.stack(shares).sum(), no_tokens)
         return total, no_tokens, StepReport(metrics, finite)
-
-
-def _metrics(name: str, output: LossOutput) -> dict[str, SumCount]:
-    metrics = {f"{name}/{metric}": value for metric, value in output.metrics.items()}
-    return {name: (output.loss_sum.detach(), output.count), **metrics}
 
 
 def reduce_reports(

@@ -97,7 +97,8 @@ def import_huggingface(folder: Path, output: Path) -> Path:
     length = min(settings["window_size"] or 1024, 1024)
     model = ModelConfig(**settings, seq_length=length, hf=str(folder))
     _, tensors = checked(files, model)
-    tokenizer = _tokenizer(folder)
+    has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
+    tokenizer = build_tokenizer(TokenizerConfig(model=str(folder))) if has_tokenizer else None
     run: dict[str, Any] = {"config": {"student": asdict(model)}}
     if tokenizer is not None:
         run["tokenizer_fingerprint"] = tokenizer.fingerprint()
@@ -120,12 +121,6 @@ def _check_folders(folder: Path, output: Path) -> None:
         raise CheckpointError(
             "the output is not empty", where=output, fix="name another folder, or remove it"
         )
-
-
-def _tokenizer(folder: Path) -> MegatronTokenizerText | None:
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        return None
-    return build_tokenizer(TokenizerConfig(model=str(folder)))
 
 
 @contextmanager

@@ -6,7 +6,9 @@ trace. torch is loaded late, and megatron-core only where the text is in its own
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,19 +16,20 @@ from typing import TYPE_CHECKING
 from megatron_ext.data.reading_order import read_blend
 from megatron_ext.errors import ConfigError
 from megatron_ext.projection import SparseProjection
-from megatron_ext.tokenizers import MegatronTokenizerText
+from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
+from megatron_ext.tokenizers.build import names_tokenizer
 from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
 from megatron_ext.training.checkpoint_tokenizer import (
     check_same_tokenizer,
     teacher_doubts,
     tokenizer_doubts,
 )
-from megatron_ext.training.config import TEACHER, DistillConfig
+from megatron_ext.training.config import TEACHER as TEACHER
+from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.metrics import check_writers
-from megatron_ext.training.model_check import check_huggingface_teacher, check_if_huggingface
+from megatron_ext.training.model_check import check_if_huggingface, check_teacher
 from megatron_ext.training.run_folder import CHECKPOINTS, check_run_folder, check_same_text
 from megatron_ext.training.run_plan import TeacherPlan
-from megatron_ext.training.run_tokenizer import read_tokenizer, write_warnings
 
 if TYPE_CHECKING:
     from megatron_ext.training.run_data import RunData
@@ -61,12 +64,6 @@ class Inputs:
         """Warnings for the user before the run starts."""
         return [f"{folder}: {doubt}" for folder, doubts in self.doubts.items() for doubt in doubts]
 
-    @property
-    def teacher_tokenizer(self) -> MegatronTokenizerText | None:
-        """Tokenizer of the one teacher of a ``teacher`` section."""
-        teacher = self.teachers.get(TEACHER)
-        return None if teacher is None else teacher.tokenizer
-
 
 def read_inputs(config: DistillConfig, *, world_size: int) -> Inputs:
     """Check and read what ``config`` names, for a run on ``world_size`` processes.
@@ -76,8 +73,11 @@ def read_inputs(config: DistillConfig, *, world_size: int) -> Inputs:
     """
     _check_batch(config, world_size)
     read_blend(config.data.train, where="data.train")
+    # Objectives bring torch with them.
+    from megatron_ext.training.run_loss import check_loss, check_objectives
+
     # Before the run folder, which would call a mistyped objective a different experiment.
-    _check_objectives(config)
+    check_objectives(config)
     check_run_folder(config)
     check_writers(config.training)
     _check_checkpoints(config)
@@ -87,9 +87,14 @@ def read_inputs(config: DistillConfig, *, world_size: int) -> Inputs:
         name: _teacher(config, name, tokenizer, conversations=reads)
         for name in config.named_teachers
     }
-    _check_loss(config, tokenizer, teachers)
+    check_loss(config, tokenizer, {name: read.tokenizer for name, read in teachers.items()})
     doubts = _doubts(config, tokenizer, teachers)
-    data = _data(config, tokenizer, teachers)
+    from megatron_ext.training.run_data import RunData
+
+    lengths = {name: teacher.model.seq_length for name, teacher in config.named_teachers.items()}
+    data = RunData.read(
+        config, tokenizer, {name: (teachers[name].tokenizer, lengths[name]) for name in teachers}
+    )
     check_same_text(Path(config.run_dir), data.summary())
     inputs = Inputs(tokenizer=tokenizer, teachers=teachers, data=data, doubts=doubts)
     _check_targets(config, inputs)
@@ -110,6 +115,65 @@ def _teacher(
             path, student, tokenizer, tell=lambda warning: write_warnings([warning])
         )
     return TeacherInputs(tokenizer=tokenizer, projection=projection)
+
+
+def read_tokenizer(
+    config: TokenizerConfig, section: str, *, conversations: bool = False
+) -> MegatronTokenizerText:
+    """The tokenizer that a section of the configuration describes.
+
+    Args:
+        section: Name of the section, for errors.
+        conversations: Whether it has to render conversations.
+
+    Raises:
+        ConfigError: No tokenizer is named, it is for images or numbers, or lacks a prompt format.
+        TokenizerError: It cannot be read.
+    """
+    if not names_tokenizer(config):
+        raise ConfigError(
+            "no tokenizer is named",
+            where=f"{section}.model",
+            expected="a tokenizer file, a directory that holds one, or a library without files",
+            fix=f"set it{_flag(section, 'model')}",
+        )
+    if config.mode == "multimodal":
+        raise ConfigError("a run reads no images", got="mode multimodal", where=section)
+    tokenizer = build_tokenizer(config)
+    if tokenizer.library == "null":
+        raise ConfigError(
+            "a run reads texts, of which a null tokenizer knows only numbers",
+            where=section,
+            got="library null",
+            fix="take another library; byte-level needs no file either",
+        )
+    if conversations and tokenizer.prompt_config is None:
+        has_template = tokenizer.chat_template is not None
+        raise ConfigError(
+            "conversations need a prompt format",
+            got="a tokenizer without one, "
+            + ("whose chat template is not asked for" if has_template else "or a chat template"),
+            fix=f"set {section}.prompt_format"
+            + (" to auto" if has_template else "")
+            + _flag(section, "prompt-format auto" if has_template else "prompt-format")
+            + ("" if has_template else ", see docs/prompt_formats.md"),
+            where=section,
+        )
+    return tokenizer
+
+
+def _flag(section: str, flag: str) -> str:
+    """The end of a hint with the flag; empty for one of several teachers, which have no flags."""
+    if section.startswith("teachers."):
+        return ""
+    return f", or pass --{section.replace('.', '-')}-{flag}"
+
+
+def write_warnings(warnings: Iterable[str]) -> None:
+    """Write a line for each warning, on rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.writelines(f"warning: {warning}\n" for warning in warnings)
+        sys.stderr.flush()
 
 
 def _check_batch(config: DistillConfig, world_size: int) -> None:
@@ -142,32 +206,11 @@ def _check_batch(config: DistillConfig, world_size: int) -> None:
 def _check_checkpoints(config: DistillConfig) -> None:
     checkpoints = Path(config.run_dir) / CHECKPOINTS
     if config.distils:
-        for name, teacher in config.named_teachers.items():
-            plan = TeacherPlan.of(config, name)
-            if teacher.library == "huggingface":
-                check_huggingface_teacher(plan)
-            else:
-                check_if_huggingface(plan.checkpoint, teacher.model)
+        for name in config.named_teachers:
+            check_teacher(TeacherPlan.of(config, name))
     if config.initial_checkpoint and latest_checkpoint(checkpoints) is None:
         start = find_checkpoint(config.initial_checkpoint, where="initial_checkpoint")
         check_if_huggingface(start, config.student)
-
-
-def _check_objectives(config: DistillConfig) -> None:
-    # Objectives bring torch with them.
-    from megatron_ext.training.run_loss import check_objectives
-
-    check_objectives(config)
-
-
-def _check_loss(
-    config: DistillConfig,
-    tokenizer: MegatronTokenizerText,
-    teachers: Mapping[str, TeacherInputs],
-) -> None:
-    from megatron_ext.training.run_loss import check_loss
-
-    check_loss(config, tokenizer, {name: read.tokenizer for name, read in teachers.items()})
 
 
 def _doubts(
@@ -205,31 +248,12 @@ def _chosen(path: str, checkpoint: Path) -> list[str]:
 
 
 def _check_targets(config: DistillConfig, inputs: Inputs) -> None:
-    if config.distils and any(teacher.cache for teacher in config.named_teachers.values()):
-        from megatron_ext.training.teachers.target_checks import check_caches
+    teachers = config.named_teachers.values() if config.distils else ()
+    if any(teacher.cache is not None or teacher.is_remote for teacher in teachers):
+        from megatron_ext.training.teachers.target_checks import check_caches, check_served
 
         check_caches(config, inputs)
-    if config.distils and any(teacher.is_remote for teacher in config.named_teachers.values()):
-        from megatron_ext.training.teachers.target_checks import check_served
-
         check_served(config, inputs)
-
-
-def _data(
-    config: DistillConfig,
-    tokenizer: MegatronTokenizerText,
-    teachers: Mapping[str, TeacherInputs],
-) -> RunData:
-    from megatron_ext.training.run_data import RunData
-
-    return RunData.read(
-        config,
-        tokenizer,
-        {
-            name: (read.tokenizer, config.named_teachers[name].model.seq_length)
-            for name, read in teachers.items()
-        },
-    )
 
 
 def read_served_teacher(teacher: TeacherPlan) -> MegatronTokenizerText:
@@ -243,12 +267,8 @@ def read_served_teacher(teacher: TeacherPlan) -> MegatronTokenizerText:
     Raises:
         MegatronExtError: Anything that can be known to be wrong before the model is built.
     """
-    checkpoint = teacher.checkpoint
-    if teacher.config.library == "huggingface":
-        check_huggingface_teacher(teacher)
-    else:
-        check_if_huggingface(checkpoint, teacher.config.model)
+    check_teacher(teacher)
     tokenizer = read_tokenizer(teacher.config.tokenizer, f"{teacher.section}.tokenizer")
     doubts = teacher_doubts(teacher, tokenizer)
-    write_warnings(f"{checkpoint}: {doubt}" for doubt in doubts)
+    write_warnings(f"{teacher.checkpoint}: {doubt}" for doubt in doubts)
     return tokenizer

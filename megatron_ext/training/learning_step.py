@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from megatron.core.models.gpt import GPTModel
 
 from megatron_ext.distributed.context_parallel import ContextRank
-from megatron_ext.distributed.process_groups import ProcessGroups
-from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.losses import DskdProjectors, LearnedProjection, Objective
+from megatron_ext.losses import LOSS_REGISTRY, DskdProjectors, LearnedProjection, Objective
 from megatron_ext.projection import SparseProjection
-from megatron_ext.projection.layout import VocabularyLayout
-from megatron_ext.projection.speller import ProjectionMethod
 from megatron_ext.teachers.megatron_teacher import head_weight
 from megatron_ext.training.checkpoint_folder import latest_checkpoint
-from megatron_ext.training.config import TEACHER, LossConfig
+from megatron_ext.training.config import TEACHER
 from megatron_ext.training.forward_step import StudentStep
-from megatron_ext.training.inputs import Inputs
 from megatron_ext.training.models import DTYPES
 from megatron_ext.training.objective import RunConstants, projector_start, teacher_objective
 from megatron_ext.training.run_folder import CHECKPOINTS, projection_file
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.student_head import StudentHidden, linear_forms
 from megatron_ext.training.teacher_term import TeacherTerm, make_aggregator
+from megatron_ext.training.teachers.live_teacher import LoadedTeacher, StudentParts
 from megatron_ext.training.validation import same_tokens
 
 PROJECTORS = "distillation_projectors"
@@ -39,183 +32,128 @@ PROJECTION = "distillation_projection"
 """Submodule of the student with the shares of a learned projection, likewise."""
 
 
-class LoadedTeacher(NamedTuple):
-    """One teacher of a run, loaded."""
+def learning_step(run: StudentParts, teachers: Sequence[LoadedTeacher]) -> StudentStep:
+    """The forward step of a run, with its objectives and the constants that they read.
 
-    plan: TeacherPlan
-
-    head: torch.Tensor | None
-    """[Vp, D] this rank's rows of its head on the last stage; None for a remote model and for
-    cached targets."""
-
-    shard: VocabShard
-
-    projection: SparseProjection | None
-    """The result of ``run_projection``, in the order of ids."""
-
-    layout: VocabularyLayout | None
-    """Order of both heads' rows; None for the order of ids."""
-
-
-def learning_step(
-    step: StudentStep,
-    teachers: Sequence[LoadedTeacher],
-    *,
-    student: GPTModel,
-    loss: LossConfig,
-    inputs: Inputs,
-    groups: ProcessGroups,
-) -> StudentStep:
-    """``step`` with the objectives of a run and the constants that they read.
-
-    Parameters of objectives become submodules of ``student``, which is not wrapped yet.
+    Parameters of objectives become submodules of the student.
 
     Collectives: on the last stage those of ``DskdProjectors.from_heads``, where ``dskd`` starts
     from the heads.
     """
+    loss, is_last = run.plan.loss, run.groups.is_last_stage
     objectives: dict[str, Objective] = {}
     constants: dict[str, RunConstants] = {}
     for teacher in teachers:
         name = teacher.plan.name
         objective = teacher_objective(teacher.plan)
-        if groups.is_last_stage:
-            constants[name] = _constants(inputs, step, teacher, objective, student, groups)
+        if is_last:
+            constants[name] = _constants(run, teacher, objective)
             if objective.needs.hidden:
-                projectors = _projectors(student, teacher, step.shard, constants[name])
-                _add(student, PROJECTORS, teacher.plan, projectors, groups)
+                projectors = _projectors(run, teacher, constants[name])
+                _add(run, PROJECTORS, teacher.plan, projectors)
                 objective = teacher_objective(teacher.plan, projectors)
         objectives[name] = objective
     reads_hidden = any(objective.needs.hidden for objective in objectives.values())
-    step = dataclasses.replace(
-        step, hidden=StudentHidden(student) if reads_hidden and groups.is_last_stage else None
-    )
+    next_token = LOSS_REGISTRY["next_token"]()
+    term = linear = None
     if loss.linear:
-        forms = linear_forms(step.next_token, objectives, tile_rows=loss.linear_tile_rows)
-        step = dataclasses.replace(step, linear=forms)
-    if not objectives:
-        return step
-    term = TeacherTerm(
-        aggregator=make_aggregator(
-            loss, {teacher.plan.name: teacher.plan for teacher in teachers}, objectives
-        ),
-        constants=constants,
-        is_single=teachers[0].plan.is_only,
-        context=ContextRank.of(groups.cp),
+        linear = linear_forms(next_token, objectives, tile_rows=loss.linear_tile_rows)
+    if teachers:
+        plans = {teacher.plan.name: teacher.plan for teacher in teachers}
+        term = TeacherTerm(
+            aggregator=make_aggregator(loss, plans, objectives),
+            constants=constants,
+            is_single=teachers[0].plan.is_only,
+            context=ContextRank.of(run.groups.cp),
+        )
+    return StudentStep(
+        shard=run.shard,
+        next_token=next_token,
+        term=term,
+        hidden=StudentHidden(run.chunks[-1]) if reads_hidden and is_last else None,
+        linear=linear,
     )
-    return dataclasses.replace(step, term=term)
 
 
-def run_projection(
-    teacher: TeacherPlan, inputs: Inputs, run_dir: Path, groups: ProcessGroups
-) -> SparseProjection | None:
+def run_projection(teacher: TeacherPlan, run: StudentParts) -> SparseProjection | None:
     """A teacher's configured projection, or the run's own where its objective needs one.
+
+    The run builds its own once, on the main rank. A file left by a start without a checkpoint is
+    built again: it may be of another pair.
 
     Collectives: that of ``ProcessGroups.on_main``, where the run builds its projection.
     """
     method = teacher_objective(teacher).needs.projection
-    configured = inputs.teachers[teacher.name].projection
-    if configured is not None or method is None:
-        return configured
-    return _built_projection(inputs, run_dir, teacher.name, method, groups)
+    read = run.inputs.teachers[teacher.name]
+    if read.projection is not None or method is None:
+        return read.projection
+    tokenizer, run_dir = run.inputs.tokenizer, run.plan.run_dir
+    path = run_dir / projection_file(teacher.name)
+
+    def build() -> None:
+        is_resumed = latest_checkpoint(run_dir / CHECKPOINTS) is not None
+        if not (is_resumed and path.exists()):
+            run_dir.mkdir(parents=True, exist_ok=True)
+            SparseProjection.from_tokenizers(tokenizer, read.tokenizer, method).save(path)
+
+    run.groups.on_main(build)
+    return SparseProjection.load(path, student=tokenizer, teacher=read.tokenizer)
 
 
-def _constants(
-    inputs: Inputs,
-    step: StudentStep,
-    teacher: LoadedTeacher,
-    objective: Objective,
-    student: GPTModel,
-    groups: ProcessGroups,
-) -> RunConstants:
-    needs, tokenizer = objective.needs, inputs.teachers[teacher.plan.name].tokenizer
+def _constants(run: StudentParts, teacher: LoadedTeacher, objective: Objective) -> RunConstants:
+    needs, device = objective.needs, run.groups.device
+    tokenizers = run.inputs.tokenizer, run.tokenizer(teacher.plan)
+    layout = teacher.laid_out and teacher.laid_out.layout
     is_learned = teacher.plan.loss.learned_projection and objective.learns_projection
     constants = RunConstants.of(
         dataclasses.replace(needs, shard=needs.shard and not is_learned),
-        tokenizers=(inputs.tokenizer, tokenizer),
-        shards=(step.shard, teacher.shard),
+        tokenizers=tokenizers,
+        shards=(run.shard, teacher.shard),
         projection=teacher.projection,
-        layout=teacher.layout,
-        device=groups.device,
+        layout=layout,
+        device=device,
     )
-    if inputs.data.held_out:
-        table = same_tokens(
-            inputs.tokenizer,
-            tokenizer,
-            layout=teacher.layout,
-            device=groups.device,
-        )
+    if run.inputs.data.held_out:
+        table = same_tokens(*tokenizers, layout=layout, device=device)
         constants = dataclasses.replace(constants, same_tokens=table)
     if not is_learned:
         return constants
     assert teacher.projection is not None
     learned = LearnedProjection(
-        teacher.projection,
-        student_shard=step.shard,
-        teacher_shard=teacher.shard,
-        device=groups.device,
+        teacher.projection, student_shard=run.shard, teacher_shard=teacher.shard, device=device
     )
-    _add(student, PROJECTION, teacher.plan, learned, groups)
+    _add(run, PROJECTION, teacher.plan, learned)
     return dataclasses.replace(constants, learned=learned)
 
 
-def _add(
-    student: GPTModel,
-    submodule: str,
-    teacher: TeacherPlan,
-    module: torch.nn.Module,
-    groups: ProcessGroups,
-) -> None:
+def _add(run: StudentParts, submodule: str, teacher: TeacherPlan, module: torch.nn.Module) -> None:
     """Make ``module`` a submodule of the student, in the student's precision.
 
     megatron-core's optimizers keep fp32 copies, and cannot save parameters of two dtypes.
     """
     name = submodule if teacher.name == TEACHER else f"{submodule}_{teacher.name}"
     dtype = DTYPES[teacher.training.precision]
-    student.add_module(name, module.to(device=groups.device, dtype=dtype))
+    run.chunks[-1].add_module(name, module.to(device=run.groups.device, dtype=dtype))
 
 
 def _projectors(
-    student: GPTModel, teacher: LoadedTeacher, shard: VocabShard, constants: RunConstants
+    run: StudentParts, teacher: LoadedTeacher, constants: RunConstants
 ) -> DskdProjectors:
     if projector_start(teacher.plan.loss) == "heads":
         assert constants.match is not None
         assert teacher.head is not None, "checked before"
         return DskdProjectors.from_heads(
-            head_weight(student),
+            head_weight(run.chunks[-1]),
             teacher.head,
             constants.match,
-            student_shard=shard,
+            student_shard=run.shard,
             teacher_shard=teacher.shard,
         )
     return DskdProjectors(
-        student_hidden=student.config.hidden_size,
+        student_hidden=run.chunks[-1].config.hidden_size,
         teacher_hidden=teacher.plan.config.model.hidden_size,
         seed=teacher.plan.training.seed,
     )
-
-
-def _built_projection(
-    inputs: Inputs,
-    run_dir: Path,
-    name: str,
-    method: ProjectionMethod,
-    groups: ProcessGroups,
-) -> SparseProjection:
-    """The projection that the run builds itself, once, on the main rank.
-
-    A file left by a start without a checkpoint is built again: it may be of another pair.
-    """
-    tokenizer, teacher = inputs.tokenizer, inputs.teachers[name].tokenizer
-    path = run_dir / projection_file(name)
-
-    def build() -> None:
-        is_resumed = latest_checkpoint(run_dir / CHECKPOINTS) is not None
-        if not (is_resumed and path.exists()):
-            run_dir.mkdir(parents=True, exist_ok=True)
-            SparseProjection.from_tokenizers(tokenizer, teacher, method).save(path)
-
-    groups.on_main(build)
-    return SparseProjection.load(path, student=tokenizer, teacher=teacher)
 
 
 def learned_projection_file(teacher: str) -> str:
@@ -224,28 +162,15 @@ def learned_projection_file(teacher: str) -> str:
     return f"learned_projection{suffix}.safetensors"
 
 
-@dataclass(frozen=True, slots=True)
-class LearnedProjections:
-    """The learned projections of one run, as files that another run can start from."""
+def write_learned_projections(run_dir: Path, term: TeacherTerm) -> None:
+    """Write the current shares as files that another run can start from.
 
-    run_dir: Path
+    One rank of the last stage calls it, which has the projections.
 
-    of_teachers: Mapping[str, LearnedProjection]
-    """By teacher, on the last stage; empty on the others."""
-
-    @classmethod
-    def of(cls, run_dir: Path, term: TeacherTerm) -> LearnedProjections:
-        """The learned projections among the constants of ``term``."""
-        learned = {name: constants.learned for name, constants in term.constants.items()}
-        return cls(
-            run_dir, {name: module for name, module in learned.items() if module is not None}
-        )
-
-    def write(self) -> None:
-        """Replace each file by the current shares; one rank of the last stage calls it.
-
-        Raises:
-            ProjectionError: It cannot be written.
-        """
-        for name, learned in self.of_teachers.items():
-            learned.to_projection().save(self.run_dir / learned_projection_file(name))
+    Raises:
+        ProjectionError: A file cannot be written.
+    """
+    for name, constants in term.constants.items():
+        if constants.learned is not None:
+            path = run_dir / learned_projection_file(name)
+            constants.learned.to_projection().save(path)

@@ -84,33 +84,20 @@ def numbers(row: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _open_tensorboard(run: RunPlan, folder: str, last_iteration: int) -> MetricsWriter:
-    return TensorBoardWriter(Path(folder), last_iteration=last_iteration)
-
-
-def _open_wandb(run: RunPlan, project: str, last_iteration: int) -> MetricsWriter:
-    return WandbWriter(project, folder=run.run_dir, values=run.values)
-
-
-_WRITERS: Final = (
-    _Writer("tensorboard", "tensorboard_dir", _open_tensorboard),
-    _Writer("wandb", "wandb_project", _open_wandb),
-)
-
-
 class TensorBoardWriter:
     """A ``MetricsWriter`` for TensorBoard.
 
     Args:
+        run: Unused; the events say nothing of it.
         folder: Folder of the event files; made when it is missing.
         last_iteration: TensorBoard hides earlier events of later iterations.
     """
 
-    def __init__(self, folder: Path, *, last_iteration: int) -> None:
+    def __init__(self, run: RunPlan, folder: str, last_iteration: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         purged = last_iteration + 1 if last_iteration else None
-        self._writer = SummaryWriter(log_dir=str(folder), purge_step=purged)
+        self._writer = SummaryWriter(log_dir=folder, purge_step=purged)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Write each number of a row under its name."""
@@ -126,15 +113,15 @@ class WandbWriter:
     """A ``MetricsWriter`` for Weights & Biases; a resumed run continues the same run there.
 
     Args:
+        run: Its folder gives the name and the id; its values are the configuration there.
         project: Project of the run.
-        folder: Folder of the run, which gives the name and the id.
-        values: The run's configuration.
+        last_iteration: Unused; a resumed run logs some iterations again.
     """
 
-    def __init__(self, project: str, *, folder: Path, values: Mapping[str, Any]) -> None:
+    def __init__(self, run: RunPlan, project: str, last_iteration: int) -> None:
         import wandb
 
-        folder = folder.absolute()
+        folder = run.run_dir.absolute()
         folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             project=project,
@@ -142,7 +129,7 @@ class WandbWriter:
             id=sha256(str(folder).encode()).hexdigest()[:16],
             resume="allow",
             dir=str(folder),
-            config=dict(values),
+            config=dict(run.values),
         )
         # wandb's own steps only increase, but a resumed run logs some iterations again.
         self._run.define_metric("*", step_metric="iteration")
@@ -155,6 +142,11 @@ class WandbWriter:
         """End the run there."""
         self._run.finish()
 
+
+_WRITERS: Final = (
+    _Writer("tensorboard", "tensorboard_dir", TensorBoardWriter),
+    _Writer("wandb", "wandb_project", WandbWriter),
+)
 
 PLOT_FILE = "loss_curve.png"
 _OF_STUDENT = "student_bits_per_byte"

@@ -80,20 +80,23 @@ def check_same_model(settings: Mapping[str, Any], model: ModelConfig, *, where: 
 def full_settings(model: ModelConfig) -> dict[str, Any]:
     """The fields of a model, with the defaults that follow from other fields filled in."""
     return dataclasses.asdict(model) | {
-        "num_query_groups": model.num_query_groups or model.num_attention_heads,
+        "num_query_groups": model.query_groups,
         "kv_channels": model.head_width,
-        "ffn_hidden_size": model.ffn_hidden_size or 4 * model.hidden_size,
+        "ffn_hidden_size": model.ffn_width,
     }
 
 
-def check_huggingface_teacher(teacher: TeacherPlan) -> None:
-    """Check the files of a teacher with ``library`` huggingface, and its sequence length.
+def check_teacher(teacher: TeacherPlan) -> None:
+    """Check the checkpoint of a teacher, and with ``library`` huggingface its sequence length.
 
     Raises:
         ConfigError: transformers is missing, or the sequences are longer than the model's.
         CheckpointError: The folder is not of HuggingFace or not whole, or the model is another.
     """
     section, model = teacher.section, teacher.config.model
+    if teacher.config.library != "huggingface":
+        check_if_huggingface(teacher.checkpoint, model)
+        return
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(
             "library huggingface needs transformers, which is not installed",
@@ -110,16 +113,9 @@ def check_huggingface_teacher(teacher: TeacherPlan) -> None:
         )
     files = CheckpointFiles(folder)
     _ = files.tensors
-    for key, value in any_model_settings(files).items():
-        given = getattr(model, key)
-        if key in ("hidden_size", "num_layers") and given != value:
-            raise CheckpointError(
-                f"the checkpoint is of a model with another {key}",
-                where=folder / CONFIG_FILE,
-                got=given,
-                expected=value,
-                fix="leave the keys of the model out: they are taken from the checkpoint",
-            )
+    settings = any_model_settings(files)
+    sizes = {key: value for key, value in settings.items() if key in ("hidden_size", "num_layers")}
+    check_same_model(sizes, model, where=folder / CONFIG_FILE)
     longest = longest_sequence(files)
     if longest is not None and model.seq_length > longest:
         raise ConfigError(

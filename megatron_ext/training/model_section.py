@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import yaml
 
@@ -83,7 +83,16 @@ def _with_model(
     if folder is None:
         if isinstance(path, str) and _SHAPE not in given:
             place = where(named_by)
-            _refuse_without_shape(find_checkpoint(path, where=place), place, key)
+            checkpoint_of_ours = find_checkpoint(path, where=place)
+            raise CheckpointError(
+                "neither the checkpoint nor the configuration says which model it is of",
+                where=place,
+                got=f"no {checkpoint_of_ours / SIDE_FOLDER / CONFIG_FILE}",
+                expected="that file, which runs from a HuggingFace folder keep, or the keys of "
+                f"{key}",
+                fix=f"give the model's keys ({_SHAPE} and so on), as the config.yaml of its run "
+                "has them",
+            )
         return filled
     files = CheckpointFiles(folder)
     is_run_by_transformers = section.get("library") == "huggingface"
@@ -94,21 +103,6 @@ def _with_model(
     if has_one and _is_open(tokenizer):
         filled["tokenizer"] = {**(tokenizer or {}), "model": str(folder)}
     return filled
-
-
-def _refuse_without_shape(checkpoint: Path, where: str, key: str) -> NoReturn:
-    """Raise the error for a checkpoint of ours whose model is not known.
-
-    Raises:
-        CheckpointError: Always.
-    """
-    raise CheckpointError(
-        "neither the checkpoint nor the configuration says which model it is of",
-        where=where,
-        got=f"no {checkpoint / SIDE_FOLDER / CONFIG_FILE}",
-        expected=f"that file, which runs from a HuggingFace folder keep, or the keys of {key}",
-        fix=f"give the model's keys ({_SHAPE} and so on), as the config.yaml of its run has them",
-    )
 
 
 def _is_open(tokenizer: object) -> bool:

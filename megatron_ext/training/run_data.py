@@ -39,12 +39,9 @@ def make_collator(
     *,
     append_eod: bool | None = None,
 ) -> CrossTokenizerCollator:
-    """The collator that makes microbatches of a run.
+    """The collator that makes microbatches of a run; arguments as ``RunData.read``.
 
     Args:
-        config: The run.
-        tokenizer: The student's.
-        teachers: Tokenizer and sequence length of each teacher by its name.
         append_eod: Overrides ``data.append_eod``.
     """
     return CrossTokenizerCollator(
@@ -63,45 +60,14 @@ def make_collator(
     )
 
 
-def training_sources(
-    config: DistillConfig, collator: CrossTokenizerCollator, tokenizers: IdTokenizers
-) -> list[WeightedDataset]:
-    """The weighted datasets of the training blend.
-
-    Args:
-        config: The run.
-        collator: Collator that the samples are laid out for.
-        tokenizers: Tokenizers that may have made ids in the data.
-
-    Raises:
-        DataError: Files cannot be read, or hold nothing.
-        ConfigError: The blend is malformed, or ids are of an unknown tokenizer.
-    """
-    rows = config.training.global_batch_size
-    return [
-        WeightedDataset(source.weight, _dataset(config, source.paths, collator, tokenizers, rows))
-        for source in read_blend(config.data.train, where="data.train")
-    ]
-
-
-def held_out_dataset(
-    config: DistillConfig, collator: CrossTokenizerCollator, tokenizers: IdTokenizers
-) -> PackedTextDataset:
-    """The held-out texts in order, each in rows of its own; arguments as ``training_sources``."""
-    documents = _documents(config.data, config.data.validation, tokenizers, "data.validation")
-    refuse_bad = config.data.bad_documents == "stop"
-    return PackedTextDataset(documents, collator, shuffle=False, pack=False, refuse_bad=refuse_bad)
-
-
 def _dataset(
     config: DistillConfig,
     paths: Sequence[str],
     collator: CrossTokenizerCollator,
     tokenizers: IdTokenizers,
-    rows: int,
 ) -> PackedTextDataset:
     documents = _documents(config.data, paths, tokenizers, "data.train")
-    blocks = _BLOCKS_A_ROW * rows
+    blocks = _BLOCKS_A_ROW * config.training.global_batch_size
     # A row is filled from one block, which should hold text for 16 rows of four bytes a token.
     least = 64 * config.student.seq_length if config.data.packing else 1
     return PackedTextDataset(
@@ -246,7 +212,6 @@ class RunData:
         """Index the files, and tokenize the held-out texts.
 
         Args:
-            config: The run.
             tokenizer: The student's.
             teachers: Tokenizer and sequence length of each teacher by its name.
 
@@ -259,15 +224,21 @@ class RunData:
             teachers={name: teacher for name, (teacher, _) in teachers.items()},
             named=config.data.indexed_tokenizer,
         )
-        sources = training_sources(config, collator, id_tokenizers)
+        sources = [
+            WeightedDataset(source.weight, _dataset(config, source.paths, collator, id_tokenizers))
+            for source in read_blend(config.data.train, where="data.train")
+        ]
         held_out = None
         if config.data.validation:
-            # Without an end-of-document token, labels are exactly the text whose bytes are counted.
-            reader = make_collator(config, tokenizer, teachers, append_eod=False)
-            held_out = HeldOut(
-                held_out_dataset(config, reader, id_tokenizers),
-                global_batch_size=config.training.global_batch_size,
+            texts = PackedTextDataset(
+                _documents(config.data, config.data.validation, id_tokenizers, "data.validation"),
+                # Without an end-of-document token, labels are the text whose bytes are counted.
+                make_collator(config, tokenizer, teachers, append_eod=False),
+                shuffle=False,
+                pack=False,
+                refuse_bad=config.data.bad_documents == "stop",
             )
+            held_out = HeldOut(texts, global_batch_size=config.training.global_batch_size)
         return cls(collator=collator, sources=sources, held_out=held_out, config=config)
 
     @property

@@ -40,13 +40,24 @@ def make_weighting(loss: LossConfig, *, train_iters: int) -> LossWeighting:
     Raises:
         ConfigError: The weighting does not have an option, or cannot use its value.
     """
-    _check_options(loss)
+    for name in loss.weighting_options:
+        if name.startswith("_") or name in ("kd", "ce", "terms"):
+            raise ConfigError(
+                "no such option of a weighting",
+                where=f"{_SECTION}.{name}",
+                fix="weights are loss.kd_weight and loss.ce_weight",
+            )
     weights = {"kd": loss.kd_weight, "ce": loss.ce_weight, "steps": train_iters}
     values = {name: weights[name] for name in _OF_LOSS[loss.weighting]}
     try:
-        return _build(_KINDS[loss.weighting], {**values, **loss.weighting_options})
+        weighting: LossWeighting = build_config(
+            _KINDS[loss.weighting],
+            {**values, **loss.weighting_options},
+            lambda keys: ".".join((_SECTION, *keys)),
+        )
     except LossError as error:
         raise ConfigError(str(error), where=_SECTION) from error
+    return weighting
 
 
 def layer_gradients(gpt: GPTModel, groups: ProcessGroups) -> LayerGradients:
@@ -100,21 +111,6 @@ _OF_LOSS: Final[Mapping[str, tuple[str, ...]]] = {
     "gradient_magnitude": (),
 }
 """Options that each weighting takes from the section ``loss`` and the number of steps."""
-
-
-def _build(kind: type[Any], values: Mapping[str, Any]) -> LossWeighting:
-    weighting: LossWeighting = build_config(kind, values, lambda keys: ".".join((_SECTION, *keys)))
-    return weighting
-
-
-def _check_options(loss: LossConfig) -> None:
-    for name in loss.weighting_options:
-        if name.startswith("_") or name in ("kd", "ce", "terms"):
-            raise ConfigError(
-                "no such option of a weighting",
-                where=f"{_SECTION}.{name}",
-                fix="weights are loss.kd_weight and loss.ce_weight",
-            )
 
 
 def check_objectives(config: DistillConfig) -> None:

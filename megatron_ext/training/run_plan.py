@@ -96,34 +96,6 @@ class TeacherPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointPlan:
-    """Settings of a run's checkpoints."""
-
-    run_dir: Path
-
-    keep: int
-    """Number of newest checkpoints that are kept."""
-
-    is_async: bool
-    """Whether they are written in the background."""
-
-    verify: bool
-    """Whether files are checked against the checkpoint's manifest when it is loaded."""
-
-    timeout_s: float
-    """Longest time that a save in the background may take."""
-
-    seed: int
-    """Seed of a rank's random state, where a checkpoint of another layout has no state for it."""
-
-    projections: tuple[Path, ...]
-    """Configured projection files, which checkpoints include."""
-
-    learners: tuple[str, ...]
-    """Names of the teachers with trained projections, which checkpoints include too."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
     """A run of ``megatron-ext distill`` in parts."""
 
@@ -139,7 +111,9 @@ class RunPlan:
     parallel: ParallelConfig
     optimizer: OptimizerConfig
     evaluation: EvaluationConfig
-    checkpoints: CheckpointPlan
+
+    projections: tuple[Path, ...]
+    """Configured projection files, which checkpoints include."""
 
     values: Mapping[str, Any]
     """The whole configuration as plain nested values, for records of the run."""
@@ -148,6 +122,8 @@ class RunPlan:
     def of(cls, config: DistillConfig) -> RunPlan:
         """The parts of a checked configuration."""
         names = config.named_teachers if config.distils else ()
+        sections = config.named_teachers.values()
+        projections = (config.projection, *(section.projection for section in sections))
         return cls(
             run_dir=Path(config.run_dir),
             student=config.student,
@@ -158,21 +134,6 @@ class RunPlan:
             parallel=config.parallel,
             optimizer=config.optimizer,
             evaluation=config.evaluation,
-            checkpoints=_checkpoint_plan(config),
+            projections=tuple(sorted({Path(path) for path in projections if path})),
             values=config_values(config),
         )
-
-
-def _checkpoint_plan(config: DistillConfig) -> CheckpointPlan:
-    teachers = config.named_teachers.values()
-    projections = (config.projection, *(teacher.projection for teacher in teachers))
-    return CheckpointPlan(
-        run_dir=Path(config.run_dir),
-        keep=config.training.keep_checkpoints,
-        is_async=config.training.async_save,
-        verify=config.training.verify_checkpoints,
-        timeout_s=60.0 * config.parallel.distributed_timeout_minutes,
-        seed=config.training.seed,
-        projections=tuple(sorted({Path(path) for path in projections if path})),
-        learners=tuple(config.named_teachers) if config.loss.learned_projection else (),
-    )

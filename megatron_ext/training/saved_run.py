@@ -28,24 +28,18 @@ from megatron_ext.training.checkpoint import load_checkpoint, load_common
 from megatron_ext.training.checkpoint_folder import latest_checkpoint
 from megatron_ext.training.checkpoint_writer import CheckpointWriter
 from megatron_ext.training.faults import FaultCounts, forget_refused
-from megatron_ext.training.learning_step import LearnedProjections, learned_projection_file
+from megatron_ext.training.learning_step import learned_projection_file
 from megatron_ext.training.run_folder import (
     CHECKPOINTS,
     PROJECTION_FILE,
     TOKENIZER_FOLDER,
     check_still_there,
 )
-from megatron_ext.training.run_plan import CheckpointPlan
+from megatron_ext.training.run_plan import RunPlan
 from megatron_ext.training.student import Student
 
 KEY: Final = "rng_state"
 LAYOUT: Final = "rng_layout"
-
-
-def layout_of(groups: ProcessGroups) -> dict[str, int]:
-    """Sizes of the layout, which must be equal for generators to be loaded."""
-    names = ("pp", "tp", "dp", "cp")
-    return {name: dist.get_world_size(getattr(groups, name)) for name in names}
 
 
 def sharded_random_state(groups: ProcessGroups) -> dict[str, Any]:
@@ -53,13 +47,9 @@ def sharded_random_state(groups: ProcessGroups) -> dict[str, Any]:
     axes = (groups.pp, groups.tp, groups.dp_cp)
     shape, place = tuple(map(dist.get_world_size, axes)), tuple(map(dist.get_rank, axes))
     state = ShardedObject(KEY, _random_state(), shape, place, replica_id=0)
-    return {KEY: state, LAYOUT: layout_of(groups)}
-
-
-def can_load(common: Mapping[str, Any], groups: ProcessGroups) -> bool:
-    """Whether a checkpoint with this common state has the generators of these ranks."""
-    # Older checkpoints, from before context parallelism, have no entry for it.
-    return {"cp": 1, **common.get(LAYOUT, {})} == layout_of(groups)
+    names = ("pp", "tp", "dp", "cp")
+    layout = {name: dist.get_world_size(getattr(groups, name)) for name in names}
+    return {KEY: state, LAYOUT: layout}
 
 
 def load_random_state(state: Mapping[str, Any]) -> None:
@@ -120,16 +110,16 @@ class SavedRun:
     """The checkpoints of a run: weights, optimizer, scheduler, data, random numbers, counts.
 
     Args:
-        plan: Settings of the checkpoints.
+        plan: The run.
         record: Description of the run, saved with every checkpoint.
         counts: Counts of faults, which are part of the state.
         parts: Other parts with a state, by their names in the checkpoint.
-        learned: Learned projections, which each save writes as files too.
+        write_learned: Writes the learned projections as files, on the main rank before each save.
     """
 
     def __init__(
         self,
-        plan: CheckpointPlan,
+        plan: RunPlan,
         *,
         groups: ProcessGroups,
         student: Student,
@@ -137,7 +127,7 @@ class SavedRun:
         record: Mapping[str, Any],
         counts: FaultCounts,
         parts: Mapping[str, Part] | None = None,
-        learned: LearnedProjections | None = None,
+        write_learned: Callable[[], None] | None = None,
     ) -> None:
         self._plan = plan
         self._groups = groups
@@ -146,15 +136,15 @@ class SavedRun:
         self._record = dict(record)
         self._counts = counts
         self._parts = {"faults": counts, **(parts or {})}
-        self._learned = learned
+        self._write_learned = write_learned
         self._folder = plan.run_dir / CHECKPOINTS
         self._failed_in_a_row = 0
         self._writer = CheckpointWriter(
             self._folder,
             groups=groups,
-            keep=plan.keep,
-            is_async=plan.is_async,
-            timeout_s=plan.timeout_s,
+            keep=plan.training.keep_checkpoints,
+            is_async=plan.training.async_save,
+            timeout_s=60.0 * plan.parallel.distributed_timeout_minutes,
             files=_files(plan),
         )
 
@@ -173,12 +163,15 @@ class SavedRun:
         if checkpoint is None:
             self._groups.on_main(lambda: forget_refused(run_dir, last_iteration=0))
             return 0
-        common = load_common(checkpoint, verify=self._plan.verify)
+        training = self._plan.training
+        common = load_common(checkpoint, verify=training.verify_checkpoints)
         iteration = int(common["iteration"])
         state = self._student.sharded_state(is_loading=True)
-        if can_load(common, self._groups):
-            state |= sharded_random_state(self._groups)
-        state = load_checkpoint(checkpoint, state, verify=self._plan.verify)
+        random_state = sharded_random_state(self._groups)
+        # Older checkpoints, from before context parallelism, have no entry for it.
+        if {"cp": 1, **common.get(LAYOUT, {})} == random_state[LAYOUT]:
+            state |= random_state
+        state = load_checkpoint(checkpoint, state, verify=training.verify_checkpoints)
         self._student.load_state(state)
         self._batches.load_state(common["data"])
         for name, part in self._parts.items():
@@ -187,7 +180,8 @@ class SavedRun:
         if KEY in state:
             load_random_state(state[KEY])
         else:
-            seed_random_state(self._plan.seed, iteration=iteration, groups=self._groups)
+            # The checkpoint, of another layout, has no state for these ranks.
+            seed_random_state(training.seed, iteration=iteration, groups=self._groups)
         self._groups.on_main(lambda: forget_refused(run_dir, last_iteration=iteration))
         return iteration
 
@@ -201,11 +195,14 @@ class SavedRun:
         rank_phase.enter("saving")
         self._groups.on_main(lambda: check_still_there(self._plan.run_dir))
         self._attempt(self._writer.finish)
+        # Of each replica, for any layout.
+        positions: list[Any] = [None] * self._groups.dp_size
+        dist.all_gather_object(positions, self._batches.positions(), group=self._groups.dp)
         state = {
             **self._student.sharded_state(),
             **sharded_random_state(self._groups),
             "iteration": iteration,
-            "data": self._data_state(),
+            "data": self._batches.state(positions),
             "run": self._record,
             **{name: part.state_dict() for name, part in self._parts.items()},
         }
@@ -215,9 +212,9 @@ class SavedRun:
 
     def _write(self, iteration: int, state: dict[str, Any]) -> bool:
         """Write the learned projections, which the checkpoint copies, and the checkpoint."""
-        if self._learned is not None:
+        if self._write_learned is not None:
             try:
-                self._groups.on_main(self._learned.write)
+                self._groups.on_main(self._write_learned)
             except ProjectionError as error:
                 raise CheckpointError(str(error)) from error
         return self._writer.save(iteration, state)
@@ -247,16 +244,11 @@ class SavedRun:
             if self._groups.is_main:
                 sys.stderr.write(f"\nwarning: {error}; the run goes on and saves again later\n")
 
-    def _data_state(self) -> dict[str, Any]:
-        """Position in the data, for any layout; one all-gather of objects over ``dp``."""
-        positions: list[Any] = [None] * self._groups.dp_size
-        dist.all_gather_object(positions, self._batches.positions(), group=self._groups.dp)
-        return self._batches.state(positions)
 
-
-def _files(plan: CheckpointPlan) -> Sequence[Path]:
+def _files(plan: RunPlan) -> Sequence[Path]:
     """Files of every checkpoint besides its state: tokenizer, projections, HuggingFace's files."""
     run_dir = plan.run_dir
     built = sorted(run_dir.glob(f"{Path(PROJECTION_FILE).stem}*.safetensors"))
-    learned = [run_dir / learned_projection_file(name) for name in plan.learners]
+    learners = plan.teachers if plan.loss.learned_projection else ()
+    learned = [run_dir / learned_projection_file(name) for name in learners]
     return (run_dir / TOKENIZER_FOLDER, run_dir / SIDE_FOLDER, *built, *plan.projections, *learned)

@@ -90,21 +90,12 @@ class StepClock:
             else:
                 self._closed.append(span)
 
-    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, whose calls are counted as ``name``."""
-
-        def timed(*arguments: Any, **options: Any) -> Any:
-            with self.phase(name):
-                return function(*arguments, **options)
-
-        return timed
-
     def with_timed_loss(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """A ``forward_step_func`` of megatron-core whose loss function is counted as ``loss``."""
 
         def forward_step(*arguments: Any) -> Any:
             output, loss = step(*arguments)
-            return output, self.timed("loss", loss)
+            return output, self.phase("loss")(loss)
 
         return forward_step
 

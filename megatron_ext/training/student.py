@@ -11,26 +11,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.optimizer import (
-    MegatronOptimizer,
-    get_megatron_optimizer,
-)
-from megatron.core.optimizer import (
-    OptimizerConfig as MegatronOptimizerConfig,
-)
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_ext.training.config import OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron_ext.training.forward_step import StepReport
 from megatron_ext.training.microbatch import MicrobatchWithTargets
 from megatron_ext.training.models import ModelChunks, load_weights_of, sharded_weights, wrap_in_ddp
+from megatron_ext.training.run_plan import RunPlan
 from megatron_ext.training.vocabulary_layout import VocabularyRows
 
 CHECKPOINT_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
@@ -45,22 +41,19 @@ def prepare_to_load(optimizer: MegatronOptimizer) -> None:
         ):
             if not inner.optimizer.state:
                 inner._init_optimizer_states_with_dummy_values()
-            inner._set_main_param_and_optimizer_states = _FillState(inner)
+            inner._set_main_param_and_optimizer_states = partial(_fill_state, inner)
 
 
-class _FillState:
-    """Fills a parameter's state from a checkpoint, with an update count of its own."""
-
-    def __init__(self, optimizer: DistributedOptimizer) -> None:
-        self._optimizer = optimizer
-        self._fill = type(optimizer)._set_main_param_and_optimizer_states
-
-    def __call__(self, parameter: torch.nn.Parameter, tensors: Mapping[str, Any]) -> None:
-        group, order = self._optimizer.model_param_group_index_map[parameter]
-        inner = self._optimizer.optimizer
-        state = inner.state[inner.param_groups[group]["params"][order]]
-        state["step"] = state["step"].clone()
-        self._fill(self._optimizer, parameter, {"step": state["step"], **tensors})
+def _fill_state(
+    optimizer: DistributedOptimizer, parameter: torch.nn.Parameter, tensors: Mapping[str, Any]
+) -> None:
+    """Fill a parameter's state from a checkpoint, with an update count of its own."""
+    group, order = optimizer.model_param_group_index_map[parameter]
+    inner = optimizer.optimizer
+    state = inner.state[inner.param_groups[group]["params"][order]]
+    state["step"] = state["step"].clone()
+    fill = type(optimizer)._set_main_param_and_optimizer_states
+    fill(optimizer, parameter, {"step": state["step"], **tensors})
 
 
 def update_if_finite(optimizer: MegatronOptimizer) -> float:
@@ -102,31 +95,25 @@ class Student:
 
     Args:
         chunks: The student's chunks on this rank, in the order in which a microbatch passes them.
-        optimizer: Settings of the update.
-        training: Settings of the loop: iterations and precision.
-        parallel: Layout of the student.
+        plan: The run.
         rows: Permutation of the head's rows, which checkpoints undo; None where there is none.
     """
 
     def __init__(
         self,
         chunks: ModelChunks,
+        plan: RunPlan,
         *,
-        optimizer: OptimizerConfig,
-        training: TrainingConfig,
-        parallel: ParallelConfig,
         rows: VocabularyRows | None = None,
     ) -> None:
         self.chunks = list(chunks)
         self._rows = rows
-        self._gathers_late = parallel.overlap_param_gather
-        self.ddp = wrap_in_ddp(chunks, parallel=parallel)
+        self._gathers_late = plan.parallel.overlap_param_gather
+        self.ddp = wrap_in_ddp(chunks, parallel=plan.parallel)
         self.optimizer = get_megatron_optimizer(
-            _optimizer_config(optimizer, training, parallel),
-            self.ddp,
-            use_gloo_process_groups=False,
+            _optimizer_config(plan), self.ddp, use_gloo_process_groups=False
         )
-        self.scheduler = _scheduler(self.optimizer, optimizer, train_iters=training.train_iters)
+        self.scheduler = _scheduler(self.optimizer, plan)
         self._schedule = get_forward_backward_func()
         # megatron-core's schedules read the settings of all chunks from the first.
         schedule_config = self.chunks[0].config
@@ -146,19 +133,16 @@ class Student:
         for ddp in self.ddp:
             ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        # megatron-core divides the length of whole rows over context-parallel ranks.
-        length, batch_size = (
-            microbatches[0].batch.row_length,
-            len(microbatches[0].batch.student.tokens),
-        )
+        first = microbatches[0].batch
         return list(
             self._schedule(
                 forward_step_func=step,
                 data_iterator=[iter(microbatches) for _ in self.ddp],
                 model=self.ddp,
                 num_microbatches=len(microbatches),
-                seq_length=length,
-                micro_batch_size=batch_size,
+                # megatron-core divides the length of whole rows over context-parallel ranks.
+                seq_length=first.row_length,
+                micro_batch_size=len(first.student.tokens),
                 forward_only=False,
             )
         )
@@ -217,9 +201,8 @@ def _finalize_sums(
     finalize_model_grads(model, None, **groups_and_flags)
 
 
-def _optimizer_config(
-    optimizer: OptimizerConfig, training: TrainingConfig, parallel: ParallelConfig
-) -> MegatronOptimizerConfig:
+def _optimizer_config(plan: RunPlan) -> MegatronOptimizerConfig:
+    optimizer = plan.optimizer
     return MegatronOptimizerConfig(
         optimizer="adam",
         lr=optimizer.lr,
@@ -229,16 +212,15 @@ def _optimizer_config(
         adam_beta2=optimizer.adam_beta2,
         adam_eps=optimizer.adam_eps,
         clip_grad=optimizer.clip_grad,
-        bf16=training.precision == "bf16",
-        use_distributed_optimizer=parallel.use_distributed_optimizer,
-        overlap_param_gather=parallel.overlap_param_gather,
+        bf16=plan.training.precision == "bf16",
+        use_distributed_optimizer=plan.parallel.use_distributed_optimizer,
+        overlap_param_gather=plan.parallel.overlap_param_gather,
     )
 
 
-def _scheduler(
-    optimizer: Any, settings: OptimizerConfig, *, train_iters: int
-) -> OptimizerParamScheduler:
+def _scheduler(optimizer: Any, plan: RunPlan) -> OptimizerParamScheduler:
     """Counted in iterations; a resumed run follows the schedule of its own configuration."""
+    settings, train_iters = plan.optimizer, plan.training.train_iters
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

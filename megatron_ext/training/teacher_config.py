@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.training.model_config import check_not_negative, check_positive
 
 Placement = Literal["student_ranks", "own_ranks", "process", "server"]
 
@@ -56,17 +57,9 @@ class ServingConfig:
     """Allow connections between ``server`` and its students without TLS, over a trusted network."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "ranks",
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "top_k",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be positive", got=value)
-        if self.prefetch < 0:
-            raise ConfigError("prefetch must not be negative", got=self.prefetch)
+        sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+        check_positive(self, "ranks", *sizes, "top_k")
+        check_not_negative(self, "prefetch")
         if self.targets == "label" and self.target_precision not in (None, "fp32"):
             raise ConfigError(
                 "the two numbers of a label are sent in fp32",
@@ -198,6 +191,4 @@ class EvaluationConfig:
     """Rows in one forward pass of a task."""
 
     def __post_init__(self) -> None:
-        for name in ("interval", "micro_batch_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be positive", got=getattr(self, name))
+        check_positive(self, "interval", "micro_batch_size")

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from megatron_ext.training.faults import (
     log_refused,
 )
 from megatron_ext.training.forward_step import GlobalCounts, StudentStep, reduce_reports
-from megatron_ext.training.learning_step import LearnedProjections
+from megatron_ext.training.learning_step import write_learned_projections
 from megatron_ext.training.metrics import (
     MetricsLog,
     open_writers,
@@ -111,11 +112,6 @@ class Trainer:
     def run_dir(self) -> Path:
         """Folder of the run."""
         return self.plan.run_dir
-
-    @property
-    def teacher(self) -> Teacher | None:
-        """The first teacher."""
-        return next(iter(self.teachers.values()), None)
 
     def train(self, measure: Measurement | None = None) -> None:
         """Resume from the latest checkpoint and train to ``train_iters``; write a loss plot.
@@ -383,27 +379,23 @@ class Trainer:
         """Held-out rows of this replica as a microbatch on its device."""
         rank_phase.tick()
         context = ContextRank.of(self.groups.cp)
-        batch = Microbatch.of(data.dataset.collator(rows), {}, context=context)
-        batch = batch.to(self.groups.device)
-        return self.places(batch) if self.places else batch
+        return self._on_device(Microbatch.of(data.dataset.collator(rows), {}, context=context))
 
     def _saved(self) -> SavedRun:
+        term = self.step.term
+        write_learned = None
+        if term is not None and self.plan.loss.learned_projection:
+            write_learned = partial(write_learned_projections, self.run_dir, term)
         return SavedRun(
-            self.plan.checkpoints,
+            self.plan,
             groups=self.groups,
             student=self.student,
             batches=self.reader,
             record=self.run_record,
             counts=self.counts,
             parts={"weighting": self.weighting},
-            learned=self._learned_projections(),
+            write_learned=write_learned,
         )
-
-    def _learned_projections(self) -> LearnedProjections | None:
-        term = self.step.term
-        if term is None or not self.plan.loss.learned_projection:
-            return None
-        return LearnedProjections.of(self.run_dir, term)
 
     def _close(self, done: int) -> None:
         self._plot()

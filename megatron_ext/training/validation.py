@@ -259,7 +259,11 @@ def measure_held_out(
         for name, teacher in teachers.items():
             sides = [batch.teachers[name] for batch in batches]
             teacher_bytes[name] += sum(side.byte_count for side in sides)
-            of_teacher = _teacher_scores(sides, teacher, nats)
+            with torch.no_grad():
+                of_teacher = [
+                    nats.of_targets(target, side.labels)
+                    for target, side in zip(teacher.targets(sides), sides, strict=False)
+                ]
             teacher_nats[name] += [score.nats for score in of_teacher]
             if name in agreement:
                 _compare(agreement[name], name, batches, of_student, of_teacher)
@@ -329,16 +333,6 @@ def _student_step(
         return nats.of_hidden(head.whole(hidden, shard.group), head.weight, side.labels, shard)
 
     return output, of_hidden if is_headless else of_logits
-
-
-def _teacher_scores(
-    sides: Sequence[TokenBatch], teacher: Teacher, nats: TextNats
-) -> list[TextScore]:
-    with torch.no_grad():
-        return [
-            nats.of_targets(target, side.labels)
-            for target, side in zip(teacher.targets(sides), sides, strict=False)
-        ]
 
 
 def _to_bits_per_byte(

@@ -6,8 +6,7 @@ Checkpoints stay in the order of ids. Vp this rank's rows, D hidden, R tensor-pa
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +16,6 @@ from megatron.core.models.gpt import GPTModel
 from numpy.typing import NDArray
 from torch.distributed import ProcessGroup
 
-from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard, reordered_rows
 from megatron_ext.losses import IdTable
 from megatron_ext.projection import SparseProjection
@@ -26,11 +24,15 @@ from megatron_ext.training.config import ModelConfig
 from megatron_ext.training.microbatch import Microbatch, TokenBatch
 from megatron_ext.training.models import ModelChunks
 
+if TYPE_CHECKING:
+    from megatron_ext.training.teachers.live_teacher import StudentParts
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlaces:
     """Maps the ids of a microbatch to places of permuted heads: labels, completions, tied inputs.
 
+    It takes 8 bytes of the device for each token of both vocabularies.
     Input embeddings that are not tied to a head stay in the order of ids, and so do their inputs.
     """
 
@@ -41,23 +43,6 @@ class BatchPlaces:
     student_is_tied: bool
 
     teacher_is_tied: bool
-
-    @classmethod
-    def of(
-        cls,
-        layout: VocabularyLayout,
-        *,
-        student: ModelConfig,
-        teacher: ModelConfig,
-        device: torch.device,
-    ) -> BatchPlaces:
-        """The tables of both vocabularies, 8 bytes a token of each on ``device``."""
-        return cls(
-            student=IdTable.of(layout.student, device),
-            teacher=IdTable.of(layout.teacher, device),
-            student_is_tied=not student.untie_embeddings_and_output_weights,
-            teacher_is_tied=not teacher.untie_embeddings_and_output_weights,
-        )
 
     def __call__(self, batch: Microbatch) -> Microbatch:
         """The same batch for models whose heads are permuted."""
@@ -191,14 +176,11 @@ class RunLayout(NamedTuple):
 
 
 def lay_out(
-    run_dir: Path,
+    run: StudentParts,
     projection: SparseProjection,
-    *,
-    student: ModelChunks,
-    teacher: ModelChunks,
-    shards: tuple[VocabShard, VocabShard],
-    models: tuple[ModelConfig, ModelConfig],
-    groups: ProcessGroups,
+    teacher: ModelConfig,
+    chunks: ModelChunks,
+    shard: VocabShard,
 ) -> RunLayout:
     """Permute the heads of both models, which hold their weights and are not wrapped yet.
 
@@ -208,22 +190,23 @@ def lay_out(
 
     Args:
         projection: Projection of the pair, in the order of ids.
-        shards: This rank's columns of the student and of the teacher.
-        models: Configurations of the student and of the teacher.
+        chunks: This rank's part of the teacher.
+        shard: This rank's columns of the teacher's vocabulary.
 
     Collectives: that of ``ProcessGroups.on_main``, and on stages with a head one all-to-all for
     each model.
     """
+    groups, student = run.groups, run.plan.student
     ranks = dist.get_world_size(groups.tp)
-    path = run_dir / LAYOUT_FILE
+    path = run.plan.run_dir / LAYOUT_FILE
 
     def build() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         VocabularyLayout.of(
             projection,
             rank_count=ranks,
-            student_size=shards[0].width * ranks,
-            teacher_size=shards[1].width * ranks,
+            student_size=run.shard.width * ranks,
+            teacher_size=shard.width * ranks,
         ).save(path)
 
     groups.on_main(build)
@@ -232,8 +215,13 @@ def lay_out(
         VocabularyRows(order, groups.tp, groups.device)
         for order in (layout.student, layout.teacher)
     )
-    for rows, chunks in ((student_rows, student), (teacher_rows, teacher)):
-        for chunk in chunks:
+    for rows, model in ((student_rows, run.chunks), (teacher_rows, chunks)):
+        for chunk in model:
             rows.permute_(chunk)
-    places = BatchPlaces.of(layout, student=models[0], teacher=models[1], device=groups.device)
+    places = BatchPlaces(
+        student=IdTable.of(layout.student, groups.device),
+        teacher=IdTable.of(layout.teacher, groups.device),
+        student_is_tied=not student.untie_embeddings_and_output_weights,
+        teacher_is_tied=not teacher.untie_embeddings_and_output_weights,
+    )
     return RunLayout(layout, student_rows, places)

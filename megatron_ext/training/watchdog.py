@@ -14,20 +14,21 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Final
+from types import FrameType
+from typing import Final
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from megatron_ext.distributed import process_groups
 from megatron_ext.errors import DistributedError, MegatronExtError
-from megatron_ext.training import rank_phase
+from megatron_ext.training import cpu_megatron, rank_phase
 
 HEARTBEAT_S: Final = 2.0
 _SHOWN: Final = 12
@@ -85,14 +86,11 @@ class RankBoard:
 
     def _read(self) -> list[RankState | None]:
         keys = [str(rank) for rank in range(self.world_size)]
-        return [self._read_one(key) for key in keys]
-
-    def _read_one(self, key: str) -> RankState | None:
         # A ``get`` of a missing key would wait for it.
-        if not self._store.check([key]):
-            return None
-        values: dict[str, Any] = json.loads(self._store.get(key))
-        return RankState(**values)
+        return [
+            RankState(**json.loads(self._store.get(key))) if self._store.check([key]) else None
+            for key in keys
+        ]
 
 
 def first_line(error: BaseException) -> str:
@@ -158,12 +156,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Stop; an error of the communication library is raised as one with a report on all ranks.
 
         Raises:
@@ -198,9 +191,7 @@ class Watchdog:
                 seen, since = where, now
             if now - last_beat >= HEARTBEAT_S or not self._beat:
                 last_beat = now
-                self._beat += 1
-                with suppress(*_STORE_ERRORS):
-                    self._board.write(self._state())
+                self._show_life()
             if now - since >= self._timeout_s:
                 self._end(self._stuck(now - since))
                 return
@@ -219,9 +210,12 @@ class Watchdog:
     def _beat_on(self) -> None:
         """Go on with heartbeats, for the reports of other ranks."""
         while not self._stopped.wait(HEARTBEAT_S):
-            self._beat += 1
-            with suppress(*_STORE_ERRORS):
-                self._board.write(self._state())
+            self._show_life()
+
+    def _show_life(self) -> None:
+        self._beat += 1
+        with suppress(*_STORE_ERRORS):
+            self._board.write(self._state())
 
     def _report(self) -> str:
         try:
@@ -232,6 +226,26 @@ class Watchdog:
     def _state(self, error: str | None = None) -> RankState:
         phase = rank_phase.current()
         return RankState(self._beat, phase.name, phase.iteration, _place(self._main), error)
+
+
+@contextmanager
+def watched_launch(timeout_minutes: int) -> Iterator[timedelta]:
+    """Join the processes of a launch, on the CPU where there is no GPU; leave them at the end.
+
+    Args:
+        timeout_minutes: Longest time without progress.
+
+    Returns:
+        Longest wait in a collective, which outlasts the watchdog.
+    """
+    if not torch.cuda.is_available():
+        cpu_megatron.install()
+    timeout = timedelta(minutes=timeout_minutes)
+    process_groups.join(timeout + GRACE)
+    with Watchdog(timeout):
+        yield timeout + GRACE
+    # Only now: a rank that failed must not wait in the teardown for peers that wait for it.
+    process_groups.finalize()
 
 
 _FIX = "look first at the ranks that are not where the others are, and at the end of their logs"

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers import build_tokenizer
-from megatron_ext.training import run_tokenizer
+from megatron_ext.training import inputs
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.dry_run import dry_run
 from megatron_ext.training.metrics import read_metrics
@@ -72,7 +72,7 @@ def test_every_configuration_has_its_script_and_its_processes():
 @pytest.mark.parametrize("name", PROCESSES)
 def test_a_dry_run_accepts_the_configuration(workplace, monkeypatch, name):
     monkeypatch.chdir(workplace)
-    monkeypatch.setattr(run_tokenizer, "build_tokenizer", _tokenizer)
+    monkeypatch.setattr(inputs, "build_tokenizer", _tokenizer)
     monkeypatch.setattr(SparseProjection, "from_tokenizers", _projection)
     config = build_config(DistillConfig, *read_config_file(LAUNCH / f"{name}.yaml"))
     page = dry_run(config, world_size=PROCESSES[name], has_flash=name != "cpu")

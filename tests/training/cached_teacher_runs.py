@@ -196,7 +196,7 @@ def train_libraries(rank, root, runs):
         if "cache" in run.teacher:
             _record_whole(root, run)
         trainer = _trainer(_library_config(root, run))
-        assert isinstance(trainer.teacher, _class_of(run.teacher))
+        assert isinstance(trainer.teachers.get("teacher"), _class_of(run.teacher))
         metrics[run.name] = train_unsaved(trainer)
     return metrics
 

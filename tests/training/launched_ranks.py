@@ -125,7 +125,7 @@ def _cheaply():
     vocabularies twice."""
     stack = contextlib.ExitStack()
     build = cache(build_tokenizer)
-    stack.enter_context(patch("megatron_ext.training.run_tokenizer.build_tokenizer", build))
+    stack.enter_context(patch("megatron_ext.training.inputs.build_tokenizer", build))
     stack.enter_context(patch("megatron_ext.training.trainer.plot_loss_curve"))
     stack.enter_context(patch("megatron_ext.training.saved_run.SavedRun.save"))
     return stack

@@ -162,6 +162,6 @@ def run_layouts(rank, folder, runs, seen):
         else:
             trainer.train()
     trainer = _trainer(config_of(folder, seen))
-    student, teacher = trainer.student.chunks[-1], trainer.teacher.chunks[-1]
+    student, teacher = trainer.student.chunks[-1], trainer.teachers["teacher"].chunks[-1]
     weights = student.shared_embedding_or_output_weight(), teacher.output_layer.weight
     return [weight.detach().clone() for weight in weights]

@@ -104,9 +104,9 @@ def train_with_broken_teacher(rank, folder, parallel):
     config = objective_run(folder, "broken", LossConfig(objective="strict_topk"), **parallel)
     trainer = _trainer(config)
     if trainer.groups.is_last_stage:
-        assert isinstance(trainer.teacher, MegatronTeacher)
+        assert isinstance(trainer.teachers["teacher"], MegatronTeacher)
         with torch.no_grad():
-            trainer.teacher.chunks[-1].decoder.final_layernorm.weight[0] = torch.nan
+            trainer.teachers["teacher"].chunks[-1].decoder.final_layernorm.weight[0] = torch.nan
     return error_of(trainer.train)
 
 
@@ -233,7 +233,7 @@ def _load_saved(kind, folder):
 _checked = set()
 _tokenizer = cache(build_tokenizer)
 _ONCE = (
-    partial(patch, "megatron_ext.training.run_tokenizer.build_tokenizer", _tokenizer),
+    partial(patch, "megatron_ext.training.inputs.build_tokenizer", _tokenizer),
     partial(patch, "megatron_ext.tokenizers.text_tokenizer.load_saved", _load_saved),
     *(
         partial(patch.object, kind, "from_tokenizers", cache(kind.from_tokenizers))

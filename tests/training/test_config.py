@@ -16,8 +16,8 @@ from megatron_ext.training.config import (
     TrainingConfig,
 )
 from megatron_ext.training.inputs import read_inputs
-from megatron_ext.training.objective import make_objective
 from megatron_ext.training.run_folder import config_values
+from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.teacher_config import ServingConfig
 from megatron_ext.training.teachers.target_checks import check_targets
 from tests.training.tiny_run import PP2, TP2, changed
@@ -243,4 +243,4 @@ def test_an_objective_that_needs_more_than_is_sent():
     config = changed(RUN, teacher={"placement": "process"})
     form = TargetForm.of("topk", precision=None, top_k=4, hidden_size=8, vocab_size=100)
     with pytest.raises(ConfigError, match=r"teacher\.serving\.targets: .*of a remote teacher"):
-        check_targets(config, "teacher", make_objective(config.loss), form, key="serving.targets")
+        check_targets(config, TeacherPlan.of(config, "teacher"), form, key="serving.targets")

@@ -28,14 +28,7 @@ _STYLES = {"1:1": "k1", "1:n": "k2", "n:1": "k3", "n:m": "k4"}
 def audit_page(
     run: AuditRun, student: ByteTokenizer, teacher: ByteTokenizer, *, most_bytes: int
 ) -> str:
-    """Render the page of an audit.
-
-    Args:
-        run: The audit.
-        student: The student's tokenizer.
-        teacher: The teacher's.
-        most_bytes: Most bytes of sample text to show.
-    """
+    """Render the page of an audit, with at most ``most_bytes`` of sample text."""
     report = run.report
     values = {
         "run": run,
@@ -71,15 +64,11 @@ def _totals(report: AuditReport) -> Iterator[tuple[str, str, str]]:
 def coverage_table(report: AuditReport) -> tuple[list[str], list[TableRow]]:
     """Headings and rows of the table of chunks."""
     heads = (swatch(_STYLES[head], head) if head in _STYLES else head for head in COVERAGE_HEADS)
-    return ["", *heads, ""], list(_coverage_rows(report))
-
-
-def _coverage_rows(report: AuditReport) -> Iterator[TableRow]:
+    table: list[TableRow] = []
     for title, rows in coverage_groups(report):
-        if title:
-            yield TableRow(f"by {title}")
-        for name, row in rows:
-            yield TableRow(name, (*coverage_cells(row), _bar(row)))
+        table += [TableRow(f"by {title}")] if title else []
+        table += [TableRow(name, (*coverage_cells(row), _bar(row))) for name, row in rows]
+    return ["", *heads, ""], table
 
 
 def _bar(row: CoverageRow) -> Markup:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
@@ -77,7 +77,7 @@ class AuditSource:
 
     def _read(self) -> Iterator[AuditDocument]:
         if self.text is not None:
-            yield AuditDocument(_encodable(self.text, "--text"), "--text", is_whole_file=True)
+            yield AuditDocument(encodable(self.text, "--text"), "--text", is_whole_file=True)
         elif self.files == (STANDARD_INPUT,):
             try:
                 text = sys.stdin.read()
@@ -88,7 +88,7 @@ class AuditSource:
                     where="standard input",
                 ) from None
             name = "standard input"
-            yield AuditDocument(_encodable(text, name), name, is_whole_file=True)
+            yield AuditDocument(encodable(text, name), name, is_whole_file=True)
         else:
             yield from self._read_files()
 
@@ -103,7 +103,10 @@ class AuditSource:
         with self._bar(sum(file.size for file in sources.files)) as bar:
             for piece in pieces:
                 for block in read_records(piece, fields):
-                    self._note_bad(block.bad, piece, names[piece.path])
+                    for record in block.bad:
+                        if self.is_strict:
+                            raise record.error(piece.path)
+                        self._note_bad(record, names[piece.path])
                     yield from _documents(block, piece, names[piece.path])
                     if bar is not None:
                         bar.add(_progress(block))
@@ -111,13 +114,10 @@ class AuditSource:
     def _bar(self, size: int) -> AbstractContextManager[ProgressBar | None]:
         return ProgressBar(total=size, done=0) if self.shows_progress else nullcontext()
 
-    def _note_bad(self, bad: Sequence[BadRecord], piece: InputSlice, name: str) -> None:
-        for record in bad:
-            if self.is_strict:
-                raise record.error(piece.path)
-            self.bad_records += record.rows
-            if len(self.bad) < _MOST_LISTED:
-                self.bad.append({"place": record.place(name), "problem": record.problem})
+    def _note_bad(self, record: BadRecord, name: str) -> None:
+        self.bad_records += record.rows
+        if len(self.bad) < _MOST_LISTED:
+            self.bad.append({"place": record.place(name), "problem": record.problem})
 
 
 def _documents(block: RecordBlock, piece: InputSlice, name: str) -> Iterator[AuditDocument]:
@@ -137,7 +137,12 @@ def _progress(block: RecordBlock) -> Progress:
     )
 
 
-def _encodable(text: str, where: str) -> str:
+def encodable(text: str, where: str) -> str:
+    """``text``.
+
+    Raises:
+        DataError: It holds a lone surrogate, which has no bytes.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:

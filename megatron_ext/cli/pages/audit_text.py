@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -56,8 +56,6 @@ class AuditRun:
         """Read the source and audit it.
 
         Args:
-            student: The student's tokenizer.
-            teacher: The teacher's.
             source: Source of the documents.
             sample_bytes: About how much text to retain for ribbons.
 
@@ -65,10 +63,19 @@ class AuditRun:
             ConfigError, DataError: See ``AuditSource.documents``; or there is no text.
         """
         documents = source.documents()
-        sample = _Sample(sample_bytes)
+        sample: list[AuditDocument] = []
+
+        def sampled() -> Iterator[AuditDocument]:
+            left = sample_bytes
+            for document in documents:
+                if left > 0 and document.text:
+                    sample.append(document)
+                    left -= len(document.text)
+                yield document
+
         audit = PairAudit(student, teacher)
-        audit.add(sample.pass_on(documents))
-        return cls(_in_words(student), _in_words(teacher), source, audit.report(), sample.documents)
+        audit.add(sampled())
+        return cls(_in_words(student), _in_words(teacher), source, audit.report(), sample)
 
     def as_row(self) -> dict[str, Any]:
         """The audit as one JSON object."""
@@ -93,21 +100,6 @@ class AuditRun:
             "refused_documents": report.refused_documents,
             "refused": [asdict(one) for one in report.refused],
         }
-
-
-@dataclass(slots=True)
-class _Sample:
-    """Copies of the first documents of a stream, up to a number of bytes."""
-
-    bytes_left: int
-    documents: list[AuditDocument] = field(default_factory=list)
-
-    def pass_on(self, documents: Iterator[AuditDocument]) -> Iterator[AuditDocument]:
-        for document in documents:
-            if self.bytes_left > 0 and document.text:
-                self.documents.append(document)
-                self.bytes_left -= len(document.text)
-            yield document
 
 
 def _in_words(tokenizer: MegatronTokenizerText) -> str:
@@ -138,7 +130,6 @@ def text_report(run: AuditRun, *, examples: int, color: bool) -> str:
     """The report as text.
 
     Args:
-        run: The audit.
         examples: Low-coverage chunks to list in each ranking.
         color: Highlight headings and chunks that are not 1:1 with colours.
     """

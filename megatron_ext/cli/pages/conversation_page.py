@@ -26,7 +26,6 @@ def conversation_page(
     """Render the page of some conversations of one tokenizer.
 
     Args:
-        views: The conversations.
         title: Title of the page.
         about: Description of the tokenizer.
         failures: Errors of the records without a view, by number.

@@ -7,12 +7,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
 from megatron_ext.alignment.audit import share_in_words
 from megatron_ext.cli.output import write_output
-from megatron_ext.cli.pages.conversation_cells import KINDS, Cell, Kind
+from megatron_ext.cli.pages.conversation_cells import KINDS, Kind
 from megatron_ext.cli.pages.conversation_view import (
     ConversationView,
     ConversationViewer,
@@ -54,16 +55,12 @@ _COLORS: Final[Mapping[Kind, str]] = {
 }
 
 
-def conversation_ribbon(view: ConversationView, *, color: bool) -> str:
+def conversation_ribbon(view: ConversationView, *, color: bool) -> Iterator[str]:
     """A conversation for a terminal: text turn by turn, legend, totals and warnings.
 
     Trained text is bold and underlined; without colour it is in ``⟪⟫``, and other text that is not
     the template's in ``‹›``.
     """
-    return "".join(_lines(view, color=color))
-
-
-def _lines(view: ConversationView, *, color: bool) -> Iterator[str]:
     yield f"{totals(view)}\n\n"
     yield f"{_legend(view, color=color)}\n"
     for turn in view.turns:
@@ -205,7 +202,7 @@ class ConversationReport:
         for view in self.views:
             if len(self.views) > 1:
                 yield f"\nrecord {view.record}\n"
-            yield conversation_ribbon(view, color=color)
+            yield from conversation_ribbon(view, color=color)
             if tokens:
                 yield "\n" + listing(view.tokens, limit=limit, color=color)
 
@@ -265,7 +262,7 @@ def _turn_row(turn: TurnView) -> dict[str, Any]:
 
 def _span_rows(view: ConversationView) -> Iterator[dict[str, Any]]:
     cells = (cell for turn in view.turns for cell in turn.cells)
-    for (place, is_trained), group in groupby(cells, _source_and_training):
+    for (place, is_trained), group in groupby(cells, attrgetter("provenance", "is_trained")):
         own = list(group)
         text = "".join(cell.text for cell in own)
         yield {
@@ -279,7 +276,3 @@ def _span_rows(view: ConversationView) -> Iterator[dict[str, Any]]:
             "trained": is_trained,
             "text": text,
         }
-
-
-def _source_and_training(cell: Cell) -> tuple[Any, bool]:
-    return cell.provenance, cell.is_trained

@@ -49,7 +49,6 @@ def pair_samples(
     """Samples of all distinct pairs of tokenizers of the runs.
 
     Args:
-        runs: The runs.
         texts: Texts to show in place of the runs' held-out or training text.
         most_bytes: Bytes of text to draw for each pair.
     """

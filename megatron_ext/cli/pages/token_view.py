@@ -295,7 +295,6 @@ def listing(views: Sequence[TokenView], *, limit: int, color: bool) -> str:
     """Ribbon and table of the first tokens, and the number of others.
 
     Args:
-        views: The tokens.
         limit: Most tokens to list; 0 for all.
         color: As for ``ribbon``.
     """

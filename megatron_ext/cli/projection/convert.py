@@ -86,6 +86,7 @@ def inspect(arguments: argparse.Namespace) -> None:
 def _lines(inspection: Inspection, path: Path, pair: TokenizerPair | None) -> Iterator[str]:
     height, width = inspection.shape
     slots = f", {inspection.slot_count} slots a row" if inspection.slot_count else ""
+    reached = inspection.reachable_columns / max(width, 1)
     yield f"{path}\n"
     yield f"rows x columns   {height:,} x {width:,}{slots}\n"
     yield f"entries          {inspection.entry_count:,}\n"
@@ -96,7 +97,7 @@ def _lines(inspection: Inspection, path: Path, pair: TokenizerPair | None) -> It
         f"({height - inspection.strict_common:,} rows uncommon), "
         f"{inspection.relaxed_common:,} by a share of 0.6\n"
     )
-    yield f"reached columns  {inspection.reachable_columns:,} ({_share(inspection):.1%})\n"
+    yield f"reached columns  {inspection.reachable_columns:,} ({reached:.1%})\n"
     if inspection.empty_rows:
         yield f"empty rows       {len(inspection.empty_rows):,}{_examples(inspection, pair)}\n"
     for name, value in sorted(inspection.metadata.items()):
@@ -124,7 +125,3 @@ def _row_sizes(inspection: Inspection) -> str:
     shown = [f"{size}: {count:,} rows" for size, count in sizes[:_ROW_SIZES_SHOWN]]
     more = sum(count for _, count in sizes[_ROW_SIZES_SHOWN:])
     return ", ".join(shown) + (f", more: {more:,} rows" if more else "")
-
-
-def _share(inspection: Inspection) -> float:
-    return inspection.reachable_columns / max(inspection.shape[1], 1)

@@ -84,12 +84,8 @@ class FastEncoder:
         """Characters and names that send a text to the library; None before the proof."""
         return self._unproven
 
-    def encode_batch(self, texts: Sequence[str], reference: Reference | None = None) -> FlatIds:
+    def encode_batch(self, texts: Sequence[str]) -> FlatIds:
         """Concatenated ids of D texts [N] int32, and their offsets [D + 1] int64.
-
-        Args:
-            texts: The texts.
-            reference: Encodes texts with the library itself; by default the method for batches.
 
         Raises:
             TokenizerError: A text holds a lone surrogate; or the engine was asked for by name and
@@ -97,12 +93,16 @@ class FastEncoder:
             MissingDependencyError: The engine was asked for by name and is not installed.
         """
         documents = [utf8(text) for text in texts]
-        return self.encode_documents(texts, documents, reference or self._reference)
+        return self.encode_documents(texts, documents, self._reference)
 
     def encode_documents(
         self, texts: Sequence[str], documents: Sequence[bytes], reference: Reference
     ) -> FlatIds:
-        """``encode_batch`` of texts whose UTF-8 has been computed already."""
+        """``encode_batch`` of texts whose UTF-8 has been computed already.
+
+        Args:
+            reference: Encodes texts with the library itself.
+        """
         engine = self._engine_for(sum(map(len, documents)))
         if engine is None:
             return flat_ids(reference(texts))

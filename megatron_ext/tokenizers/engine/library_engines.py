@@ -5,9 +5,7 @@ neither. The copy of the model that gigatoken gets has neither piece: their name
 in it, which no text has once spaces are written as U+2581. Both read user-defined pieces out of
 text, but gigatoken puts the dummy prefix after each of them, and SentencePiece in front of the
 whole text.
-
-A ``ModelProto`` holds its pieces as field 1 and its normaliser as field 3; a piece holds its name
-(1), score (2) and type (3). gigatoken takes the last normaliser where SentencePiece merges several.
+gigatoken takes the last normaliser of a model where SentencePiece merges several.
 """
 
 from __future__ import annotations
@@ -25,9 +23,18 @@ import numpy as np
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.engine.gigatoken_engine import GigatokenEngine, building
 from megatron_ext.tokenizers.libraries.sentencepiece_model import (
-    LENGTH_DELIMITED,
+    CONTROL,
+    NAME,
+    NORMALIZER,
+    PIECE,
+    TYPE,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
     bytes_field,
-    read_field,
+    fields,
+    piece_name,
+    piece_type,
     varint_field,
 )
 from megatron_ext.tokenizers.libraries.tiktoken_file import CL100K, LLAMA_3, O200K, PATTERNS, R50K
@@ -95,10 +102,7 @@ def _parts(part: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
         yield from _parts(inner)
 
 
-_PIECE, _NORMALIZER = 1, 3
-_NAME, _TYPE = 1, 3
 _CHARACTER_MAP, _ADD_DUMMY_PREFIX, _REMOVE_EXTRA_SPACES = 2, 3, 4
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
 
 
 def sentencepiece_engine(model: bytes, where: object) -> GigatokenEngine:
@@ -115,18 +119,20 @@ def sentencepiece_engine(model: bytes, where: object) -> GigatokenEngine:
     rest: list[bytes] = []
     names: list[str] = []
     normalizer = b""
-    for number, begin, content_begin, end in _fields(model):
-        content = model[content_begin:end]
-        if number == _PIECE:
-            rest.append(bytes_field(_PIECE, _ordinary(content, where)))
-            names += _user_defined(content)
-        elif number == _NORMALIZER:
+    for number, length, begin, end in fields(model):
+        content = model[end - length : end]
+        if number == PIECE:
+            kind = piece_type(content)
+            rest.append(bytes_field(PIECE, _ordinary(content, kind, where)))
+            if kind == USER_DEFINED:
+                names.append(piece_name(content).decode())
+        elif number == NORMALIZER:
             normalizer += content
         else:
             rest.append(model[begin:end])
     has_prefix = _check_normalizer(normalizer, where)
     with building(where) as gigatoken:
-        copy = b"".join([*rest, bytes_field(_NORMALIZER, normalizer)])
+        copy = b"".join([*rest, bytes_field(NORMALIZER, normalizer)])
         return GigatokenEngine(
             lambda: gigatoken.Tokenizer.from_sentencepiece(copy),
             names=_checked_names(names, where) if has_prefix else (),
@@ -135,11 +141,7 @@ def sentencepiece_engine(model: bytes, where: object) -> GigatokenEngine:
 
 def _check_normalizer(message: bytes, where: object) -> bool:
     """Whether a normaliser adds a dummy prefix to a text; refuses one that does anything else."""
-    values: dict[int, int] = {}
-    at = 0
-    while at < len(message):
-        number, _, value, at = read_field(message, at)
-        values[number] = value
+    values = {number: value for number, value, _, _ in fields(message)}
     # Options that a model does not state are on; without a character map its length is 0.
     if values.get(_CHARACTER_MAP) or values.get(_REMOVE_EXTRA_SPACES, 1):
         raise TokenizerError(
@@ -160,47 +162,15 @@ def _checked_names(names: list[str], where: object) -> list[str]:
     return names
 
 
-def _ordinary(piece: bytes, where: object) -> bytes:
-    """The message of a piece for gigatoken's copy of the model."""
-    kind = _type(piece)
-    if kind == _UNUSED:
+def _ordinary(piece: bytes, kind: int, where: object) -> bytes:
+    """The message of a piece of a type for gigatoken's copy of the model."""
+    if kind == UNUSED:
         raise TokenizerError("gigatoken encodes into unused pieces", where=where)
-    if kind not in (_UNKNOWN, _CONTROL):
+    if kind not in (UNKNOWN, CONTROL):
         return piece
     # Of a field that stands twice the last counts. To gigatoken an unused piece is an ordinary one.
-    renamed = bytes_field(_NAME, b" " + _name(piece))
-    return piece + renamed + varint_field(_TYPE, _UNUSED)
-
-
-def _user_defined(piece: bytes) -> list[str]:
-    return [_name(piece).decode()] if _type(piece) == _USER_DEFINED else []
-
-
-def _type(piece: bytes) -> int:
-    kind = _NORMAL
-    at = 0
-    while at < len(piece):
-        number, _, value, at = read_field(piece, at)
-        if number == _TYPE:
-            kind = value
-    return kind
-
-
-def _name(piece: bytes) -> bytes:
-    name = b""
-    for number, _, content_begin, end in _fields(piece):
-        if number == _NAME:
-            name = piece[content_begin:end]
-    return name
-
-
-def _fields(message: bytes) -> Iterator[tuple[int, int, int, int]]:
-    """Number of each field, and the offsets of its begin, of its content and of its end."""
-    at = 0
-    while at < len(message):
-        begin = at
-        number, wire, value, at = read_field(message, at)
-        yield number, begin, at - value if wire == LENGTH_DELIMITED else begin, at
+    renamed = bytes_field(NAME, b" " + piece_name(piece))
+    return piece + renamed + varint_field(TYPE, UNUSED)
 
 
 _SCHEMES: Mapping[str, str] = {

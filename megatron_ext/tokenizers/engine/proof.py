@@ -104,7 +104,6 @@ def prove(
     one first.
 
     Args:
-        engine: The engine.
         reference: Encodes texts with the library.
         table: Bytes of each id.
         pieces: Display string of each id.

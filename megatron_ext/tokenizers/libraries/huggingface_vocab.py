@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.libraries.huggingface_file import HuggingFaceSource, name_of
-from megatron_ext.tokenizers.tokenizer_files import read_json
+from megatron_ext.tokenizers.tokenizer_files import read_file, read_json
 
 
 def read_vocab_json(file: Path) -> dict[str, int]:
@@ -103,11 +103,9 @@ def read_vocab_txt(file: Path, needed: Sequence[str]) -> dict[str, int]:
 
 def _lines(file: Path) -> list[str]:
     """Lines without line ends, and without empty lines at the end of the file."""
+    raw = read_file(file)
     try:
-        raw = file.read_bytes()
         text = raw.decode("utf-8")
-    except OSError as error:
-        raise TokenizerError("cannot read the file", got=error.strerror, where=file) from error
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise TokenizerError("the file is not UTF-8", where=f"{file}:{line}") from error

@@ -12,7 +12,7 @@ last counts, unless it is a list.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -48,6 +48,18 @@ def read_field(message: bytes, at: int) -> tuple[int, int, int, int]:
     return number, wire, 0, at + (8 if wire == FIXED64 else 4)
 
 
+def fields(message: bytes) -> Iterator[tuple[int, int, int, int]]:
+    """Number and value of each field of a message, and where it begins and ends.
+
+    The content of a length-delimited field is ``message[end - value : end]``.
+    """
+    end = 0
+    while end < len(message):
+        begin = end
+        number, _, value, end = read_field(message, begin)
+        yield number, value, begin, end
+
+
 def varint_field(number: int, value: int) -> bytes:
     """Encode a field of a number that is not negative."""
     return _varint(number << 3 | VARINT) + _varint(value)
@@ -78,9 +90,9 @@ def _varint(value: int) -> bytes:
     return bytes(groups)
 
 
-_PIECE, _NORMALIZER, _SELF_TEST = 1, 3, 4
-_NAME, _TYPE = 1, 3
-_NORMAL, _CONTROL, USER_DEFINED = 1, 3, 4
+PIECE, NORMALIZER, _SELF_TEST = 1, 3, 4
+NAME, TYPE = 1, 3
+_NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 _REMOVE_EXTRA_WHITESPACES = 4
 
 
@@ -104,50 +116,36 @@ def edit_model(
     """
     names = {name.encode() for name in control}
     parts = []
-    at = 0
-    while at < len(model):
-        begin = at
-        number, _, length, at = read_field(model, at)
+    for number, length, begin, end in fields(model):
         if number == _SELF_TEST:
             continue
-        if number == _PIECE and names and _name(model, at - length) in names:
-            content = model[at - length : at] + varint_field(_TYPE, _CONTROL)
-            parts.append(bytes_field(_PIECE, content))
+        piece = model[end - length : end]
+        if number == PIECE and names and piece_name(piece) in names:
+            parts.append(bytes_field(PIECE, piece + varint_field(TYPE, CONTROL)))
         else:
-            parts.append(model[begin:at])
+            parts.append(model[begin:end])
     for name in added:
-        content = bytes_field(_NAME, name.encode()) + varint_field(_TYPE, _CONTROL)
-        parts.append(bytes_field(_PIECE, content))
+        content = bytes_field(NAME, name.encode()) + varint_field(TYPE, CONTROL)
+        parts.append(bytes_field(PIECE, content))
     if keep_spaces:
-        parts.append(bytes_field(_NORMALIZER, varint_field(_REMOVE_EXTRA_WHITESPACES, 0)))
+        parts.append(bytes_field(NORMALIZER, varint_field(_REMOVE_EXTRA_WHITESPACES, 0)))
     return b"".join(parts)
 
 
-def piece_types(model: bytes) -> list[int]:
-    """Type of each piece of a serialised model, in id order."""
-    types = []
-    at = 0
-    while at < len(model):
-        number, _, length, at = read_field(model, at)
-        if number == _PIECE:
-            types.append(_type(model, at - length, at))
-    return types
+def piece_type(piece: bytes) -> int:
+    """Type of a piece, by its message."""
+    kind = _NORMAL
+    for number, value, _, _ in fields(piece):
+        if number == TYPE:
+            kind = value
+    return kind
 
 
-def _type(model: bytes, at: int, stop: int) -> int:
-    piece_type = _NORMAL
-    while at < stop:
-        number, _, value, at = read_field(model, at)
-        if number == _TYPE:
-            piece_type = value
-    return piece_type
-
-
-def _name(model: bytes, at: int) -> bytes:
-    """Name of the piece whose content begins at ``at``: its first field in every model."""
-    number, _, length, stop = read_field(model, at)
-    assert number == _NAME, number
-    return model[stop - length : stop]
+def piece_name(piece: bytes) -> bytes:
+    """Name of a piece, by its message: its first field in every model."""
+    number, _, length, end = read_field(piece, 0)
+    assert number == NAME, number
+    return piece[end - length : end]
 
 
 SPACE = "▁"
@@ -226,8 +224,9 @@ def control_tokens(processor: Any, names: Collection[str]) -> list[ControlToken]
 
 def user_defined_tokens(processor: Any) -> list[ControlToken]:
     """Pieces that are matched in a text before the model encodes it, in id order."""
-    types = piece_types(processor.serialized_model_proto())
-    ids = (i for i, piece_type in enumerate(types) if piece_type == USER_DEFINED)
+    model = processor.serialized_model_proto()
+    pieces = (model[end - size : end] for number, size, _, end in fields(model) if number == PIECE)
+    ids = (i for i, piece in enumerate(pieces) if piece_type(piece) == USER_DEFINED)
     return [ControlToken(processor.id_to_piece(i), i) for i in ids]
 
 

@@ -277,17 +277,14 @@ def _tekken(document: dict[str, Any], file: Path) -> tuple[dict[bytes, int], dic
             "num_special_tokens": config["default_num_special_tokens"],
         }
         rows = document.get("special_tokens")
-        names = [row["token_str"] for row in sorted(rows, key=_rank_of)] if rows else None
+        ranked = sorted(rows or (), key=lambda row: int(row["rank"]))
+        names = [row["token_str"] for row in ranked]
         stated["special_tokens"] = names or list(EARLY_TEKKEN_SPECIAL_TOKENS)
         return _rank_list(document["vocab"], file), stated
     except (KeyError, TypeError) as error:
         raise TokenizerError(
             "the Tekken file is incomplete", got=f"no {error}", where=file
         ) from error
-
-
-def _rank_of(row: Mapping[str, Any]) -> int:
-    return int(row["rank"])
 
 
 def _rank_list(rows: Sequence[Any], file: Path) -> dict[bytes, int]:

@@ -201,7 +201,6 @@ def _free_ids(
     Args:
         added: New names.
         names: Name of each special id.
-        contents: The file.
         fixed: The user stated the number of ids.
     """
     named = (token_id for token_id, name in names.items() if not _FILLER.fullmatch(name))

@@ -79,7 +79,6 @@ def dry_run(config: DistillConfig, *, world_size: int, has_flash: bool | None = 
     """Make all checks of ``megatron-ext distill`` before a model is built, and estimate the run.
 
     Args:
-        config: The run.
         world_size: Number of processes, a teacher's own included.
         has_flash: Whether layers will be Transformer Engine's; None for whether it is installed.
 

@@ -83,10 +83,11 @@ def kept_activations(plan: Plan, stage: int) -> int:
 
 def _attention(plan: Plan, shape: ModelShape) -> int:
     tokens, element = plan.tokens(shape), plan.element
-    query, key_value = (count * shape.head_width for count in (shape.heads, shape.query_groups))
+    width = shape.model.head_width
+    query, key_value = shape.heads * width, shape.query_groups * width
     if plan.has_flash:
         return tokens * (2 * element * (query + key_value) + FP32 * shape.heads)
-    rotary = 4 * element * plan.row_length(shape) // plan.cp * shape.head_width
+    rotary = 4 * element * plan.row_length(shape) // plan.cp * width
     has_rotary = shape.model.position_embedding_type == "rope"
     is_joint = shape.heads == shape.query_groups
     if plan.cp > 1:
@@ -114,7 +115,7 @@ def _scores(plan: Plan, shape: ModelShape) -> int:
 
 
 def _gathered(plan: Plan, shape: ModelShape) -> int:
-    tokens, query = plan.tokens(shape), shape.heads * shape.head_width
+    tokens, query = plan.tokens(shape), shape.heads * shape.model.head_width
     width = plan.row_length(shape) // (2 * plan.cp)
     seen = plan.row_length(shape) + width
     masks = width * seen * (plan.batch if plan.run.data.packing else 1)

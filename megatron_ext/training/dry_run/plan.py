@@ -13,7 +13,6 @@ from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.layout import VocabularyLayout
 from megatron_ext.projection.layout.vocabulary_layout import LayoutStatistics
 from megatron_ext.teachers.target_form import TargetForm
-from megatron_ext.tokenizers.build import padded_vocab_size
 from megatron_ext.training.config import ModelConfig
 from megatron_ext.training.run_plan import RunPlan
 
@@ -39,11 +38,6 @@ class ModelShape:
         return self.model.num_layers // self.pp
 
     @property
-    def head_width(self) -> int:
-        """Width of one attention head."""
-        return self.model.head_width
-
-    @property
     def heads(self) -> int:
         """Attention heads of a rank."""
         return self.model.num_attention_heads // self.tp
@@ -51,12 +45,12 @@ class ModelShape:
     @property
     def query_groups(self) -> int:
         """Key-value heads of a rank."""
-        return (self.model.num_query_groups or self.model.num_attention_heads) // self.tp
+        return self.model.query_groups // self.tp
 
     @property
     def ffn(self) -> int:
         """Inner width of a rank's feed-forward layers."""
-        return (self.model.ffn_hidden_size or 4 * self.model.hidden_size) // self.tp
+        return self.model.ffn_width // self.tp
 
     @property
     def head_rows(self) -> int:
@@ -71,15 +65,16 @@ class ModelShape:
     @property
     def layer_products(self) -> int:
         """Weights of a layer in matrix products, on a rank."""
-        hidden, width = self.model.hidden_size, self.head_width
+        hidden, width = self.model.hidden_size, self.model.head_width
         attention = hidden * width * (2 * self.heads + 2 * self.query_groups)
         return attention + hidden * self.ffn * (3 if self.model.swiglu else 2)
 
     @property
     def _attention_extras(self) -> int:
         """Biases and norms that only some families' layers have, on a rank."""
-        bias = self.head_width * (self.heads + 2 * self.query_groups)
-        norms = 2 * self.head_width * (2 if self.model.normalization == "LayerNorm" else 1)
+        width = self.model.head_width
+        bias = width * (self.heads + 2 * self.query_groups)
+        norms = 2 * width * (2 if self.model.normalization == "LayerNorm" else 1)
         extras = bias * self.model.add_qkv_bias + norms * self.model.qk_layernorm
         return extras + 2 * self.model.hidden_size * self.model.post_layernorms
 
@@ -238,14 +233,11 @@ class Plan:
 
 
 def _shape(model: ModelConfig, vocab_size: int, layout: Layout) -> ModelShape:
+    tp = layout.tensor_model_parallel_size
     return ModelShape(
         model=model,
-        padded_vocab_size=padded_vocab_size(
-            model.padded_ids(vocab_size),
-            make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
-            tensor_model_parallel_size=layout.tensor_model_parallel_size,
-        ),
-        tp=layout.tensor_model_parallel_size,
+        padded_vocab_size=model.head_rows(vocab_size, tensor_ranks=tp),
+        tp=tp,
         pp=layout.pipeline_model_parallel_size,
     )
 

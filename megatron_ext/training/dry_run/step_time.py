@@ -65,7 +65,7 @@ def _with_heads(plan: Plan) -> list[str]:
 def _layers(shape: ModelShape) -> int:
     """Operations of the forward pass of one row."""
     length = shape.model.seq_length
-    attention = 4 * length * shape.heads * shape.head_width
+    attention = 4 * length * shape.heads * shape.model.head_width
     return shape.model.num_layers * shape.tp * length * (2 * shape.layer_products + attention)
 
 
@@ -157,7 +157,7 @@ def _context_parallel(plan: Plan) -> int:
 
 def _keys_and_values(plan: Plan, shape: ModelShape) -> int:
     """Bytes of a microbatch's whole rows, of a rank's heads."""
-    width = 2 * shape.query_groups * shape.head_width
+    width = 2 * shape.query_groups * shape.model.head_width
     return plan.cp * plan.tokens(shape) * width * plan.element
 
 
@@ -276,39 +276,34 @@ class StepSeconds:
         return {item.name: getattr(self, item.name) / self.total for item in fields(self)}
 
 
-def step_seconds(plan: Plan, machine: Machine = H100) -> StepSeconds:
-    """Seconds of a step on the last stage, which has the heads and the loss besides its layers."""
+def step_seconds(plan: Plan) -> StepSeconds:
+    """Seconds of a step of H100s, on the last stage, which has heads and loss besides layers."""
     work = step_arithmetic(plan)
-    products = machine.operations * machine.reached_operations
+    products = H100.operations * H100.reached_operations
     stage_ranks = plan.gradient_ranks * plan.student.tp
     layers = products * stage_ranks * plan.stages
     student = work.student_layers / layers
     teachers = work.teacher_layers / layers
     heads = (work.student_head + work.teacher_heads) / (products * stage_ranks)
-    loss = work.loss_bytes / (machine.memory * machine.reached_bytes * stage_ranks)
+    loss = work.loss_bytes / (H100.memory * H100.reached_bytes * stage_ranks)
     sent = wire_bytes(plan, plan.stages - 1)
     first = wire_bytes(plan, 0)
     bubble = (plan.stages - 1) / (plan.chunks * plan.microbatches)
-    within = plan.student.tp <= machine.node
+    tp = plan.student.tp
     return StepSeconds(
         student=student,
         teachers=teachers,
         heads=heads,
         loss=loss,
-        tensor_parallel=_seconds(sent.tensor_parallel + sent.loss, machine, within=within),
-        context_parallel=_seconds(
-            sent.context_parallel, machine, within=plan.cp * plan.student.tp <= machine.node
-        ),
-        pipeline=_seconds(first.pipeline, machine, within=plan.world_size <= machine.node),
+        tensor_parallel=_seconds(sent.tensor_parallel + sent.loss, among=tp),
+        context_parallel=_seconds(sent.context_parallel, among=plan.cp * tp),
+        pipeline=_seconds(first.pipeline, among=plan.world_size),
         # The teacher's schedule fills and drains the pipeline, too.
         bubble=bubble * (student + teachers),
-        data_parallel=_seconds(
-            sent.data_parallel + sent.tied_embedding,
-            machine,
-            within=plan.world_size <= machine.node,
-        ),
+        data_parallel=_seconds(sent.data_parallel + sent.tied_embedding, among=plan.world_size),
     )
 
 
-def _seconds(sent: int, machine: Machine, *, within: bool) -> float:
-    return sent / (machine.reached_bytes * (machine.link if within else machine.network))
+def _seconds(sent: int, *, among: int) -> float:
+    """Seconds in which a rank sends bytes to others, among so many."""
+    return sent / (H100.reached_bytes * (H100.link if among <= H100.node else H100.network))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -12,6 +12,7 @@ from typing import Any, Final
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.files import read_json, write_text
 from megatron_ext.teachers.target_form import TargetForm
+from megatron_ext.training.run_folder import config_leaves
 from megatron_ext.training.teachers.shard_file import HEADER_BYTES, WINDOW_BYTES
 
 MANIFEST_FILE: Final = "cache.json"
@@ -52,10 +53,9 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Bytes of all files of targets, by ``cache_size``."""
-        return cache_size(
-            self.form, files=len(self.shards), windows=self.windows, tokens=self.tokens
-        )
+        """Bytes of all files of targets: ``64 F + 24 W + R N``."""
+        heads = HEADER_BYTES * len(self.shards) + WINDOW_BYTES * self.windows
+        return heads + self.form.bytes_per_token * self.tokens
 
     def save(self, folder: Path) -> None:
         """Write it in one step."""
@@ -131,7 +131,7 @@ class Manifest:
         Raises:
             ConfigError: It is of another teacher, tokenizer, window or text.
         """
-        recorded, wanted = dict(_leaves(self.identity)), dict(_leaves(other))
+        recorded, wanted = dict(config_leaves(self.identity)), dict(config_leaves(other))
         for key in sorted(recorded.keys() | wanted.keys()):
             before, now = recorded.get(key), wanted.get(key)
             is_same = before == now
@@ -156,19 +156,6 @@ class Manifest:
             "shards": list(self.shards),
             "block_bytes": self.block_bytes,
         }
-
-
-def cache_size(form: TargetForm, *, files: int, windows: int, tokens: int) -> int:
-    """Bytes of the files of a cache: ``64 F + 24 W + R N``."""
-    return HEADER_BYTES * files + WINDOW_BYTES * windows + form.bytes_per_token * tokens
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _short(value: Any) -> str:

@@ -1,8 +1,9 @@
-"""A teacher whose model runs in these processes, under megatron-core or transformers."""
+"""A teacher of a run on one rank, and its model under megatron-core or transformers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -12,8 +13,11 @@ from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import ConfigError
+from megatron_ext.losses import BoundaryColumns
+from megatron_ext.projection import SparseProjection
 from megatron_ext.teachers import Teacher
 from megatron_ext.teachers.causal_lm import load_causal_lm
+from megatron_ext.teachers.formed_targets import FormedTargets
 from megatron_ext.teachers.huggingface_teacher import HuggingFaceTeacher, StageWithoutTeacher
 from megatron_ext.teachers.megatron_teacher import (
     HostWeights,
@@ -21,10 +25,59 @@ from megatron_ext.teachers.megatron_teacher import (
     OffloadedTeacher,
     head_weight,
 )
+from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.tokenizers import MegatronTokenizerText
+from megatron_ext.tokenizers.token_bytes import TokenBytes
 from megatron_ext.training.first_weights import frozen_teacher, teacher_vocab_shard
+from megatron_ext.training.inputs import Inputs
 from megatron_ext.training.models import DTYPES
-from megatron_ext.training.run_plan import TeacherPlan
+from megatron_ext.training.run_plan import RunPlan, TeacherPlan
+from megatron_ext.training.teachers.cached_teacher import CachedTeacher
+from megatron_ext.training.vocabulary_layout import RunLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudentParts:
+    """A run on this rank before its teachers are built."""
+
+    plan: RunPlan
+    inputs: Inputs
+    groups: ProcessGroups
+
+    chunks: list[GPTModel]
+    """The student's, with its first weights and not wrapped yet."""
+
+    shard: VocabShard
+    """This rank's columns of the student's vocabulary."""
+
+    def tokenizer(self, teacher: TeacherPlan) -> MegatronTokenizerText:
+        """The tokenizer of a teacher."""
+        return self.inputs.teachers[teacher.name].tokenizer
+
+
+class LoadedTeacher(NamedTuple):
+    """One teacher of a run on this rank, loaded."""
+
+    plan: TeacherPlan
+
+    shard: VocabShard
+    """This rank's columns of its vocabulary."""
+
+    projection: SparseProjection | None
+    """The result of ``run_projection``, in the order of ids."""
+
+    head: torch.Tensor | None = None
+    """[Vp, D] this rank's rows of its head on the last stage; None for a remote model and for
+    cached targets."""
+
+    teacher: Teacher | None = None
+    """Predicts microbatches; None where targets are read from a cache."""
+
+    cached: CachedTeacher | None = None
+    """Reads targets from a cache; None where the teacher predicts."""
+
+    laid_out: RunLayout | None = None
+    """Order of both heads' rows; None for the order of ids."""
 
 
 class LiveTeacher(NamedTuple):
@@ -91,6 +144,30 @@ def check_gives_hidden(
             got="a model that does more with its logits, such as capping them or adding a bias",
             fix="take another objective, or another kind of targets",
         )
+
+
+def formed_targets(
+    form: TargetForm,
+    tokenizer: MegatronTokenizerText,
+    shard: VocabShard,
+    groups: ProcessGroups,
+    *,
+    tile_rows: int,
+) -> FormedTargets:
+    """The converter of a teacher's targets to a form.
+
+    Args:
+        tokenizer: The teacher's.
+        tile_rows: As in ``FormedTargets``.
+    """
+    boundary = None
+    if form.kind == "label":
+        tokens = TokenBytes.of(tokenizer)
+        boundary = BoundaryColumns.at_word_starts(
+            tokens, tokens, student_shard=shard, teacher_shard=shard, device=groups.device
+        ).teacher
+    context = ContextRank.of(groups.cp)
+    return FormedTargets(form=form, boundary=boundary, tile_rows=tile_rows, context=context)
 
 
 def _of_huggingface(

@@ -10,9 +10,8 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-import torch
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import DistError
 
@@ -21,22 +20,15 @@ from megatron_ext.errors import DistributedError
 from megatron_ext.teachers.listener import TeacherListener
 from megatron_ext.teachers.server import ReplicaRanks
 from megatron_ext.tokenizers import MegatronTokenizerText
-from megatron_ext.training import cpu_megatron
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.teachers.identity import check_same_identity, launch_identity
-from megatron_ext.training.teachers.served_teacher import ServedTeacher
-from megatron_ext.training.watchdog import GRACE, Watchdog, first_line, is_communication
+from megatron_ext.training.teachers.serve_teacher import serve_on_rank
+from megatron_ext.training.teachers.teacher_process import Address
+from megatron_ext.training.watchdog import first_line, is_communication, watched_launch
 
 _POLL_S: Final = 0.2
 _LAST_WORDS_S: Final = 3.0
 """Longest wait for the reason of a failure after a connection has ended."""
-
-
-class Address(NamedTuple):
-    """Address and token of one replica of a teacher."""
-
-    address: str
-    token: str
 
 
 class RoleStore:
@@ -132,42 +124,32 @@ def serve_on_own_ranks(teacher: TeacherPlan, tokenizer: MegatronTokenizerText) -
         MegatronExtError: Anything a user can mend. Also the student's end before its run was
             finished, so that no rank of a failed launch reports success.
     """
-    if not torch.cuda.is_available():
-        cpu_megatron.install()
-    timeout = timedelta(minutes=teacher.parallel.distributed_timeout_minutes)
-    process_groups.join(timeout + GRACE)
-    with Watchdog(timeout):
+    with watched_launch(teacher.parallel.distributed_timeout_minutes) as timeout:
         store = RoleStore(teacher.name)
+
+        def listen(ranks: ReplicaRanks, replica: int) -> TeacherListener:
+            token = store.token()
+            listener = TeacherListener(f"{own_host()}:0", token)
+            store.announce(replica, Address(listener.address, token))
+            return listener
+
         try:
-            _serve(teacher, tokenizer, store, timeout)
+            identity = launch_identity(teacher, tokenizer)
+            check_same_identity(identity)
+            serve_on_rank(
+                teacher,
+                tokenizer,
+                listen,
+                identity=lambda: identity,
+                until_client_leaves=True,
+                collective_timeout=timeout,
+            )
         except BaseException as error:
             # A lost connection is the consequence of another rank's failure.
             if not is_communication(error):
                 store.note_failure(error)
             raise
         store.check_finished()
-    process_groups.finalize()
-
-
-def _serve(
-    teacher: TeacherPlan, tokenizer: MegatronTokenizerText, store: RoleStore, timeout: timedelta
-) -> None:
-    identity = launch_identity(teacher, tokenizer)
-    check_same_identity(identity)
-
-    def listen(ranks: ReplicaRanks, replica: int) -> TeacherListener:
-        token = store.token()
-        listener = TeacherListener(f"{own_host()}:0", token)
-        store.announce(replica, Address(listener.address, token))
-        return listener
-
-    served = ServedTeacher(
-        teacher=teacher.on_own_ranks,
-        tokenizer=tokenizer,
-        identity=lambda: identity,
-        timeout=timeout,
-    )
-    served.serve(listen, until_client_leaves=True, collective_timeout=timeout + GRACE)
 
 
 def own_host() -> str:

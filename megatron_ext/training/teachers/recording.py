@@ -9,24 +9,18 @@ from __future__ import annotations
 import dataclasses
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from safetensors.torch import save
 
 from megatron_ext.distributed import process_groups
-from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.distributed.process_groups import ProcessGroups
-from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.files import write_bytes
-from megatron_ext.losses import BoundaryColumns
-from megatron_ext.teachers.formed_targets import FormedTargets, whole_head
+from megatron_ext.teachers.formed_targets import whole_head
 from megatron_ext.teachers.target_form import TargetForm
-from megatron_ext.tokenizers.token_bytes import TokenBytes
-from megatron_ext.training import cpu_megatron, rank_phase
+from megatron_ext.training import rank_phase
 from megatron_ext.training.config import DistillConfig, TeacherConfig
 from megatron_ext.training.inputs import Inputs
 from megatron_ext.training.metrics import progress_bar
@@ -40,14 +34,14 @@ from megatron_ext.training.teachers.block_recorder import (
     blocks_of,
 )
 from megatron_ext.training.teachers.cache_manifest import HEAD_FILE, MANIFEST_FILE, Manifest
-from megatron_ext.training.teachers.identity import (
-    WEIGHTS,
-    cache_identity,
-    weights_on_all,
+from megatron_ext.training.teachers.identity import WEIGHTS, cache_identity, weights_on_all
+from megatron_ext.training.teachers.live_teacher import (
+    check_gives_hidden,
+    formed_targets,
+    live_teacher,
 )
-from megatron_ext.training.teachers.live_teacher import check_gives_hidden, live_teacher
 from megatron_ext.training.teachers.shard_file import ShardHead, read_head
-from megatron_ext.training.watchdog import GRACE, Watchdog
+from megatron_ext.training.watchdog import watched_launch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,16 +69,10 @@ def record_teacher(config: DistillConfig, inputs: Inputs, recording: Recording) 
     Raises:
         MegatronExtError: Anything a user can mend.
     """
-    if not torch.cuda.is_available():
-        cpu_megatron.install()
-    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
-    process_groups.join(timeout + GRACE)
-    with Watchdog(timeout):
+    with watched_launch(config.parallel.distributed_timeout_minutes) as timeout:
         check_same_start(config, inputs)
-        groups = process_groups.initialize(config.parallel.layout, timeout=timeout + GRACE)
-        manifest = record(config, groups, inputs, recording)
-    process_groups.finalize()
-    return manifest
+        groups = process_groups.initialize(config.parallel.layout, timeout=timeout)
+        return record(config, groups, inputs, recording)
 
 
 def recording_config(config: DistillConfig, folder: Path, *, world_size: int) -> DistillConfig:
@@ -144,17 +132,27 @@ def record(
     )
     groups.on_main(lambda: _start(folder, manifest))
     missing = _missing(folder, manifest, blocks, groups)
-    if missing or not _has_head(folder, manifest):
-        teacher = TeacherPlan.of(config, name)
-        live = live_teacher(teacher, inputs.teachers[name].tokenizer, groups)
+    has_head = recording.form.kind != "hidden" or (folder / HEAD_FILE).exists()
+    if missing or not has_head:
+        tokenizer = inputs.teachers[name].tokenizer
+        live = live_teacher(TeacherPlan.of(config, name), tokenizer, groups)
         if recording.form.kind == "hidden":
             check_gives_hidden(live, groups, where="--targets", why="hidden targets are")
-        if recording.form.kind == "hidden" and live.head is not None:
-            _save_head(live.head, live.shard, folder, groups)
+            if live.head is not None:
+                # One all-gather over ``tp``.
+                whole = whole_head(live.head, live.shard, is_kept=groups.is_main)
+                if whole is not None:
+                    write_bytes(folder / HEAD_FILE, save({"head": whole}))
         recorder = BlockRecorder(
             name=name,
             teacher=live.teacher,
-            formed=_formed(config, inputs, recording, live.shard, groups),
+            formed=formed_targets(
+                recording.form,
+                tokenizer,
+                live.shard,
+                groups,
+                tile_rows=config.loss.linear_tile_rows,
+            ),
             collator=inputs.data.collator,
             groups=groups,
             micro_batch_size=config.training.micro_batch_size,
@@ -230,41 +228,9 @@ def _head(folder: Path, manifest: Manifest, name: str) -> ShardHead:
     )
 
 
-def _has_head(folder: Path, manifest: Manifest) -> bool:
-    return manifest.form.kind != "hidden" or (folder / HEAD_FILE).exists()
-
-
 def _finish(folder: Path, manifest: Manifest) -> None:
     heads = [_head(folder, manifest, name) for name in manifest.shards]
     manifest.completed(
         windows=sum(len(head.windows) for head in heads),
         tokens=sum(head.tokens for head in heads),
     ).save(folder)
-
-
-def _formed(
-    config: DistillConfig,
-    inputs: Inputs,
-    recording: Recording,
-    shard: VocabShard,
-    groups: ProcessGroups,
-) -> FormedTargets:
-    boundary = None
-    if recording.form.kind == "label":
-        tokens = TokenBytes.of(inputs.teachers[recording.teacher].tokenizer)
-        boundary = BoundaryColumns.at_word_starts(
-            tokens, tokens, student_shard=shard, teacher_shard=shard, device=groups.device
-        ).teacher
-    return FormedTargets(
-        form=recording.form,
-        boundary=boundary,
-        tile_rows=config.loss.linear_tile_rows,
-        context=ContextRank.of(groups.cp),
-    )
-
-
-def _save_head(head: torch.Tensor, shard: VocabShard, folder: Path, groups: ProcessGroups) -> None:
-    """Write the teacher's head [V, D]. One all-gather over ``tp``."""
-    whole = whole_head(head, shard, is_kept=groups.is_main)
-    if whole is not None:
-        write_bytes(folder / HEAD_FILE, save({"head": whole}))

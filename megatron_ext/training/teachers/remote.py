@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -11,22 +10,20 @@ from typing import Final, NamedTuple
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_ext.distributed import process_groups
 from megatron_ext.errors import DistributedError, MegatronExtError
 from megatron_ext.teachers.connection import Connection, connect, own_addresses
 from megatron_ext.teachers.remote_server import RemoteServer
 from megatron_ext.teachers.remote_teacher import RemoteTeacher
 from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.training.first_weights import teacher_vocab_shard
-from megatron_ext.training.learning_step import LoadedTeacher, run_projection
+from megatron_ext.training.learning_step import run_projection
 from megatron_ext.training.models import DTYPES
-from megatron_ext.training.teachers.identity import (
-    launch_identity,
-    server_identity,
-    weights_on_all,
-)
+from megatron_ext.training.run_plan import TeacherPlan
+from megatron_ext.training.teachers.identity import launch_identity, server_identity, weights_on_all
+from megatron_ext.training.teachers.live_teacher import LoadedTeacher, StudentParts
 from megatron_ext.training.teachers.own_ranks import RoleStore
 from megatron_ext.training.teachers.target_checks import described, served_form
-from megatron_ext.training.teachers.teacher_parts import StudentParts, TeacherParts
 from megatron_ext.training.teachers.teacher_process import TeacherProcess, server_token
 from megatron_ext.training.watchdog import first_line
 
@@ -42,7 +39,7 @@ class _Processes(NamedTuple):
     end: Callable[[], None] = lambda: None
 
 
-def teacher_from_remote(name: str, run: StudentParts) -> TeacherParts:
+def teacher_from_remote(teacher: TeacherPlan, run: StudentParts) -> LoadedTeacher:
     """Connect to a teacher in other processes, from the main rank of each replica.
 
     Collectives: those of ``teacher_vocab_shard``, ``RemoteTeacher`` and ``run_projection``, and two
@@ -51,22 +48,26 @@ def teacher_from_remote(name: str, run: StudentParts) -> TeacherParts:
     Raises:
         MegatronExtError: It cannot be reached, or is not the configured one; on every rank.
     """
-    teacher_plan, groups = run.teacher(name), run.groups
-    form = served_form(teacher_plan, run.tokenizer(name))
-    shard = teacher_vocab_shard(teacher_plan, run.tokenizer(name), groups)
-    identity = _identity(name, run)
+    groups, tokenizer, placement = run.groups, run.tokenizer(teacher), teacher.config.placement
+    form = served_form(teacher, tokenizer)
+    shard = teacher_vocab_shard(teacher, tokenizer, groups)
+    identity = _identity(teacher, run)
     processes: _Processes | None = None
     replicas: list[Connection] = []
     error: Exception | None = None
     if groups.is_replica_main:
         try:
-            processes = _FINDERS[run.teacher(name).config.placement](name, run)
-            replicas = _connect(processes, name, run, form, identity)
+            processes = _FINDERS[placement](teacher, run)
+            replicas = _connect(processes, teacher.name, run, form, identity)
         except Exception as failure:
             if processes is not None:
                 processes.end()
-            error = _named(failure, name)
-    _raise_on_all_ranks(error)
+            error = failure
+            if not isinstance(failure, MegatronExtError):
+                # An error that can be sent to the other ranks.
+                what = f"the teacher {teacher.name} cannot be reached"
+                error = DistributedError(what, got=first_line(failure))
+    process_groups.raise_on_all(error)
     processes = processes or _Processes((), "")
     remote = RemoteTeacher(
         replicas,
@@ -74,16 +75,15 @@ def teacher_from_remote(name: str, run: StudentParts) -> TeacherParts:
         shard=shard,
         groups=groups,
         last_stage=parallel_state.get_tensor_and_context_parallel_group(),
-        dtype=DTYPES[teacher_plan.training.precision],
-        prefetch=run.teacher(name).config.serving.prefetch,
+        dtype=DTYPES[teacher.training.precision],
+        prefetch=teacher.config.serving.prefetch,
         finish=processes.finish,
         end=processes.end,
     )
     if groups.is_main:
-        sys.stdout.write(described(name, run.teacher(name).config.placement, form) + "\n")
-        sys.stdout.flush()
-    projection = run_projection(teacher_plan, run.inputs, run.plan.run_dir, groups)
-    return TeacherParts(LoadedTeacher(teacher_plan, None, shard, projection, None), teacher=remote)
+        print(described(teacher.name, placement, form), flush=True)
+    projection = run_projection(teacher, run)
+    return LoadedTeacher(teacher, shard, projection, teacher=remote)
 
 
 def _connect(
@@ -110,8 +110,8 @@ def _connect(
     return connect(servers, form=form, identity=identity, device=groups.device)
 
 
-def _on_own_ranks(name: str, run: StudentParts) -> _Processes:
-    serving, store = run.teacher(name).config.serving, RoleStore(name)
+def _on_own_ranks(teacher: TeacherPlan, run: StudentParts) -> _Processes:
+    serving, store = teacher.config.serving, RoleStore(teacher.name)
     assert serving.ranks is not None, "checked with the configuration"
     replicas = serving.ranks // serving.replica_size
     addresses = store.addresses(replicas, timeout=_timeout(run))
@@ -123,9 +123,9 @@ def _on_own_ranks(name: str, run: StudentParts) -> _Processes:
     )
 
 
-def _in_process(name: str, run: StudentParts) -> _Processes:
+def _in_process(teacher: TeacherPlan, run: StudentParts) -> _Processes:
     process = TeacherProcess(
-        name, run_dir=run.plan.run_dir, values=run.plan.values, rank=dist.get_rank()
+        teacher.name, run_dir=run.plan.run_dir, values=run.plan.values, rank=dist.get_rank()
     )
     try:
         address = process.address(_timeout(run).total_seconds())
@@ -137,8 +137,8 @@ def _in_process(name: str, run: StudentParts) -> _Processes:
     return _Processes(addresses, address.token, why_gone=process.why_gone, end=process.close)
 
 
-def _on_server(name: str, run: StudentParts) -> _Processes:
-    serving = run.teacher(name).config.serving
+def _on_server(teacher: TeacherPlan, run: StudentParts) -> _Processes:
+    serving = teacher.config.serving
     root = serving.root_certificate
     return _Processes(
         serving.address,
@@ -147,7 +147,7 @@ def _on_server(name: str, run: StudentParts) -> _Processes:
     )
 
 
-_FINDERS: Final[Mapping[str, Callable[[str, StudentParts], _Processes]]] = {
+_FINDERS: Final[Mapping[str, Callable[[TeacherPlan, StudentParts], _Processes]]] = {
     "own_ranks": _on_own_ranks,
     "process": _in_process,
     "server": _on_server,
@@ -159,28 +159,11 @@ def _timeout(run: StudentParts) -> timedelta:
     return 0.9 * timedelta(minutes=run.plan.parallel.distributed_timeout_minutes)
 
 
-def _identity(name: str, run: StudentParts) -> Mapping[str, str | int]:
+def _identity(teacher: TeacherPlan, run: StudentParts) -> Mapping[str, str | int]:
     """The identity that a teacher must report.
 
     Collectives: those of ``weights_on_all`` for a server.
     """
-    if run.teacher(name).config.placement != "server":
-        return launch_identity(run.teacher(name), run.tokenizer(name))
-    weights = weights_on_all(run.teacher(name), run.groups)
-    return server_identity(run.teacher(name), run.tokenizer(name), weights)
-
-
-def _named(error: Exception, name: str) -> MegatronExtError:
-    """``error`` as one that can be sent to the other ranks."""
-    if isinstance(error, MegatronExtError):
-        return error
-    return DistributedError(f"the teacher {name} cannot be reached", got=first_line(error))
-
-
-def _raise_on_all_ranks(error: Exception | None) -> None:
-    """Raise the error of any rank on all of them. One all-gather of objects."""
-    errors: list[Exception | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    for of_rank in errors:
-        if of_rank is not None:
-            raise of_rank
+    if teacher.config.placement != "server":
+        return launch_identity(teacher, run.tokenizer(teacher))
+    return server_identity(teacher, run.tokenizer(teacher), weights_on_all(teacher, run.groups))

@@ -3,38 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Final
 
-from megatron_ext.teachers import Teacher
-from megatron_ext.training.config import TeacherConfig
 from megatron_ext.training.first_weights import frozen_teacher, teacher_vocab_shard
-from megatron_ext.training.learning_step import LoadedTeacher, run_projection
+from megatron_ext.training.learning_step import run_projection
 from megatron_ext.training.objective import teacher_objective
-from megatron_ext.training.teachers.cached_teacher import CachedTeacher, open_cached_teacher
+from megatron_ext.training.run_plan import TeacherPlan
+from megatron_ext.training.teachers.cached_teacher import open_cached_teacher
 from megatron_ext.training.teachers.live_teacher import (
+    LoadedTeacher,
+    StudentParts,
     check_gives_hidden,
     live_megatron_teacher,
     live_teacher,
 )
 from megatron_ext.training.teachers.remote import teacher_from_remote
-from megatron_ext.training.teachers.teacher_parts import StudentParts, TeacherParts
-from megatron_ext.training.vocabulary_layout import RunLayout, lay_out
+from megatron_ext.training.vocabulary_layout import lay_out
 
 
-def teacher_from_cache(name: str, run: StudentParts) -> TeacherParts:
+def teacher_from_cache(teacher: TeacherPlan, run: StudentParts) -> LoadedTeacher:
     """Open the cache of a teacher.
 
     Collectives: those of ``teacher_vocab_shard``, ``open_cached_teacher`` and ``run_projection``.
     """
-    teacher = run.teacher(name)
-    shard = teacher_vocab_shard(teacher, run.tokenizer(name), run.groups)
+    shard = teacher_vocab_shard(teacher, run.tokenizer(teacher), run.groups)
     cached = open_cached_teacher(teacher, shard=shard, groups=run.groups)
-    projection = run_projection(teacher, run.inputs, run.plan.run_dir, run.groups)
-    return TeacherParts(LoadedTeacher(teacher, None, shard, projection, None), cached=cached)
+    projection = run_projection(teacher, run)
+    return LoadedTeacher(teacher, shard, projection, cached=cached)
 
 
-def teacher_from_huggingface(name: str, run: StudentParts) -> TeacherParts:
+def teacher_from_huggingface(teacher: TeacherPlan, run: StudentParts) -> LoadedTeacher:
     """Load a model that transformers runs.
 
     Collectives: those of ``live_teacher`` and ``run_projection``.
@@ -43,50 +41,33 @@ def teacher_from_huggingface(name: str, run: StudentParts) -> TeacherParts:
         ConfigError: The objective reads hidden states, and the model's logits are not their product
             with the head.
     """
-    teacher, groups = run.teacher(name), run.groups
-    live = live_teacher(teacher, run.tokenizer(name), groups)
+    live = live_teacher(teacher, run.tokenizer(teacher), run.groups)
     if teacher_objective(teacher).needs.hidden:
         where = f"{teacher.section}.checkpoint"
         why = f"the objective {teacher.loss.objective} reads"
-        check_gives_hidden(live, groups, where=where, why=why)
+        check_gives_hidden(live, run.groups, where=where, why=why)
     # After the model, which may fail to load: a built projection is the run's first file.
-    projection = run_projection(teacher, run.inputs, run.plan.run_dir, groups)
-    return TeacherParts(
-        LoadedTeacher(teacher, live.head, live.shard, projection, None), teacher=live.teacher
-    )
+    projection = run_projection(teacher, run)
+    return LoadedTeacher(teacher, live.shard, projection, live.head, live.teacher)
 
 
-def teacher_on_student_ranks(name: str, run: StudentParts) -> TeacherParts:
+def teacher_on_student_ranks(teacher: TeacherPlan, run: StudentParts) -> LoadedTeacher:
     """Build and load a model of megatron-core; permute both heads where the run asks for that.
 
     Collectives: those that build and load a model, of ``run_projection`` and of ``lay_out``.
     """
-    plan, teacher, groups = run.plan, run.teacher(name), run.groups
-    chunks, shard = frozen_teacher(teacher, run.tokenizer(name), groups)
+    chunks, shard = frozen_teacher(teacher, run.tokenizer(teacher), run.groups)
     # After the model, which may fail to load: a built projection is the run's first file.
-    projection = run_projection(teacher, run.inputs, plan.run_dir, groups)
+    projection = run_projection(teacher, run)
     laid_out = None
-    if plan.training.vocabulary_layout == "co_sharded":
+    if run.plan.training.vocabulary_layout == "co_sharded":
         assert projection is not None, "checked with the objective"
-        laid_out = lay_out(
-            plan.run_dir,
-            projection,
-            student=run.chunks,
-            teacher=chunks,
-            shards=(run.shard, shard),
-            models=(plan.student, teacher.config.model),
-            groups=groups,
-        )
-    live = live_megatron_teacher(chunks, shard, groups, offload=teacher.config.offload)
-    layout = laid_out and laid_out.layout
-    return TeacherParts(
-        LoadedTeacher(teacher, live.head, shard, projection, layout),
-        teacher=live.teacher,
-        laid_out=laid_out,
-    )
+        laid_out = lay_out(run, projection, teacher.config.model, chunks, shard)
+    live = live_megatron_teacher(chunks, shard, run.groups, offload=teacher.config.offload)
+    return LoadedTeacher(teacher, shard, projection, live.head, live.teacher, laid_out=laid_out)
 
 
-_MAKERS: Final[Mapping[str, Callable[[str, StudentParts], TeacherParts]]] = {
+_MAKERS: Final[Mapping[str, Callable[[TeacherPlan, StudentParts], LoadedTeacher]]] = {
     "cache": teacher_from_cache,
     "remote": teacher_from_remote,
     "huggingface": teacher_from_huggingface,
@@ -96,43 +77,17 @@ _MAKERS: Final[Mapping[str, Callable[[str, StudentParts], TeacherParts]]] = {
 otherwise the library that runs the model on the student's ranks."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunTeachers:
-    """The teachers of a run on this rank, in the order of the configuration."""
-
-    teachers: Mapping[str, Teacher]
-    """By name, those that predict microbatches."""
-
-    cached: Mapping[str, CachedTeacher]
-    """By name, those whose targets are read from a cache."""
-
-    loaded: list[LoadedTeacher]
-    """All of them, as the objectives read them."""
-
-    laid_out: RunLayout | None
-    """Order of the heads of student and teacher, in a run with a vocabulary layout."""
-
-
-def make_run_teachers(run: StudentParts) -> RunTeachers:
-    """Make every teacher of a run, one after the other; none where it does not distil.
+def make_run_teachers(run: StudentParts) -> dict[str, LoadedTeacher]:
+    """Make every teacher of a run, one after the other, in the order of the configuration.
 
     Collectives: those of each kind.
     """
-    parts = {
-        name: _MAKERS[kind_of(teacher.config)](name, run)
-        for name, teacher in run.plan.teachers.items()
+    return {
+        name: _MAKERS[_kind(teacher)](teacher, run) for name, teacher in run.plan.teachers.items()
     }
-    layouts = [made.laid_out for made in parts.values() if made.laid_out is not None]
-    return RunTeachers(
-        teachers={name: made.teacher for name, made in parts.items() if made.teacher is not None},
-        cached={name: made.cached for name, made in parts.items() if made.cached is not None},
-        loaded=[made.loaded for made in parts.values()],
-        laid_out=layouts[0] if layouts else None,
-    )
 
 
-def kind_of(teacher: TeacherConfig) -> str:
-    """The kind of a teacher, a key of the table of makers."""
-    if teacher.cache is not None:
+def _kind(teacher: TeacherPlan) -> str:
+    if teacher.config.cache is not None:
         return "cache"
-    return "remote" if teacher.is_remote else teacher.library
+    return "remote" if teacher.config.is_remote else teacher.config.library

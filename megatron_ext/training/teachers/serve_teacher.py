@@ -1,22 +1,28 @@
-"""``megatron-ext serve-teacher``: the server of a teacher, for other launches or one parent."""
+"""The server of a teacher, built and loaded on each of its ranks.
+
+``megatron-ext serve-teacher`` calls ``serve_at`` and ``serve_parent``.
+"""
 
 from __future__ import annotations
 
 import secrets
-import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron_ext.distributed import process_groups
-from megatron_ext.distributed.layout import launched_processes
+from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import ConfigError
+from megatron_ext.teachers.formed_targets import whole_head
 from megatron_ext.teachers.listener import ServerTls, TeacherListener, split_address
-from megatron_ext.teachers.server import ReplicaRanks
+from megatron_ext.teachers.server import ReplicaRanks, TeacherServer
+from megatron_ext.teachers.server_limits import ServerLimits
 from megatron_ext.tokenizers import MegatronTokenizerText
-from megatron_ext.training import cpu_megatron
+from megatron_ext.training import rank_phase
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.teacher_config import is_local
 from megatron_ext.training.teachers.identity import (
@@ -24,7 +30,12 @@ from megatron_ext.training.teachers.identity import (
     server_identity,
     weights_identity,
 )
-from megatron_ext.training.teachers.served_teacher import ServedTeacher
+from megatron_ext.training.teachers.live_teacher import (
+    LiveTeacher,
+    check_gives_hidden,
+    formed_targets,
+    live_teacher,
+)
 from megatron_ext.training.teachers.target_checks import described, served_form
 from megatron_ext.training.teachers.teacher_process import (
     TOKEN_VARIABLE,
@@ -32,7 +43,7 @@ from megatron_ext.training.teachers.teacher_process import (
     server_token,
     set_token,
 )
-from megatron_ext.training.watchdog import GRACE, Watchdog
+from megatron_ext.training.watchdog import watched_launch
 
 
 def serve_at(
@@ -65,19 +76,30 @@ def serve_at(
             fix="pass them, or set serving.plain_connection where the network is trusted",
         )
 
-    secret = _made_token(teacher) if token is None else token
+    with watched_launch(teacher.parallel.distributed_timeout_minutes) as timeout:
+        secret = _made_token() if token is None else token
 
-    def listen(ranks: ReplicaRanks, replica: int) -> TeacherListener:
-        at = port + replica if port else 0
-        listener = TeacherListener(f"[{host}]:{at}" if ":" in host else f"{host}:{at}", secret, tls)
-        form = served_form(teacher, tokenizer)
-        _say(f"{described(teacher.name, f'replica {replica} at {listener.address}', form)}")
-        return listener
+        def listen(ranks: ReplicaRanks, replica: int) -> TeacherListener:
+            at = port + replica if port else 0
+            place = f"[{host}]:{at}" if ":" in host else f"{host}:{at}"
+            listener = TeacherListener(place, secret, tls)
+            form = served_form(teacher, tokenizer)
+            print(
+                described(teacher.name, f"replica {replica} at {listener.address}", form),
+                flush=True,
+            )
+            return listener
 
-    def identity() -> Mapping[str, str | int]:
-        return server_identity(teacher, tokenizer, weights_identity(teacher.checkpoint))
-
-    _serve(teacher, tokenizer, identity, listen, until_client_leaves=False)
+        serve_on_rank(
+            teacher,
+            tokenizer,
+            listen,
+            identity=lambda: server_identity(
+                teacher, tokenizer, weights_identity(teacher.checkpoint)
+            ),
+            until_client_leaves=False,
+            collective_timeout=timeout,
+        )
 
 
 def serve_parent(teacher: TeacherPlan, tokenizer: MegatronTokenizerText, descriptor: int) -> None:
@@ -94,54 +116,87 @@ def serve_parent(teacher: TeacherPlan, tokenizer: MegatronTokenizerText, descrip
         parent.announce(listener.address)
         return listener
 
-    def identity() -> Mapping[str, str | int]:
-        return launch_identity(teacher, tokenizer)
-
-    _serve(teacher, tokenizer, identity, listen, until_client_leaves=True)
-
-
-def _serve(
-    teacher: TeacherPlan,
-    tokenizer: MegatronTokenizerText,
-    identity: Callable[[], Mapping[str, str | int]],
-    listen: Callable[[ReplicaRanks, int], TeacherListener],
-    *,
-    until_client_leaves: bool,
-) -> None:
-    if not torch.cuda.is_available():
-        cpu_megatron.install()
-    timeout = timedelta(minutes=teacher.parallel.distributed_timeout_minutes)
-    process_groups.join(timeout + GRACE)
-    with Watchdog(timeout):
-        served = ServedTeacher(
-            teacher=teacher.on_own_ranks, tokenizer=tokenizer, identity=identity, timeout=timeout
+    with watched_launch(teacher.parallel.distributed_timeout_minutes) as timeout:
+        serve_on_rank(
+            teacher,
+            tokenizer,
+            listen,
+            identity=lambda: launch_identity(teacher, tokenizer),
+            until_client_leaves=True,
+            collective_timeout=timeout,
         )
-        served.serve(
-            listen, until_client_leaves=until_client_leaves, collective_timeout=timeout + GRACE
-        )
-    if dist.is_initialized():
-        process_groups.finalize()
 
 
-def _made_token(teacher: TeacherPlan) -> str:
-    """A new token, printed by the first rank and the same on all.
-
-    Collectives: those of ``process_groups.join`` and one broadcast, under torchrun.
-    """
+def _made_token() -> str:
+    """A new token, printed by the first rank and the same on all. One broadcast of objects."""
     tokens = [secrets.token_hex(32)]
-    is_first = True
-    if launched_processes() > 1:
-        if not torch.cuda.is_available():
-            cpu_megatron.install()
-        timeout = timedelta(minutes=teacher.parallel.distributed_timeout_minutes)
-        process_groups.join(timeout + GRACE)
-        dist.broadcast_object_list(tokens, src=0)
-        is_first = dist.get_rank() == 0
-    if is_first:
-        _say(f"token, made for this start: {TOKEN_VARIABLE}={tokens[0]}")
+    dist.broadcast_object_list(tokens, src=0)
+    if dist.get_rank() == 0:
+        print(f"token, made for this start: {TOKEN_VARIABLE}={tokens[0]}", flush=True)
     return tokens[0]
 
 
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+def serve_on_rank(
+    teacher: TeacherPlan,
+    tokenizer: MegatronTokenizerText,
+    listen: Callable[[ReplicaRanks, int], TeacherListener],
+    *,
+    identity: Callable[[], Mapping[str, str | int]],
+    until_client_leaves: bool,
+    collective_timeout: timedelta,
+) -> None:
+    """Build a teacher and answer students; call it on every process of its world.
+
+    Args:
+        teacher: Its plan; the ranks are laid out as its section ``serving`` says.
+        tokenizer: The teacher's.
+        listen: Makes the listener on the main rank of a replica, given the replica's number.
+        identity: Identity of the targets, which may take reading the weights; called on main ranks.
+        collective_timeout: Longest wait in a collective.
+
+    Collectives: those that build and load a model, and of ``TeacherServer.serve``.
+
+    Raises:
+        MegatronExtError: Anything a user can mend.
+    """
+    teacher = teacher.on_own_ranks
+    groups = process_groups.initialize(teacher.parallel.layout, timeout=collective_timeout)
+    rank_phase.enter(f"building the teacher {teacher.name}")
+    form = served_form(teacher, tokenizer)
+    model = live_teacher(teacher, tokenizer, groups)
+    if form.kind == "hidden":
+        where = f"{teacher.section}.serving.targets"
+        check_gives_hidden(model, groups, where=where, why="hidden targets are")
+    ranks = _replica_ranks(groups)
+    tile_rows = teacher.loss.linear_tile_rows
+    serving = f"serving the teacher {teacher.name}"
+    server = TeacherServer(
+        model.teacher,
+        name=teacher.name,
+        formed=formed_targets(form, tokenizer, model.shard, groups, tile_rows=tile_rows),
+        head=partial(_head, model, ranks) if form.kind == "hidden" else None,
+        identity=identity() if ranks.is_main else {},
+        ranks=ranks,
+        # Longest wait for a student to connect or to read an answer.
+        timeout=timedelta(minutes=teacher.parallel.distributed_timeout_minutes),
+        limits=ServerLimits(length=teacher.config.model.seq_length),
+        on_idle=lambda: rank_phase.enter(serving),
+    )
+    rank_phase.enter(serving)
+    listener = listen(ranks, groups.dp_rank) if ranks.is_main else None
+    server.serve(listener, until_client_leaves=until_client_leaves)
+
+
+def _head(model: LiveTeacher, ranks: ReplicaRanks) -> torch.Tensor | None:
+    if model.head is None:
+        return None
+    return whole_head(model.head, model.shard, is_kept=ranks.is_main)
+
+
+def _replica_ranks(groups: ProcessGroups) -> ReplicaRanks:
+    """The ranks of this rank's replica; the main one is the first of the last stage."""
+    if dist.get_world_size() == groups.dp_size:
+        return ReplicaRanks(device=groups.device)
+    group = parallel_state.get_model_parallel_group()
+    last_stage = sorted(dist.get_process_group_ranks(group))[-dist.get_world_size(groups.tp) :]
+    return ReplicaRanks(device=groups.device, group=group, main=last_stage[0])

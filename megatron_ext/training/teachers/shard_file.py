@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from megatron_ext.data.aligner import PackedSample
 from megatron_ext.data.batch import CrossTokenizerBatch, Layout
-from megatron_ext.data.side import Parts, Segment, Side
+from megatron_ext.data.side import Segment, Side
 from megatron_ext.errors import CheckpointError
 from megatron_ext.files import write_bytes
 from megatron_ext.teachers.formed_targets import Records
@@ -66,11 +66,6 @@ class ShardHead(NamedTuple):
         return HEADER_BYTES + WINDOW_BYTES * len(self.windows)
 
 
-def shard_size(*, windows: int, tokens: int, bytes_per_token: int) -> int:
-    """Bytes of a file."""
-    return HEADER_BYTES + WINDOW_BYTES * windows + bytes_per_token * tokens
-
-
 def write_shard(
     path: Path, windows: Sequence[Window], *, bytes_per_token: int, digest: bytes
 ) -> None:
@@ -105,7 +100,7 @@ def read_head(path: Path, *, bytes_per_token: int, digest: bytes) -> ShardHead:
             _, width, count, tokens, of = _HEADER.unpack(header)
             if of != digest or width != bytes_per_token:
                 raise _broken(path, "a file of another cache", "another identity")
-            expected = shard_size(windows=count, tokens=tokens, bytes_per_token=width)
+            expected = HEADER_BYTES + WINDOW_BYTES * count + width * tokens
             size = path.stat().st_size
             if size != expected:
                 raise _broken(path, "a file that is cut off", f"{size} bytes", f"{expected}")
@@ -183,8 +178,8 @@ def side_index(batch: CrossTokenizerBatch, teacher: str) -> int:
 def window_key(segment: Segment) -> bytes:
     """16 bytes, the hash of a window's input ids and labels."""
     digest = hashlib.blake2b(digest_size=KEY_BYTES)
-    for parts in (segment.inputs(), segment.labels()):
-        digest.update(_joined(parts))
+    for part in (*segment.inputs(), *segment.labels()):
+        digest.update(part.astype(_ID, copy=False).tobytes())
     return digest.digest()
 
 
@@ -193,7 +188,3 @@ def _placed(layout: Layout) -> Iterator[PlacedWindow]:
     for segment, start, length in zip(layout.segments, starts, lengths, strict=True):
         if length:
             yield PlacedWindow(window_key(segment), start, length)
-
-
-def _joined(parts: Parts) -> bytes:
-    return b"".join(part.astype(_ID, copy=False).tobytes() for part in parts)

@@ -64,9 +64,10 @@ class TargetCache:
         self._crc = windows["crc"][order]
         width, sizes = self.form.bytes_per_token, [len(head.windows) for head in heads]
         self._shard = np.repeat(np.arange(len(heads)), sizes)[order]
-        starts = [
-            head.first_record + width * _exclusive_sum(head.windows["tokens"]) for head in heads
-        ]
+        starts = []
+        for head in heads:
+            tokens = head.windows["tokens"].astype(np.int64)
+            starts.append(head.first_record + width * (np.cumsum(tokens) - tokens))
         self._start = np.concatenate(starts)[order]
 
     def records(self, key: bytes, length: int) -> Records:
@@ -141,9 +142,3 @@ class TargetCache:
         if shard not in self._maps:
             self._maps[shard] = np.memmap(self._paths[shard], np.uint8, mode="r")
         return self._maps[shard]
-
-
-def _exclusive_sum(counts: NDArray[Any]) -> NDArray[np.int64]:
-    """Starts of consecutive parts of these sizes."""
-    sums: NDArray[np.int64] = np.cumsum(counts, dtype=np.int64)
-    return sums - counts.astype(np.int64)

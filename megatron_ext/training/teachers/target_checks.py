@@ -47,8 +47,7 @@ def described(name: str, placement: str, form: TargetForm) -> str:
 
 def check_targets(
     config: DistillConfig,
-    name: str,
-    objective: Objective,
+    teacher: TeacherPlan,
     form: TargetForm,
     *,
     key: Literal["cache", "serving.targets"],
@@ -61,22 +60,21 @@ def check_targets(
     Raises:
         ConfigError: The objective, or the combination of teachers, needs more.
     """
-    kind, loss = form.kind, config.loss.of_teacher(config.named_teachers[name])
-    where = f"{config.section_of(name)}.{key}"
+    objective = teacher_objective(teacher)
     forms = objective.target_forms
     is_cache = key == "cache"
     targets = "cached targets" if is_cache else "targets of a remote teacher"
-    if kind not in forms:
-        at = " at its temperature" if kind in _at_temperature_1(objective) else ""
+    if form.kind not in forms:
+        at = " at its temperature" if form.kind in _at_temperature_1(objective) else ""
         raise ConfigError(
-            f"the objective {loss.objective} cannot use {targets} of this form{at}",
-            where=where,
+            f"the objective {teacher.loss.objective} cannot use {targets} of this form{at}",
+            where=f"{teacher.section}.{key}",
             got=str(form),
             expected=" or ".join(forms),
             fix=("cache the teacher" if is_cache else "have it send targets")
             + " in that form, or take another objective, see docs/teachers.md",
         )
-    check_exclusions(config, "targets", forms={name: form})
+    check_exclusions(config, "targets", forms={teacher.name: form})
 
 
 def _at_temperature_1(objective: Objective) -> tuple[FormKind, ...]:
@@ -96,8 +94,7 @@ def check_served(config: DistillConfig, inputs: Inputs) -> None:
         if teacher.is_remote:
             plan = TeacherPlan.of(config, name)
             form = served_form(plan, inputs.teachers[name].tokenizer)
-            objective = teacher_objective(plan)
-            check_targets(config, name, objective, form, key="serving.targets")
+            check_targets(config, plan, form, key="serving.targets")
 
 
 def check_caches(config: DistillConfig, inputs: Inputs) -> None:
@@ -113,7 +110,6 @@ def check_caches(config: DistillConfig, inputs: Inputs) -> None:
             continue
         cache = TargetCache(teacher.cache)
         manifest = cache.manifest
-        objective = teacher_objective(TeacherPlan.of(config, name))
-        check_targets(config, name, objective, manifest.form, key="cache")
+        check_targets(config, TeacherPlan.of(config, name), manifest.form, key="cache")
         weights = {WEIGHTS: manifest.identity[WEIGHTS]}
         manifest.check_same(cache_identity(config, inputs, name) | weights, cache.folder)

@@ -18,14 +18,13 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import yaml
 
 from megatron_ext.errors import ConfigError, DistributedError
 from megatron_ext.files import write_text
 from megatron_ext.training.teacher_config import ServingConfig, is_local
-from megatron_ext.training.teachers.own_ranks import Address
 
 FOLDER: Final = "teachers"
 """In the run's folder: configuration and log of each process."""
@@ -43,6 +42,13 @@ child's device is the student's."""
 
 _END_S: Final = 10.0
 _LAST_WORDS_S: Final = 3.0
+
+
+class Address(NamedTuple):
+    """Address and token of one replica of a teacher."""
+
+    address: str
+    token: str
 
 
 class TeacherProcess:
@@ -105,8 +111,10 @@ class TeacherProcess:
         """Exit code or signal, and the last line of its log; None while it runs."""
         with suppress(subprocess.TimeoutExpired):
             code = self._process.wait(_LAST_WORDS_S)
-            ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            return f"{ended}; {_last_line(self.log)}" if code > 0 else ended
+            if code <= 0:
+                return f"killed by {signal.Signals(-code).name}" if code else "exit code 0"
+            lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            return f"exit code {code}; {lines[-1][:300] if lines else 'no word'}"
         return None
 
     def close(self) -> None:
@@ -150,11 +158,6 @@ def _environment() -> dict[str, str]:
         for key, value in os.environ.items()
         if key not in _LAUNCH_VARIABLES and not key.startswith("TORCHELASTIC")
     }
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1][:300] if lines else "no word"
 
 
 TOKEN_VARIABLE: Final = "MEGATRON_EXT_TEACHER_KEY"

@@ -10,6 +10,7 @@ from megatron_ext.training.config import ParallelConfig, TrainingConfig
 from megatron_ext.training.dry_run.memory import rank_memory, stage_activations
 from megatron_ext.training.dry_run.plan import ModelShape
 from megatron_ext.training.models import build_model_chunks
+from megatron_ext.training.run_plan import RunPlan
 from megatron_ext.training.student import Student
 from tests.process_group import run_ranks
 from tests.training.dry_run.planned_runs import (
@@ -55,9 +56,7 @@ def measure_optimizer(rank, cases):
             training=config.training,
             groups=groups,
         )
-        student = Student(
-            chunks, optimizer=config.optimizer, training=config.training, parallel=config.parallel
-        )
+        student = Student(chunks, RunPlan.of(config))
         for weight in chunks[0].parameters():
             weight.main_grad.fill_(1e-3)
         student.update()
