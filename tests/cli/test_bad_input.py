@@ -20,12 +20,7 @@ from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.training.arguments import config_flags
 from megatron_ext.training.run_folder import check_run_folder, config_values, record_run
 from tests.cli.run_files import refusal, start, write_config
-from tests.training.tiny_run import (
-    STUDENT_VOCAB_SIZE,
-    student_run,
-    write_corpus,
-    write_rank_list,
-)
+from tests.training.tiny_run import STUDENT_VOCAB_SIZE, student_run, write_corpus, write_rank_list
 
 PREFIX = "megatron-ext: error: "
 Values = dict[str, Any]

@@ -14,12 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.distributed.context_parallel import SequenceLayout, SequenceOrder
-from megatron_ext.losses import (
-    LOSS_REGISTRY,
-    BoundaryColumns,
-    DistillationInputs,
-    TeacherTargets,
-)
+from megatron_ext.losses import LOSS_REGISTRY, BoundaryColumns, DistillationInputs, TeacherTargets
 from megatron_ext.losses.completions import ChunkCompletions
 from megatron_ext.losses.context_parallel import ContextParallelPlan
 from megatron_ext.losses.teacher_scores import TeacherText, sample_scores

@@ -70,11 +70,7 @@ def hidden_states(*, chunks: int = 4, from_heads: bool = False, **options: Any) 
                 teacher_shard=targets.shard,
             )
         inputs = replace(
-            inputs,
-            student_hidden=hidden,
-            student_head_weight=head,
-            teacher=targets,
-            match=match,
+            inputs, student_hidden=hidden, student_head_weight=head, teacher=targets, match=match
         )
         output = LOSS_REGISTRY["dskd"](projectors=projectors, **options)(inputs)
         weights = list(projectors.parameters())

@@ -42,9 +42,7 @@ def ranks() -> list[dict[str, dict[Case, Rank]]]:
 @pytest.mark.parametrize("name", GROUPS)
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_sums_and_gradients_over_the_ranks_are_those_of_whole_sequences(
-    case: Case,
-    name: str,
-    ranks: list[dict[str, dict[Case, Rank]]],
+    case: Case, name: str, ranks: list[dict[str, dict[Case, Rank]]]
 ) -> None:
     chunks, order, _, objective = case
     whole = whole_inputs(chunks)

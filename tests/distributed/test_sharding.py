@@ -17,9 +17,7 @@ def unsharded() -> Result:
 
 
 @pytest.fixture(scope="module")
-def ranks(
-    spawned: list[tuple[dict[int, Result], dict[str, list[str]]]],
-) -> list[dict[int, Result]]:
+def ranks(spawned: list[tuple[dict[int, Result], dict[str, list[str]]]]) -> list[dict[int, Result]]:
     return [results for results, _ in spawned]
 
 

@@ -194,10 +194,7 @@ class Victim:
         from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
         tensor = ShardedTensor.from_rank_offsets("weight", self._tensor)
-        return {
-            "weight": tensor,
-            "random": ShardedObject("random", {"seed": [1, 2]}, (1,), (0,)),
-        }
+        return {"weight": tensor, "random": ShardedObject("random", {"seed": [1, 2]}, (1,), (0,))}
 
     def _load(self) -> None:
         load_checkpoint(self.path, self._state())

@@ -78,10 +78,7 @@ SMALL: Final = (
         for file in _TEXTS
         for strict in ("", "--strict")
     ),
-    _target(
-        f"tokenize --input chat.jsonl {_OUTPUT} --tokenizer-mode sft",
-        "chat.jsonl",
-    ),
+    _target(f"tokenize --input chat.jsonl {_OUTPUT} --tokenizer-mode sft", "chat.jsonl"),
     _target(
         "align text.jsonl --student hf --teacher ranks.json --json out/a.json",
         *("text.jsonl", "hf/tokenizer.json", "ranks.json"),

@@ -772,10 +772,7 @@ _OPERATIONS_ONLISTS: Final = (
 
 def _table() -> dict[str, Attack]:
     table = {name: Attack(source) for name, source in BY_HAND.items()}
-    for values, operations in (
-        (TEXTS, _OPERATIONS_ONTEXTS),
-        (LISTS, _OPERATIONS_ONLISTS),
-    ):
+    for values, operations in ((TEXTS, _OPERATIONS_ONTEXTS), (LISTS, _OPERATIONS_ONLISTS)):
         for name, value in values.items():
             for operation in operations:
                 source = "{% set n = namespace() %}" + _again(value, operation)

@@ -12,12 +12,7 @@ import torch
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.errors import LossError
-from megatron_ext.losses import (
-    LOSS_REGISTRY,
-    DistillationInputs,
-    LossOutput,
-    TargetKind,
-)
+from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs, LossOutput, TargetKind
 from megatron_ext.losses.completions import ChunkCompletions
 from tests.losses import microbatch
 from tests.losses.microbatch import Microbatch

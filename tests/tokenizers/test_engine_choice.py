@@ -127,9 +127,7 @@ def test_a_pipeline_that_the_engine_would_read_otherwise_is_refused(adapter, cha
         return [row.ids for row in changed.encode_batch(list(texts), add_special_tokens=False)]
 
     encoder = encoder_of(
-        adapter,
-        build=lambda: huggingface_engine(changed.to_str(), "here"),
-        reference=library,
+        adapter, build=lambda: huggingface_engine(changed.to_str(), "here"), reference=library
     )
     encoder.prepare()
     assert not encoder.is_fast

@@ -11,12 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_ext import (
-    CrossTokenizerCollator,
-    SparseProjection,
-    TeacherCTSpec,
-    TokenAligner,
-)
+from megatron_ext import CrossTokenizerCollator, SparseProjection, TeacherCTSpec, TokenAligner
 from megatron_ext.conversation import (
     PROMPT_FORMAT_REGISTRY,
     apply_chat_template,

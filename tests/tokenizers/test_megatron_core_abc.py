@@ -67,9 +67,7 @@ def run(code: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "code",
-    [BUILD + IMPORT + CHECK, IMPORT + BUILD + CHECK],
-    ids=["ours-first", "theirs-first"],
+    "code", [BUILD + IMPORT + CHECK, IMPORT + BUILD + CHECK], ids=["ours-first", "theirs-first"]
 )
 def test_both_import_orders_make_ours_count_as_theirs(stand_in, code):
     run(code, stand_in)

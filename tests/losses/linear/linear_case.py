@@ -97,11 +97,7 @@ def by_logits(
         total=total.detach(),
         outputs=outputs,
         **dict(
-            zip(
-                ("d_hidden", "d_weight"),
-                torch.autograd.grad(total, [hidden, weight]),
-                strict=True,
-            )
+            zip(("d_hidden", "d_weight"), torch.autograd.grad(total, [hidden, weight]), strict=True)
         ),
     )
 
