@@ -3,8 +3,6 @@
 B batch, T tokens, V vocabularies.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Objectives that ask for more than logits, on one rank; rows of ``sharded_cases.CASES``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

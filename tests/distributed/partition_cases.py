@@ -1,7 +1,5 @@
 """Partition KL and a learned projection on one rank, for ``sharded_cases.py``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Everything vocab-parallel on one rank, for ``test_sharding.py`` to put together again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace

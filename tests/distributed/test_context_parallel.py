@@ -1,7 +1,5 @@
 """Sums and gradients of sequences cut over ranks are those of whole sequences."""
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The linear form of a sharded head is that of a whole one, on every rank alike."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every vocab-parallel value and gradient is the unsharded one, for 1, 2 and 4 shards."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -6,8 +6,6 @@ line of ours, and run nothing. ``python -m tests.hostile.checkpoint_attacks SECO
 the counts.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -4,8 +4,6 @@ The long table is made of expressions that are evaluated again and again on larg
 stranger would write by hand stands first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final

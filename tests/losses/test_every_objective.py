@@ -1,7 +1,5 @@
 """The rules that hold for every row of ``LOSS_REGISTRY``; cases are in ``objective_cases.py``."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import fields, replace
 from typing import Any, get_args

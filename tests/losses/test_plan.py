@@ -1,7 +1,5 @@
 """The loss that a run computes is that of its objectives, weighted and divided."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Published vocabularies and texts, where they are at hand."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from functools import cache

@@ -1,7 +1,5 @@
 """A tokenizer saved to a folder and built again from it, for every library."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

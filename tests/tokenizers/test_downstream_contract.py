@@ -5,8 +5,6 @@ megatron/core/inference (controllers, engines, servers), megatron/rl/rl_utils.py
 megatron/training/checkpointing.py, of core 0.16.1 and of main in August 2026.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import pickle

@@ -1,7 +1,5 @@
 """When the fast engine is used, and what is said when it cannot be."""
 
-from __future__ import annotations
-
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor

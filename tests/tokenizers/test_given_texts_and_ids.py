@@ -1,7 +1,5 @@
 """What a tokenizer is given that is no text or no id is one clear error, with every library."""
 
-from __future__ import annotations
-
 import copy
 import multiprocessing
 import pickle

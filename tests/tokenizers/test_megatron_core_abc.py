@@ -4,8 +4,6 @@ Stand-ins are laid out as megatron-core is, which takes seconds to import; the r
 where its datasets are.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

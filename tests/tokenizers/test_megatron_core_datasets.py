@@ -1,7 +1,5 @@
 """megatron-core's own datasets, driven by tokenizers of every library."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Megatron's named tokenizers, built from the vocabulary files of GPT-2 and BERT."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What Megatron's parsed flags mean: every old type, in every release that parsed it."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import warnings

@@ -1,7 +1,5 @@
 """SentencePiece with special tokens of the user's, in both modes, and with every space kept."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import re

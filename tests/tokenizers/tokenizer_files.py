@@ -1,7 +1,5 @@
 """Tokenizer files for tests: the vocabularies of mistral-common, and small ones trained here."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json

@@ -3,8 +3,6 @@
 B batch, T tokens, Vp columns, D hidden, C chunks.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """ALM against its definition, chunk by chunk; the rules of all objectives are tested elsewhere."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """GOLD and hybrid KL against dense torch in fp64, their metrics, and what they refuse."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, get_args
 

@@ -1,7 +1,5 @@
 """ULD over chunks and by position against dense torch in fp64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
