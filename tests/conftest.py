@@ -1,5 +1,6 @@
 """What holds for every test."""
 
+import gc
 import os
 
 import torch
@@ -8,6 +9,9 @@ from hypothesis import settings
 from tests.durations import DurationRecorder, longest_first
 from tests.fork_server import fork_server
 from tests.unsynced_disk import do_not_wait_for_the_disk
+
+# Nothing that is imported and collected is garbage, and to look for some takes a third of the time.
+gc.disable()
 
 # Triton decides as it is imported whether kernels are compiled for a GPU or run in Python.
 if not torch.cuda.is_available():
@@ -55,6 +59,12 @@ def pytest_collection_modifyitems(items):
         return ranks.get(folder, len(ranks))
 
     items.sort(key=rank)
+
+
+def pytest_collection_finish():
+    """Look for garbage from here on, among what the tests make."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_xdist_auto_num_workers():

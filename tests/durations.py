@@ -3,8 +3,6 @@
 Run the whole suite with MEGATRON_EXT_RECORD_DURATIONS=1 to write ``durations.json``.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from contextlib import suppress

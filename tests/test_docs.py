@@ -1,14 +1,13 @@
 """The documentation says what is so: programs run, links lead somewhere, references are current."""
 
 import json
-import os
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.fork_server import run_forked
 
 ROOT = Path(__file__).parents[1]
 HOMES = (ROOT, ROOT / "megatron_ext")
@@ -48,17 +47,10 @@ def links():
 
 @pytest.mark.parametrize(("program", "output"), programs())
 def test_a_program_in_the_documentation_prints_what_is_said(program, output, tmp_path):
-    finished = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"},
-        capture_output=True,
-        encoding="utf-8",
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
+    code, printed, errors = run_forked(tmp_path, exec, program, {"__name__": "__main__"})
+    assert code == 0, errors
     if output is not None:
-        assert finished.stdout == output
+        assert printed == output
 
 
 @pytest.mark.parametrize(("page", "link"), links())

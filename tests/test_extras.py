@@ -1,14 +1,16 @@
 """Without a package that an extra brings, one line says which extra to install."""
 
+import gc
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from megatron_ext.errors import MissingDependencyError
-from megatron_ext.extras import EXTRA_OF, missing_package, needed_packages
+from megatron_ext.extras import EXTRA_OF, large_imports, missing_package, needed_packages
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -95,3 +97,12 @@ def requirements():
         extra: {re.split(r"[^\w-]", package)[0] for package in packages}
         for extra, packages in extras.items()
     }
+
+
+@pytest.mark.parametrize("error", [None, ImportError])
+def test_large_imports_look_for_no_garbage_and_what_follows_does(error):
+    with pytest.raises(error) if error else nullcontext(), large_imports():
+        assert not gc.isenabled()
+        if error:
+            raise error
+    assert gc.isenabled()

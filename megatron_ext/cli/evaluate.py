@@ -22,6 +22,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.evaluation.lm_eval_tasks import PREFIX, LmEvalTask
 from megatron_ext.evaluation.run_tasks import results_table, write_results, write_samples
 from megatron_ext.evaluation.tasks import TASKS, Task, TaskOptions
+from megatron_ext.extras import large_imports
 
 if TYPE_CHECKING:
     from megatron_ext.evaluation.megatron_language_model import MegatronLanguageModel
@@ -116,8 +117,12 @@ def run(arguments: argparse.Namespace) -> None:
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
     # Imported after all other checks: megatron-core and torch take seconds to load.
-    from megatron_ext.distributed import process_groups
-    from megatron_ext.evaluation.megatron_language_model import ModelOptions, load_language_model
+    with large_imports():
+        from megatron_ext.distributed import process_groups
+        from megatron_ext.evaluation.megatron_language_model import (
+            ModelOptions,
+            load_language_model,
+        )
 
     names = (field for field in ModelOptions.__dataclass_fields__)
     options = ModelOptions(**{name: getattr(arguments, name) for name in names})

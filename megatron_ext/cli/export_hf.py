@@ -15,6 +15,7 @@ import warnings
 from pathlib import Path
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.extras import large_imports
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +50,8 @@ def run(arguments: argparse.Namespace) -> None:
         )
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
-    from megatron_ext.training.export_checkpoint import DTYPES, export_huggingface
+    with large_imports():
+        from megatron_ext.training.export_checkpoint import DTYPES, export_huggingface
 
     export_huggingface(
         arguments.checkpoint,

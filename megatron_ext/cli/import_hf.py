@@ -14,6 +14,8 @@ import sys
 import warnings
 from pathlib import Path
 
+from megatron_ext.extras import large_imports
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the verb."""
@@ -25,7 +27,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Import, and print the folder of the checkpoint."""
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
-    from megatron_ext.training.import_checkpoint import import_huggingface
+    with large_imports():
+        from megatron_ext.training.import_checkpoint import import_huggingface
 
     checkpoint = import_huggingface(arguments.folder, arguments.output)
     sys.stdout.write(f"{checkpoint}\n")

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from megatron_ext.cli.output import named_teacher
 from megatron_ext.errors import ConfigError
+from megatron_ext.extras import large_imports
 from megatron_ext.training.arguments import add_config_arguments, config_from_arguments
 from megatron_ext.training.inputs import read_served_teacher
 from megatron_ext.training.run_plan import TeacherPlan
@@ -68,7 +69,8 @@ def run(arguments: argparse.Namespace) -> None:
     tokenizer = read_served_teacher(teacher)
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
-    from megatron_ext.training.teachers.serve_teacher import serve_at, serve_parent
+    with large_imports():
+        from megatron_ext.training.teachers.serve_teacher import serve_at, serve_parent
 
     if arguments.parent_fd is not None:
         from megatron_ext.training.faults import leave_signals_to_the_student

@@ -6,11 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.alignment import align_byte_ends
-from megatron_ext.alignment.control_pairs import (
-    NO_CLASS,
-    ControlClasses,
-    match_control_tokens,
-)
+from megatron_ext.alignment.control_pairs import NO_CLASS, ControlClasses, match_control_tokens
 from megatron_ext.constants import NO_CHUNK
 from tests.alignment.brute_force import assert_swapped
 from tests.alignment.byte_end_strategies import ends_of

@@ -1,7 +1,5 @@
 """A page as a browser reads it."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

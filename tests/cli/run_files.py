@@ -1,7 +1,5 @@
 """Configuration files of the tiny run, and the command line in a process of its own."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import signal

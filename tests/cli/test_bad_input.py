@@ -20,7 +20,7 @@ from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.training.arguments import config_flags
 from megatron_ext.training.run_folder import check_run_folder, config_values, record_run
 from tests.cli.run_files import refusal, start, write_config
-from tests.training.tiny_run import student_run, write_corpus, write_rank_list
+from tests.training.tiny_run import STUDENT_VOCAB_SIZE, student_run, write_corpus, write_rank_list
 
 PREFIX = "megatron-ext: error: "
 Values = dict[str, Any]
@@ -276,7 +276,7 @@ def test_a_projection_of_another_pair_is_refused(values, refused, tmp_path):
     line = refused()
     assert line.startswith(f"{file}: this projection was built for another student; got a vocab")
     assert "1400 ids" in line
-    assert "8001 ids" in line
+    assert f"{STUDENT_VOCAB_SIZE} ids" in line
 
 
 @pytest.mark.parametrize("exists", [False, True], ids=["absent", "empty"])

@@ -1,6 +1,5 @@
 """A recording that is killed goes on, and says what its files take."""
 
-import dataclasses
 import json
 import re
 import time
@@ -13,7 +12,7 @@ from megatron_ext.errors import ConfigError, UnknownNameError
 from megatron_ext.training.run_folder import config_values
 from tests.cli.run_files import PreloadedRun, refusal, write_config
 from tests.training.dry_run.planned_runs import planned_run
-from tests.training.tiny_run import student_run, write_corpus
+from tests.training.tiny_run import changed, student_run, write_corpus
 
 
 def test_a_recording_that_is_killed_goes_on_where_it_was(folder):
@@ -72,7 +71,7 @@ def _files(cache):
 
 ONE = planned_run()
 assert ONE.teacher is not None
-TWO = dataclasses.replace(ONE, teacher=None, teachers={"a": ONE.teacher, "b": ONE.teacher})
+TWO = changed(ONE, teacher=None, teachers={"a": ONE.teacher, "b": ONE.teacher})
 
 
 def test_the_only_teacher_needs_no_name():
@@ -81,8 +80,7 @@ def test_the_only_teacher_needs_no_name():
 
 
 def test_what_is_missing_or_wrong_is_said_with_what_there_is():
-    loss = dataclasses.replace(ONE.loss, objective="next_token")
-    alone = dataclasses.replace(ONE, teacher=None, loss=loss)
+    alone = changed(ONE, teacher=None, loss={"objective": "next_token"})
     with pytest.raises(ConfigError, match="no teacher to serve"):
         named_teacher(alone, None, what_for="serve")
     with pytest.raises(ConfigError, match=r"several teachers.*one of a, b"):

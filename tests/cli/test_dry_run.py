@@ -1,6 +1,5 @@
 """``megatron-ext distill --dry-run`` finds what is wrong, says what it takes, leaves nothing."""
 
-import dataclasses
 import subprocess
 import sys
 
@@ -13,7 +12,7 @@ from megatron_ext.projection.nemo.legacy_file import write_legacy_file
 from megatron_ext.tokenizers import build_tokenizer
 from megatron_ext.training.dry_run import dry_run
 from tests.cli.run_files import REPOSITORY, contents, refusal, write_config
-from tests.training.tiny_run import student_run
+from tests.training.tiny_run import changed, student_run
 
 _EIGHT_PROCESSES = ("--dry-run", "--world-size", "8")
 _LOADED = """
@@ -62,7 +61,7 @@ def test_a_projection_file_of_the_known_tools_is_read_as_one_of_ours(folder, tmp
     )
     path = tmp_path / "map.pt"
     write_legacy_file(SparseProjection.from_tokenizers(student, teacher), path)
-    config = dataclasses.replace(config, projection=str(path))
+    config = changed(config, projection=str(path))
     dry_run(config, world_size=1)
     assert capsys.readouterr().err == ""
     content = torch.load(path, weights_only=True)
@@ -86,17 +85,14 @@ def test_processes_that_make_no_whole_replica_are_refused(folder):
 )
 def test_a_teacher_that_its_checkpoint_does_not_fit_is_found(folder, change, message):
     config = student_run(folder, "planned")
-    model = dataclasses.replace(config.teacher.model, **change)
-    wrong = dataclasses.replace(config, teacher=dataclasses.replace(config.teacher, model=model))
     with pytest.raises(CheckpointError, match=message):
-        dry_run(wrong, world_size=1)
+        dry_run(changed(config, teacher={"model": change}), world_size=1)
 
 
 def test_a_teacher_of_another_tokenizer_is_found(folder):
     config = student_run(folder, "planned")
-    teacher = dataclasses.replace(config.teacher, tokenizer=config.tokenizer)
     with pytest.raises(CheckpointError, match="another tokenizer"):
-        dry_run(dataclasses.replace(config, teacher=teacher), world_size=1)
+        dry_run(changed(config, teacher={"tokenizer": config.tokenizer}), world_size=1)
 
 
 def test_a_run_is_not_planned_by_halves(folder, capsys):

@@ -22,7 +22,7 @@ from megatron_ext.cli.pages.run_charts import SIDE, Chart, Curve, means, smoothe
 from megatron_ext.training.faults import FaultCounts
 from tests.cli.html_page import HtmlPage
 from tests.cli.run_files import refusal
-from tests.training.tiny_run import _sentencepiece, write_rank_list
+from tests.training.tiny_run import vocabulary, write_rank_list
 
 pytest.importorskip("mistral_common")
 
@@ -37,11 +37,14 @@ def tokenizers(tmp_path_factory):
     return {
         "tokenizer": {
             "library": "tiktoken",
-            "model": str(write_rank_list(folder)),
+            "model": str(write_rank_list(folder, 8001)),
             "tiktoken_num_special_tokens": 100,
             "vocab_size": 8001,
         },
-        "teacher": {"library": "sentencepiece", "model": str(_sentencepiece(folder))},
+        "teacher": {
+            "library": "sentencepiece",
+            "model": vocabulary("mistral_instruct_tokenizer_240323.model.v3"),
+        },
     }
 
 

@@ -1,6 +1,5 @@
 """A run that is killed and started again is the run that was never killed."""
 
-import dataclasses
 import signal
 import time
 from pathlib import Path
@@ -19,7 +18,7 @@ from megatron_ext.training.run_folder import (
     TOKENIZER_FOLDER,
 )
 from tests.cli.run_files import PreloadedRun, contents, write_config
-from tests.training.tiny_run import student_run
+from tests.training.tiny_run import changed, student_run
 
 ITERATIONS = 6
 SAVE_INTERVAL = 2
@@ -104,16 +103,10 @@ def test_a_finished_run_started_again_says_so_and_changes_nothing(folder, killed
 
 
 def _student(folder, name):
-    config = student_run(folder, name)
-    training = dataclasses.replace(
-        config.training,
-        train_iters=ITERATIONS,
-        # Steps long enough for a moment between two of them to be met.
-        global_batch_size=8,
-        save_interval=SAVE_INTERVAL,
-        eval_interval=4,
-    )
-    return dataclasses.replace(config, training=training)
+    # Steps long enough for a moment between two of them to be met.
+    config = student_run(folder, name, global_batch_size=8)
+    training = {"train_iters": ITERATIONS, "save_interval": SAVE_INTERVAL, "eval_interval": 4}
+    return changed(config, training=training)
 
 
 def _killed_run(folder):

@@ -4,8 +4,6 @@ This knows nothing of provenance: answers are searched for by their markers, as 
 in conversations whose contents hold none of these markers.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A tokenizer whose ids are the bytes of a text, and after them control tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

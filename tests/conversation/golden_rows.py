@@ -4,8 +4,6 @@
 ``docs/prompt_formats.md`` shows the same list with the same numbers.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

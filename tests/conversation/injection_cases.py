@@ -1,7 +1,5 @@
 """What the tests of injection say in a conversation, and how they find what was forged."""
 
-from __future__ import annotations
-
 import html
 import json
 import unicodedata

@@ -1,7 +1,5 @@
 """Tokenizers of every library that know the control tokens of every prompt format."""
 
-from __future__ import annotations
-
 from importlib.resources import files
 from pathlib import Path
 from typing import Any

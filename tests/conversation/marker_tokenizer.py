@@ -1,7 +1,5 @@
 """A tokenizer of bytes that knows all markers of a template as control tokens."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from functools import cached_property

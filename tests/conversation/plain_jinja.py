@@ -1,7 +1,5 @@
 """Templates in an environment without provenance, set up as transformers sets it up."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -9,8 +9,6 @@ Where the format refuses a conversation, the message that it refuses stands ther
 writes the files anew: look at the difference before it is committed.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace

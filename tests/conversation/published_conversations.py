@@ -1,7 +1,5 @@
 """Conversations from published data sets, as templates take them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Random conversations, as bad as people and programs write them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import strategies as st

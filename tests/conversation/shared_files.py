@@ -1,7 +1,5 @@
 """Published files that are no part of the repository; tests that need them skip without."""
 
-from __future__ import annotations
-
 import os
 from functools import lru_cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Answers are found in any template, by where the characters came from."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

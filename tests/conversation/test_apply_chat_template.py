@@ -1,7 +1,5 @@
 """Any template on any tokenizer, with the special tokens that it has."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_ext.conversation import apply_chat_template

@@ -1,7 +1,5 @@
 """Contents may be lists of parts and show images, whether the template takes them or not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -7,8 +7,6 @@
 * Content makes no control token.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import re

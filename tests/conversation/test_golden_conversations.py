@@ -1,7 +1,5 @@
 """Every published row of the original is met id for id, or belongs to a difference that is true."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections import Counter

@@ -13,8 +13,6 @@ their own, which no content could do without; and the unknown token, which stand
 that the vocabulary does not have.
 """
 
-from __future__ import annotations
-
 import html
 import re
 from collections.abc import Callable

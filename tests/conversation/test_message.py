@@ -1,7 +1,5 @@
 """What is no conversation is refused with the place that is wrong."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

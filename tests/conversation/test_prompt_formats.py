@@ -1,7 +1,5 @@
 """The prompt formats: what they need, what they write, and what of it is trained."""
 
-from __future__ import annotations
-
 import runpy
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which schema records have, and records of one question."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """Turns of OpenAI's and ShareGPT's records as messages."""
 
-from __future__ import annotations
-
 import copy
 import json
 from typing import Any

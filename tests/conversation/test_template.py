@@ -1,7 +1,5 @@
 """Templates render as transformers renders them, and every character knows its source."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

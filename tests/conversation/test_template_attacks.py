@@ -3,8 +3,6 @@
 Templates that try to take all time or memory are in ``tests/hostile``.
 """
 
-from __future__ import annotations
-
 from itertools import product
 from threading import Thread
 from typing import Any

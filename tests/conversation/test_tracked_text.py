@@ -1,7 +1,5 @@
 """Whatever is done with tracked text, JSON too, each character remembers where it came from."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What is trained of published conversations in published templates is what can be read there."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

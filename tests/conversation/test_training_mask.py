@@ -1,7 +1,5 @@
 """A token is trained when all of it is, and a first word is when only white space goes before."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 import numpy as np

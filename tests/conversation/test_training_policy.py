@@ -1,7 +1,5 @@
 """A policy says which messages are trained, and which parts of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

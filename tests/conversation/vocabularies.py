@@ -3,8 +3,6 @@
 Those here are made in a second; the published ones are read where they are at hand.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

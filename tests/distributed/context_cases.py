@@ -3,8 +3,6 @@
 B batch, T tokens, V vocabularies.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -14,12 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.distributed.context_parallel import SequenceLayout, SequenceOrder
-from megatron_ext.losses import (
-    LOSS_REGISTRY,
-    BoundaryColumns,
-    DistillationInputs,
-    TeacherTargets,
-)
+from megatron_ext.losses import LOSS_REGISTRY, BoundaryColumns, DistillationInputs, TeacherTargets
 from megatron_ext.losses.completions import ChunkCompletions
 from megatron_ext.losses.context_parallel import ContextParallelPlan
 from megatron_ext.losses.teacher_scores import TeacherText, sample_scores

@@ -1,7 +1,5 @@
 """Objectives over tokens, and over hidden states, of sequences cut over context-parallel ranks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """What the ranks of ``test_process_group.py`` run."""
 
-from __future__ import annotations
-
 import time
 
 import torch

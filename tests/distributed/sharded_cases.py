@@ -1,10 +1,9 @@
 """Everything vocab-parallel on one rank, for ``test_sharding.py`` to put together again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -12,18 +11,20 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.distributed import shard_collectives as collectives
-from megatron_ext.distributed import vocab_parallel
 from megatron_ext.distributed import vocab_parallel as vp
-from megatron_ext.losses import LOSS_REGISTRY, LossOutput, TargetKind
+from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs, TargetKind
 from megatron_ext.ops.top_columns import top_columns, top_log_probs
-from tests.distributed.hidden_state_cases import hidden_states, likelihoods
-from tests.distributed.partition_cases import CASES as PARTITION_CASES
-from tests.distributed.partition_cases import completed
+from tests.distributed.sharded_inputs import (
+    PADDING,
+    Case,
+    completed,
+    hidden_states,
+    learned_projection,
+    replicated,
+    with_boundaries,
+)
 from tests.losses.microbatch import Microbatch, columns, vocab_shard
 from tests.losses.objective_cases import as_kind
-
-PADDING = (15, 5)
-"""37 + 15 student columns in four shards of 13: the last one is padding alone."""
 
 ONE_TOKENIZER: dict[str, Any] = {"vocabs": (37, 37), "lengths": (8, 8)}
 """Sizes of a batch in which both models read the same tokens."""
@@ -109,28 +110,40 @@ def _objective(
     *,
     chunks: int = 4,
     shift: float = 0.0,
+    is_rounded: bool = False,
     same_tokenizer: bool = False,
     kind: TargetKind = "logits",
+    slice_elements: int | None = None,
+    more: Callable[[Microbatch, DistillationInputs], DistillationInputs] | None = None,
     **options: Any,
-) -> Callable[[int, int, Any], tuple[list[torch.Tensor], torch.Tensor]]:
+) -> Case:
+    """An objective with ``options``; ``more`` adds to the inputs that are made of a batch."""
+
     def run(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
-        sizes: dict[str, Any] = {"chunks": chunks}
-        padding = PADDING
-        if same_tokenizer:
-            sizes |= ONE_TOKENIZER
-            padding = (PADDING[0], PADDING[0])
-        batch = Microbatch.random(**sizes)
+        sizes = ONE_TOKENIZER if same_tokenizer else {}
+        padding = (PADDING[0], PADDING[0]) if same_tokenizer else PADDING
+        batch = Microbatch.random(chunks=chunks, **sizes)
         batch.student_logits.add_(shift)
+        if is_rounded:
+            batch.student_logits.round_()
+            batch.teacher_logits.round_()
         inputs = batch.inputs(rank=rank, ranks=ranks, group=group, padding=padding)
+        if more is not None:
+            inputs = more(batch, inputs)
         if kind == "topk":
             whole = as_kind(batch.inputs(), kind, top_k=9).teacher
             inputs = replace(inputs, teacher=replace(whole, shard=inputs.teacher.shard))
-        output: LossOutput = LOSS_REGISTRY[name](**options)(inputs)
-        (grad,) = torch.autograd.grad(output.loss_sum, inputs.student_logits)
-        pairs = [part for pair in output.metrics.values() for part in pair]
-        return [output.loss_sum.detach(), output.count, *pairs], grad
+        elements = slice_elements or vp.SLICE_ELEMENTS["cpu"]
+        with patch.dict(vp.SLICE_ELEMENTS, cpu=elements):
+            output = LOSS_REGISTRY[name](**options)(inputs)
+            (grad,) = torch.autograd.grad(output.loss_sum, inputs.student_logits)
+        return replicated(output), grad
 
     return run
+
+
+_likelihoods = partial(_objective, "alm", more=with_boundaries)
+_partition = partial(_objective, "partition_kl", more=completed)
 
 
 def _top_columns(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -150,32 +163,7 @@ def _top_log_probs(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor
     return [part for top in found for part in (top.token_id, top.log_prob)], full.new_zeros(1, 0)
 
 
-def _sliced(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The projected KL in slices of a few rows, with collectives in each."""
-    with patch.dict(vocab_parallel.SLICE_ELEMENTS, cpu=160):
-        return _objective("projected_kl")(rank, ranks, group)
-
-
-def _tied(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Sorted L1 of many equal probabilities, in different shards."""
-    random = Microbatch.random
-
-    def rounded(**sizes: Any) -> Microbatch:
-        batch = random(**sizes)
-        batch.student_logits.round_()
-        batch.teacher_logits.round_()
-        return batch
-
-    with patch.object(Microbatch, "random", rounded):
-        return _objective("uld", top_u=9)(rank, ranks, group)
-
-
-def _gold_in_slices(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
-    with patch.dict(vocab_parallel.SLICE_ELEMENTS, cpu=160):
-        return _objective("gold", uncommon_topk=4)(rank, ranks, group)
-
-
-CASES: dict[str, Callable[[int, int, Any], tuple[list[torch.Tensor], torch.Tensor]]] = {
+CASES: dict[str, Case] = {
     "log-softmax": _log_softmax,
     "copy to shards": _copy_to_shards,
     "reduce-scatter": _reduce_scatter,
@@ -203,7 +191,8 @@ CASES: dict[str, Callable[[int, int, Any], tuple[list[torch.Tensor], torch.Tenso
     "top columns of equal logits": _top_columns,
     "top log-probabilities of equal logits": _top_log_probs,
     "projected KL without chunks": _objective("projected_kl", chunks=0),
-    "projected KL in slices": _sliced,
+    # With collectives in each.
+    "projected KL in slices": _objective("projected_kl", slice_elements=160),
     "projected KL as nemo": _objective("projected_kl", numerics="nemo", vocab_topk=8),
     "reverse projected KL as nemo": _objective(
         "projected_kl", numerics="nemo", direction="reverse", temperature=1.4
@@ -212,7 +201,7 @@ CASES: dict[str, Callable[[int, int, Any], tuple[list[torch.Tensor], torch.Tenso
     "reverse gold": _objective("gold", direction="reverse", uncommon_topk=4),
     "Jensen-Shannon gold": _objective("gold", direction="jensen_shannon"),
     "gold without chunks": _objective("gold", chunks=0),
-    "gold in slices": _gold_in_slices,
+    "gold in slices": _objective("gold", uncommon_topk=4, slice_elements=160),
     "gold as nemo": _objective("gold", numerics="nemo", uncommon_topk=4),
     # Its gradient is a difference of larger terms, in fp32 by autograd; less so when softened.
     "reverse hybrid KL as nemo": _objective(
@@ -220,12 +209,13 @@ CASES: dict[str, Callable[[int, int, Any], tuple[list[torch.Tensor], torch.Tenso
     ),
     "uld": _objective("uld", temperature=1.4),
     "uld over the largest": _objective("uld", top_u=3),
-    "uld of tied logits": _tied,
+    # Many equal probabilities, in different shards.
+    "uld of tied logits": _objective("uld", top_u=9, is_rounded=True),
     "uld by position": _objective("uld", alignment="position"),
-    "alm": likelihoods(),
-    "alm without chunks": likelihoods(chunks=0),
-    "alm merged up to words": likelihoods(merge="words", difference="reverse_binary_kl"),
-    "alm merged up to likely boundaries": likelihoods(
+    "alm": _likelihoods(),
+    "alm without chunks": _likelihoods(chunks=0),
+    "alm merged up to words": _likelihoods(merge="words", difference="reverse_binary_kl"),
+    "alm merged up to likely boundaries": _likelihoods(
         merge="likely_boundaries", boundary_threshold=0.4
     ),
     "mined": _objective("mined", temperature=1.4),
@@ -236,7 +226,13 @@ CASES: dict[str, Callable[[int, int, Any], tuple[list[torch.Tensor], torch.Tenso
     "dskd from heads": hidden_states(
         from_heads=True, positions="chunk_starts", target="teacher", direction="reverse"
     ),
-    **PARTITION_CASES,
+    "partition KL": _partition(temperature=1.4),
+    "reverse partition KL": _partition(direction="reverse", chain_weight=0.5),
+    "Jensen-Shannon partition KL": _partition(direction="jensen_shannon"),
+    "partition KL in slices": _partition(slice_elements=60),
+    "partition KL without chunks": _partition(chunks=0),
+    "partition KL to top-k targets": _partition(kind="topk"),
+    "learned projection": learned_projection,
 }
 
 COUNTED: dict[str, tuple[str, int, dict[str, Any]]] = {

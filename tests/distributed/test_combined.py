@@ -1,7 +1,5 @@
 """A global batch gives one loss, whatever replicas, shards and microbatches it is spread over."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sums and gradients of sequences cut over ranks are those of whole sequences."""
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
 import numpy as np
@@ -42,9 +40,7 @@ def ranks() -> list[dict[str, dict[Case, Rank]]]:
 @pytest.mark.parametrize("name", GROUPS)
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_sums_and_gradients_over_the_ranks_are_those_of_whole_sequences(
-    case: Case,
-    name: str,
-    ranks: list[dict[str, dict[Case, Rank]]],
+    case: Case, name: str, ranks: list[dict[str, dict[Case, Rank]]]
 ) -> None:
     chunks, order, _, objective = case
     whole = whole_inputs(chunks)

@@ -1,7 +1,5 @@
 """The linear form of a sharded head is that of a whole one, on every rank alike."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +12,7 @@ from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs, KnownAhead, TeacherTargets
 from megatron_ext.losses.linear import LinearDistillation, no_logits
 from megatron_ext.losses.objective import Objective
-from tests.distributed.partition_cases import completed
+from tests.distributed.sharded_inputs import completed
 from tests.losses.linear.linear_case import ordered
 from tests.losses.microbatch import Microbatch
 from tests.process_group import run_ranks

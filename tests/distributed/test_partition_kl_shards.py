@@ -1,7 +1,5 @@
 """The partition KL by kernels on vocabulary shards, whose shared tokens lie on different ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The kernels and loops of the projected KL say on shards what they say of whole vocabularies."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which processes of a launch are the student's, and which a teacher's own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

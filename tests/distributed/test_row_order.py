@@ -1,7 +1,5 @@
 """Rows of ranks in another order."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """ULD and GOLD by kernels over three shards, one of padding alone, are torch on a single one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Every vocab-parallel value and gradient is the unsharded one, for 1, 2 and 4 shards."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -17,9 +15,7 @@ def unsharded() -> Result:
 
 
 @pytest.fixture(scope="module")
-def ranks(
-    spawned: list[tuple[dict[int, Result], dict[str, list[str]]]],
-) -> list[dict[int, Result]]:
+def ranks(spawned: list[tuple[dict[int, Result], dict[str, list[str]]]]) -> list[dict[int, Result]]:
     return [results for results, _ in spawned]
 
 

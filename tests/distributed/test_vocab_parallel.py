@@ -1,7 +1,5 @@
 """Softmax, sums and argmax of one shard; ``test_sharding.py`` compares with several."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,6 +1,5 @@
 """What spawned ranks run: a run with tasks between its steps, without them, and resumed."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -11,9 +10,9 @@ from megatron_ext.tokenizers import build_tokenizer
 from megatron_ext.training.config import LossConfig
 from megatron_ext.training.distill import measurement
 from megatron_ext.training.metrics import read_metrics
-from megatron_ext.training.teacher_config import EvaluationConfig, EvaluationTaskConfig
+from megatron_ext.training.teacher_config import EvaluationTaskConfig
 from tests.training.rank_functions import _trainer
-from tests.training.tiny_run import objective_run
+from tests.training.tiny_run import changed, objective_run
 
 PROBLEMS = [("2 + 3?", "5\n#### 5"), ("4?", "#### 4"), ("1?", "#### 1")]
 
@@ -32,12 +31,7 @@ def write_tasks(folder):
 def run_config(folder, name, **parallel):
     """Two steps of next-token training, saved at each."""
     config = objective_run(folder, name, LossConfig(objective="next_token"), **parallel)
-    return dataclasses.replace(
-        config,
-        teacher=None,
-        initial_checkpoint=None,
-        training=dataclasses.replace(config.training, save_interval=1),
-    )
+    return changed(config, teacher=None, initial_checkpoint=None, training={"save_interval": 1})
 
 
 def with_tasks(config, folder):
@@ -49,7 +43,7 @@ def with_tasks(config, folder):
             data=str(folder / "gsm8k.jsonl"), task="gsm8k", num_fewshot=0, max_new_tokens=4, limit=2
         ),
     }
-    return dataclasses.replace(config, evaluation=EvaluationConfig(tasks=tasks, interval=1))
+    return changed(config, evaluation={"tasks": tasks, "interval": 1})
 
 
 def train(rank, folder, layouts):

@@ -1,7 +1,5 @@
 """A ``LanguageModel`` that answers by rule, to test tasks without a model."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 from megatron_ext.evaluation.language_model import GenerationOptions, LogLikelihood

@@ -6,8 +6,6 @@ The time is shared by the modules here that have a ``run``. The exit code is 1 w
 found that is neither done nor refused as it should be.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

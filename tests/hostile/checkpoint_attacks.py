@@ -6,8 +6,6 @@ line of ours, and run nothing. ``python -m tests.hostile.checkpoint_attacks SECO
 the counts.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -194,10 +192,7 @@ class Victim:
         from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
         tensor = ShardedTensor.from_rank_offsets("weight", self._tensor)
-        return {
-            "weight": tensor,
-            "random": ShardedObject("random", {"seed": [1, 2]}, (1,), (0,)),
-        }
+        return {"weight": tensor, "random": ShardedObject("random", {"seed": [1, 2]}, (1,), (0,))}
 
     def _load(self) -> None:
         load_checkpoint(self.path, self._state())

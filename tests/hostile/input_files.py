@@ -1,7 +1,5 @@
 """Small inputs of every kind, a run and a model, to be damaged."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import shutil

@@ -9,6 +9,7 @@ prints the counts.
 from __future__ import annotations
 
 import base64
+import gc
 import json
 import os
 import random
@@ -77,10 +78,7 @@ SMALL: Final = (
         for file in _TEXTS
         for strict in ("", "--strict")
     ),
-    _target(
-        f"tokenize --input chat.jsonl {_OUTPUT} --tokenizer-mode sft",
-        "chat.jsonl",
-    ),
+    _target(f"tokenize --input chat.jsonl {_OUTPUT} --tokenizer-mode sft", "chat.jsonl"),
     _target(
         "align text.jsonl --student hf --teacher ranks.json --json out/a.json",
         *("text.jsonl", "hf/tokenizer.json", "ranks.json"),
@@ -260,12 +258,16 @@ def _serve() -> None:
     os.dup2(2, 1)
     folder, is_large = json.loads(sys.stdin.readline())
     os.chdir(folder)
+    # What is imported is no garbage, and no child needs pages of its own to look for some.
+    gc.disable()
     import_verbs(is_large=is_large)
     make_small(Path())
     if is_large:
         for words in make_large(Path()):
             code, errors, *_ = _ended(words)
             assert code == 0, (words, errors)
+    gc.freeze()
+    gc.enable()
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(_outcome(*json.loads(line))), file=answers, flush=True)

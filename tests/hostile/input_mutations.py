@@ -1,7 +1,5 @@
 """Damage to input files: of JSON and YAML by structure, of all others by bytes."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@
 well-behaved student asks, and its answer is compared.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import socket

@@ -4,8 +4,6 @@ The long table is made of expressions that are evaluated again and again on larg
 stranger would write by hand stands first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -772,10 +770,7 @@ _OPERATIONS_ONLISTS: Final = (
 
 def _table() -> dict[str, Attack]:
     table = {name: Attack(source) for name, source in BY_HAND.items()}
-    for values, operations in (
-        (TEXTS, _OPERATIONS_ONTEXTS),
-        (LISTS, _OPERATIONS_ONLISTS),
-    ):
+    for values, operations in ((TEXTS, _OPERATIONS_ONTEXTS), (LISTS, _OPERATIONS_ONLISTS)):
         for name, value in values.items():
             for operation in operations:
                 source = "{% set n = namespace() %}" + _again(value, operation)

@@ -1,7 +1,5 @@
 """Random chat templates of everything that a template can write."""
 
-from __future__ import annotations
-
 import random
 from typing import Final
 

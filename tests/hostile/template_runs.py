@@ -146,12 +146,7 @@ def _attacked(attack: Attack) -> dict[str, Any]:
     seconds = time.process_time() - start
     if _MARK in text or "root:x:0" in text:
         kind = "escaped"
-    return {
-        "kind": kind,
-        "text": text[:2001],
-        "seconds": seconds,
-        "growth": _peak() - memory,
-    }
+    return {"kind": kind, "text": text[:2001], "seconds": seconds, "growth": _peak() - memory}
 
 
 def _peak() -> int:

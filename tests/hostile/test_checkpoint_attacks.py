@@ -1,7 +1,5 @@
 """No checkpoint of a stranger runs code, and no damage to one of ours is silent."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from pathlib import Path

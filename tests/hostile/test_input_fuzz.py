@@ -1,7 +1,5 @@
 """Malformed files and arguments are refused in one line, and leave nothing behind."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Generated code reaches nothing outside, and honest programs run as ever."""
 
-from __future__ import annotations
-
 import mmap
 import os
 from collections.abc import Iterator

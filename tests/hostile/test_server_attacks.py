@@ -1,7 +1,5 @@
 """No student that means harm ends a teacher's server, or another student's answers."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """What one student takes of a teacher's server is limited, and leaves the rest to the others."""
 
-from __future__ import annotations
-
 import resource
 import time
 from pathlib import Path

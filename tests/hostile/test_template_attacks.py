@@ -1,7 +1,5 @@
 """No chat template of a stranger takes much time or memory, whatever it does."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

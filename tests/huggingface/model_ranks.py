@@ -1,7 +1,5 @@
 """What spawned ranks run: HuggingFace checkpoints as megatron-core models under several layouts."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from dataclasses import dataclass
 from unittest.mock import patch

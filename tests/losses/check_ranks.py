@@ -1,7 +1,5 @@
 """What the ranks of ``test_checks.py`` run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -11,12 +11,7 @@ import torch
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.losses import (
-    DistillationInputs,
-    ProjectionShard,
-    TeacherTargets,
-    VocabularyMatch,
-)
+from megatron_ext.losses import DistillationInputs, ProjectionShard, TeacherTargets, VocabularyMatch
 from tests.ops.projected_kl_case import random_chunks, random_projection
 
 PAD_LOGIT = 40.0

@@ -4,8 +4,6 @@ A row of ``CASES`` is an objective with options, and how its inputs are made of 
 B batch, T tokens, V vocabularies, D hidden, K top-k, N common tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal

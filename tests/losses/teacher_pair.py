@@ -1,7 +1,5 @@
 """One student with two teachers of other vocabularies and other chunks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

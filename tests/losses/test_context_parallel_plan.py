@@ -1,7 +1,5 @@
 """What each rank owns, sends and receives; ``tests/distributed`` has the losses."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

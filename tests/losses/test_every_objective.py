@@ -1,7 +1,5 @@
 """The rules that hold for every row of ``LOSS_REGISTRY``; cases are in ``objective_cases.py``."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import fields, replace
 from typing import Any, get_args
@@ -12,12 +10,7 @@ import torch
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.errors import LossError
-from megatron_ext.losses import (
-    LOSS_REGISTRY,
-    DistillationInputs,
-    LossOutput,
-    TargetKind,
-)
+from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs, LossOutput, TargetKind
 from megatron_ext.losses.completions import ChunkCompletions
 from tests.losses import microbatch
 from tests.losses.microbatch import Microbatch

@@ -3,8 +3,6 @@
 T rows, V columns, C chunks.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from typing import Any
 

@@ -5,8 +5,6 @@ correct, a projection as top-k rows, a configuration, and what NeMo RL's x_token
 original divides by the microbatch's valid chunks; here that is sum over count.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

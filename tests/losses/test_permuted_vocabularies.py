@@ -1,7 +1,5 @@
 """Every objective gives what it does by ids when heads, ids and tables are in a layout's order."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

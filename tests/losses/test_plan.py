@@ -1,20 +1,12 @@
 """The loss that a run computes is that of its objectives, weighted and divided."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_ext.losses import (
-    DistillationInputs,
-    LossOutput,
-    LossPart,
-    LossPlan,
-    NextTokenLoss,
-)
+from megatron_ext.losses import DistillationInputs, LossOutput, LossPart, LossPlan, NextTokenLoss
 from megatron_ext.losses.fused_evaluation import evaluate_together
 from megatron_ext.ops.unit_gradient import scale_rows_
 from tests.losses.objective_cases import CASES
@@ -23,12 +15,7 @@ PADDING = (3, 2)
 TERMS = {"kd": 0.7, "ce": 0.3}
 COUNTS: dict[str, torch.Tensor | int] = {"kd/a": 11, "kd/b": 0, "ce": torch.tensor(23)}
 WITH_TEACHER = [name for name, case in CASES.items() if case.kinds]
-SWEPT = [
-    "vocab_kl",
-    "partition_kl",
-    "projected_kl",
-    "projected_kl on the teacher's top tokens",
-]
+SWEPT = ["vocab_kl", "partition_kl", "projected_kl", "projected_kl on the teacher's top tokens"]
 
 
 def leaf(inputs: DistillationInputs) -> DistillationInputs:

@@ -1,30 +1,27 @@
-"""Kills a run before each change that it makes on the disk, and runs it again.
-
-    python -m tests.preprocessing.kill_points FOLDER
-
-The input is FOLDER/data. Prints how many changes there are. Each run is a fork of this process,
-which has loaded everything, so that hundreds of them take seconds.
-"""
+"""Kills a run before each change that it makes on the disk, and runs it again."""
 
 import os
 import shutil
 import signal
 import sys
 import traceback
-from pathlib import Path
 
 from megatron.core.datasets import indexed_dataset  # noqa: F401 - loaded once, before any fork
 
 from tests.preprocessing.runs import contents, run
+from tests.unsynced_disk import do_not_wait_for_the_disk
 
 CHANGES = ("os.mkdir", "os.remove", "os.rename", "os.rmdir")
 WRITING = os.O_WRONLY | os.O_RDWR
 
 
-def main():
+def kill_everywhere(folder):
+    """Print how many changes a run over ``folder / "data"`` makes.
+
+    Each run is a fork of this process, so that hundreds of them take seconds.
+    """
     # A process that dies leaves the kernel's buffers behind; waiting for the disk proves nothing.
-    os.fsync = lambda descriptor: None
-    folder = Path(sys.argv[1])
+    do_not_wait_for_the_disk()
     out = folder / "out"
     changes, status = _in_fork(lambda: _tokenize(folder), kill_at=None, folder=out)
     assert status == 0, "the uninterrupted run failed"
@@ -84,7 +81,3 @@ def _count_changes(folder, kill_at):
 
     sys.addaudithook(hook)
     return lambda: count
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,5 @@
 """Tokenizers of every library, made once a session without network or shared files."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

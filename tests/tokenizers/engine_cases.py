@@ -1,7 +1,5 @@
 """Fast encoders of the tokenizers in ``tokenizer_files``, made as the adapters make theirs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The class names that Megatron's releases gave to tokenizers."""
 
-from __future__ import annotations
-
 import pytest
 
 import megatron_ext

@@ -1,7 +1,5 @@
 """A configuration becomes a tokenizer at once, or an error that names the field."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Where tokens end in a text: the property that alignment stands on, for every library."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

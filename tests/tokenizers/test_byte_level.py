@@ -1,7 +1,5 @@
 """The byte-level library: every byte is its own id, and nothing else is a byte."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

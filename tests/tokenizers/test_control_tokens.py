@@ -1,7 +1,5 @@
 """Control tokens are read where they are asked for, and nowhere else."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Options of conversations reach the mask, travel with the tokenizer and enter its identity."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ megatron/core/inference (controllers, engines, servers), megatron/rl/rl_utils.py
 megatron/training/checkpointing.py, of core 0.16.1 and of main in August 2026.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import pickle
@@ -20,11 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.errors import TokenizerError
-from megatron_ext.tokenizers import (
-    TOKENIZER_LIBRARIES,
-    MegatronTokenizer,
-    MegatronTokenizerText,
-)
+from megatron_ext.tokenizers import TOKENIZER_LIBRARIES, MegatronTokenizer, MegatronTokenizerText
 
 FILES = (
     "sentencepiece-v1",
@@ -42,10 +36,7 @@ TEMPLATE = (
     "{% if tools %}{{ tools | length }} tools\n{% endif %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-CONVERSATION = [
-    {"role": "user", "content": "how many"},
-    {"role": "assistant", "content": "three"},
-]
+CONVERSATION = [{"role": "user", "content": "how many"}, {"role": "assistant", "content": "three"}]
 
 
 @pytest.fixture(scope="session")
@@ -117,9 +108,7 @@ def test_special_ids_by_name_are_those_that_there_are(opened):
         "cls_token": 5,
         "sep_token": 6,
     }
-    assert opened("null", eod_id=3, pad_id=5).special_tokens_dict.items() >= {
-        ("pad_token", 5),
-    }
+    assert opened("null", eod_id=3, pad_id=5).special_tokens_dict.items() >= {("pad_token", 5)}
 
 
 # fim_dataset.py reaches inside.
@@ -532,10 +521,7 @@ def test_the_files_that_were_named_are_told(tokenizer_path, tmp_path):
         encoding="utf-8",
     )
     tokenizer = MegatronTokenizer.from_pretrained(
-        "GPT2BPETokenizer",
-        {"library": "megatron"},
-        vocab_file=str(vocab),
-        merges_file=str(merges),
+        "GPT2BPETokenizer", {"library": "megatron"}, vocab_file=str(vocab), merges_file=str(merges)
     )
     assert (tokenizer.vocab_file, tokenizer.merges_file) == (str(vocab), str(merges))
     tokenizer.save_pretrained(tmp_path / "saved")

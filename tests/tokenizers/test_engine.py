@@ -1,7 +1,5 @@
 """The fast engine gives the library's ids on every text."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

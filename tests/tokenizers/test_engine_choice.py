@@ -1,7 +1,5 @@
 """When the fast engine is used, and what is said when it cannot be."""
 
-from __future__ import annotations
-
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -127,9 +125,7 @@ def test_a_pipeline_that_the_engine_would_read_otherwise_is_refused(adapter, cha
         return [row.ids for row in changed.encode_batch(list(texts), add_special_tokens=False)]
 
     encoder = encoder_of(
-        adapter,
-        build=lambda: huggingface_engine(changed.to_str(), "here"),
-        reference=library,
+        adapter, build=lambda: huggingface_engine(changed.to_str(), "here"), reference=library
     )
     encoder.prepare()
     assert not encoder.is_fast

@@ -1,7 +1,5 @@
 """What a tokenizer is given that is no text or no id is one clear error, with every library."""
 
-from __future__ import annotations
-
 import copy
 import multiprocessing
 import pickle
@@ -11,12 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_ext import (
-    CrossTokenizerCollator,
-    SparseProjection,
-    TeacherCTSpec,
-    TokenAligner,
-)
+from megatron_ext import CrossTokenizerCollator, SparseProjection, TeacherCTSpec, TokenAligner
 from megatron_ext.conversation import (
     PROMPT_FORMAT_REGISTRY,
     apply_chat_template,

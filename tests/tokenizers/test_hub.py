@@ -1,7 +1,5 @@
 """Names on the HuggingFace hub: its cache, its absence, and a server that stands in for it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,8 +4,6 @@ Stand-ins are laid out as megatron-core is, which takes seconds to import; the r
 where its datasets are.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -67,9 +65,7 @@ def run(code: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "code",
-    [BUILD + IMPORT + CHECK, IMPORT + BUILD + CHECK],
-    ids=["ours-first", "theirs-first"],
+    "code", [BUILD + IMPORT + CHECK, IMPORT + BUILD + CHECK], ids=["ours-first", "theirs-first"]
 )
 def test_both_import_orders_make_ours_count_as_theirs(stand_in, code):
     run(code, stand_in)

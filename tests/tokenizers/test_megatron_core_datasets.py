@@ -1,7 +1,5 @@
 """megatron-core's own datasets, driven by tokenizers of every library."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -29,9 +27,7 @@ from megatron.core.datasets.utils import Split
 from megatron.core.tokenizers import MegatronTokenizer as TheirTokenizer
 from megatron.core.tokenizers import MegatronTokenizerBase
 from megatron.core.tokenizers.text import MegatronTokenizerText as TheirText
-from megatron.core.tokenizers.text.libraries.abstract_tokenizer import (
-    MegatronTokenizerTextAbstract,
-)
+from megatron.core.tokenizers.text.libraries.abstract_tokenizer import MegatronTokenizerTextAbstract
 
 from megatron_ext.tokenizers import MegatronTokenizer, MegatronTokenizerText
 from tests.tokenizers.tokenizer_files import SENTENCES

@@ -1,7 +1,5 @@
 """Megatron's named tokenizers, built from the vocabulary files of GPT-2 and BERT."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -13,10 +11,7 @@ from tokenizers import BertWordPieceTokenizer, ByteLevelBPETokenizer, pre_tokeni
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers import MegatronTokenizer, TokenizerConfig, build_tokenizer
 from megatron_ext.tokenizers.libraries.huggingface import HuggingFaceTokenizer
-from megatron_ext.tokenizers.libraries.megatron import (
-    MEGATRON_NAMES,
-    MegatronHFTokenizer,
-)
+from megatron_ext.tokenizers.libraries.megatron import MEGATRON_NAMES, MegatronHFTokenizer
 from tests.tokenizers.published import SHARED, needs_published_files
 
 END = "<|endoftext|>"

@@ -1,7 +1,5 @@
 """Megatron's entry point, and its metadata file: read, written and written at once."""
 
-from __future__ import annotations
-
 import copy
 import json
 import multiprocessing

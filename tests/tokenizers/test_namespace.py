@@ -1,7 +1,5 @@
 """What Megatron's parsed flags mean: every old type, in every release that parsed it."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import warnings
@@ -88,10 +86,7 @@ IMAGES: dict[str, Any] = {
     "force_system_message": True,
 }
 PARSES: dict[str, Any] = {"parse_special_tokens": True}
-AROUND = {
-    **PARSES,
-    "hf_include_special_tokens": {"0.16": False, "0.17": True, "main": True},
-}
+AROUND = {**PARSES, "hf_include_special_tokens": {"0.16": False, "0.17": True, "main": True}}
 EOD = {"0.16": True, "0.17": True, "main": False}
 VOCAB = {"vocab_file": "vocab.txt"}
 BPE = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
@@ -489,10 +484,7 @@ def test_an_old_type_reads_special_tokens_in_text_until_it_is_told_not_to(
     old = build_tokenizer(parsed(release, **given, tiktoken_num_special_tokens=32))
     told = build_tokenizer(
         parsed(
-            release,
-            **given,
-            tiktoken_num_special_tokens=32,
-            tokenizer_parse_special_tokens=False,
+            release, **given, tiktoken_num_special_tokens=32, tokenizer_parse_special_tokens=False
         )
     )
     assert old.bos_id in old.tokenize(text)

@@ -1,7 +1,5 @@
 """The null library: ids written as numbers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

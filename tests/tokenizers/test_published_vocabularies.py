@@ -3,8 +3,6 @@
 Files of mistral-common's are there wherever the tests run; the others where they are at hand.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

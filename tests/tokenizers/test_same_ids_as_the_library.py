@@ -1,7 +1,5 @@
 """Our ids are those of the library that made the file, special tokens in text apart."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

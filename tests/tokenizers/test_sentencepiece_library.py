@@ -1,7 +1,5 @@
 """SentencePiece with special tokens of the user's, in both modes, and with every space kept."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import re
@@ -206,10 +204,7 @@ def test_legacy_ids_are_those_of_the_stretches_between_special_tokens(
     built, tokenizer_path, name, trim, text
 ):
     ours = built(
-        name,
-        legacy=True,
-        special_tokens=list(NAMES),
-        trim_spm_separator_after_special_token=trim,
+        name, legacy=True, special_tokens=list(NAMES), trim_spm_separator_after_special_token=trim
     )
     expected = as_megatron(library_of(tokenizer_path(name)), ours, text, trim=trim)
     assert ours.text_to_ids(text) == expected
@@ -254,7 +249,7 @@ def test_trimming_drops_the_space_of_a_chat_template_and_no_other(built):
     ours = built(KEEPS_SPACES, legacy=True, special_tokens=["[INST]", "[/INST]"])
     written = "[INST] who [/INST] you"
     assert ours.ids_to_tokens(ours.text_to_ids(written)) == [
-        *("[INST]", "▁who", "▁", "[/INST]", "▁", "▁you"),
+        *("[INST]", "▁who", "▁", "[/INST]", "▁", "▁you")
     ]
     assert ours.ids_to_text(ours.text_to_ids(written)) == "[INST]who [/INST] you"
     spans = ours.encode_with_byte_ends(written)[1].tolist()

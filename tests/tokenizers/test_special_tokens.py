@@ -1,7 +1,5 @@
 """Text cannot spell a control token unless it is asked to."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

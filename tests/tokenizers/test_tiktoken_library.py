@@ -1,7 +1,5 @@
 """tiktoken vocabularies: which id every token has, special tokens of the user's among them."""
 
-from __future__ import annotations
-
 import base64
 import pickle
 from functools import partial

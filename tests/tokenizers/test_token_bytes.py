@@ -1,7 +1,5 @@
 """The byte table and ids of many texts in one buffer, against slow loops."""
 
-from __future__ import annotations
-
 import pickle
 from itertools import chain, pairwise
 

@@ -1,7 +1,5 @@
 """A tokenizer file that cannot be used is refused in one line that says what to do."""
 
-from __future__ import annotations
-
 import base64
 import json
 import sys

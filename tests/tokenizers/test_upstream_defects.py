@@ -4,8 +4,6 @@ Each test fails on the behaviour that its comment states, which megatron-core 0.
 August 2026 shows. What the tests of a library or of a contract hold too is held there alone.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

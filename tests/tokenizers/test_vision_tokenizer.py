@@ -1,7 +1,5 @@
 """Image tokens over every text library, in texts and in conversations."""
 
-from __future__ import annotations
-
 import copy
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Tokenizer files for tests: the vocabularies of mistral-common, and small ones trained here."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json
@@ -22,8 +20,7 @@ from tokenizers import (
 )
 
 MANY = settings(
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 """For properties of tokenizers that fixtures make."""
 
@@ -139,9 +136,7 @@ def word_piece(folder: Path) -> Path:
     _train(
         tokenizer,
         trainers.WordPieceTrainer(
-            vocab_size=900,
-            special_tokens=["[PAD]", "[UNK]", "[CLS]", "[SEP]"],
-            show_progress=False,
+            vocab_size=900, special_tokens=["[PAD]", "[UNK]", "[CLS]", "[SEP]"], show_progress=False
         ),
     )
     tokenizer.enable_truncation(8)
@@ -231,12 +226,7 @@ MAKERS: Mapping[str, Callable[[Path], Path]] = {
     "huggingface-unigram": unigram,
 }
 
-BYTE_EXACT = (
-    "tekken",
-    "json-rank-list",
-    "rank-file",
-    "huggingface-byte-level",
-)
+BYTE_EXACT = ("tekken", "json-rank-list", "rank-file", "huggingface-byte-level")
 """Token bytes spell every text."""
 
 SPACE_EXACT = ("sentencepiece-v1", "sentencepiece-v3", "sentencepiece-v7", "huggingface-metaspace")

@@ -122,7 +122,7 @@ class Run(NamedTuple):
 
 
 def config_of(folder, run):
-    """A student of 8,001 tokens, a teacher of 32,768; ``tied-teacher`` shares its embeddings."""
+    """A run of the two tiny models; the teacher ``tied-teacher`` shares its embeddings."""
     return changed(
         student_run(folder, run.name, **run.parallel),
         student={"untie_embeddings_and_output_weights": run.untied},

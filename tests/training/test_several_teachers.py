@@ -20,7 +20,7 @@ THREE = {
 ALIKE = {"own-a": {"weight": 0.5}, "own-b": {"weight": 2.0}}
 DYNAMIC = {
     "teacher_weights": "bits_per_byte",
-    "teacher_weights_alpha": 4.0,
+    "teacher_weights_alpha": 0.5,
     "weighting": "matched",
     "weighting_options": {"decay": 0.5},
     "learned_projection": True,

@@ -1,7 +1,5 @@
 """Predictions that are no numbers and shards that do not fit are an error on every rank."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

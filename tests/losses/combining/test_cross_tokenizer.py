@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -187,16 +185,8 @@ BAD: dict[str, tuple[Any, Any, str]] = {
         r"temprature of CrossTokenizerLossConfig: unknown .* did you mean 'temperature'\?",
     ),
     "a text for a number": ({"temperature": "warm"}, TEACHERS, "got 'warm'; expected float"),
-    "no configuration": (
-        None,
-        TEACHERS,
-        "LossConfig: a section is not a mapping; got None",
-    ),
-    "a teacher that is a name": (
-        {},
-        ["qwen"],
-        "LossConfig: a section is not a mapping; got 'qw",
-    ),
+    "no configuration": (None, TEACHERS, "LossConfig: a section is not a mapping; got None"),
+    "a teacher that is a name": ({}, ["qwen"], "LossConfig: a section is not a mapping; got 'qw"),
     "teachers by name": ({}, {"qwen": {}}, "teachers are no list"),
     "an option that the objective lacks": (
         {},
@@ -239,11 +229,7 @@ BAD: dict[str, tuple[Any, Any, str]] = {
         TEACHERS,
         "ce_loss_scale: a weight that cannot be used; got nan",
     ),
-    "an unknown mode": (
-        {"kd_loss_mode": "max"},
-        TEACHERS,
-        "kd_loss_mode of .* one of sum",
-    ),
+    "an unknown mode": ({"kd_loss_mode": "max"}, TEACHERS, "kd_loss_mode of .* one of sum"),
     "one name twice": ({}, [{"name": "a"}, {"name": "a"}], "share a name; got 'a'"),
     "no teacher": ({}, [], "no teacher to learn from"),
     "GOLD for one tokenizer": ({}, [{"gold_loss": True}], "gold_loss: .* another tokenizer"),

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
@@ -151,8 +149,7 @@ def test_packed_labels_belong_to_the_samples_of_their_bounds() -> None:
         teacher_cu_seqlens=torch.tensor([0, 3, 3, 8], dtype=torch.int32),
     )
     losses = MultiTeacherLossAggregator(
-        teachers={"a": TeacherObjective(objective=NextTokenLoss())},
-        mode="select_teacher",
+        teachers={"a": TeacherObjective(objective=NextTokenLoss())}, mode="select_teacher"
     )
     known = {"a": KnownAhead(labels=torch.arange(8)[None], alignment=alignment)}
     chosen = losses.selected(known, torch.tensor([1, 0, 0]))

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -120,10 +118,7 @@ def test_label_and_top_k_targets_know_their_measures_and_no_others() -> None:
     )
     for text, measure in ((label, "bits_per_byte"), (topk, "max_prob")):
         torch.testing.assert_close(
-            sample_scores(text, measure)[:, 0],
-            true_nats(measure).sum(-1),
-            rtol=1e-5,
-            atol=0,
+            sample_scores(text, measure)[:, 0], true_nats(measure).sum(-1), rtol=1e-5, atol=0
         )
     with pytest.raises(LossError, match=r"by entropy from these targets; got kind 'label'"):
         sample_scores(label, "entropy")

@@ -1,7 +1,5 @@
 """Weights of the terms of a loss, by schedule, by their means or by norms of gradients."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

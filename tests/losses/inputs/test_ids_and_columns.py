@@ -1,7 +1,5 @@
 """Columns at word starts, places of ids in a layout, and rows of chunks that count."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

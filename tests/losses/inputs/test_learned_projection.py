@@ -1,7 +1,5 @@
 """Shares of inexact rows that are trained: gradients, checkpoints and export."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A projection cut to the columns of a rank, padded or in the order of a layout."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

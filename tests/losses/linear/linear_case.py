@@ -3,8 +3,6 @@
 B batch, T tokens, Vp columns, D hidden, C chunks.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -97,11 +95,7 @@ def by_logits(
         total=total.detach(),
         outputs=outputs,
         **dict(
-            zip(
-                ("d_hidden", "d_weight"),
-                torch.autograd.grad(total, [hidden, weight]),
-                strict=True,
-            )
+            zip(("d_hidden", "d_weight"), torch.autograd.grad(total, [hidden, weight]), strict=True)
         ),
     )
 

@@ -1,7 +1,5 @@
 """Objectives from hidden states, tile by tile, give the numbers that they give from logits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

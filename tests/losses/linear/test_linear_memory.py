@@ -3,8 +3,6 @@
 T rows, V columns, D hidden.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

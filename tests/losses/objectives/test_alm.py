@@ -1,7 +1,5 @@
 """ALM against its definition, chunk by chunk; the rules of all objectives are tested elsewhere."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
@@ -246,34 +244,6 @@ def test_the_gradient_of_a_sure_student_is_bounded_as_stated(tau: float, margin:
         loss = AlmLoss(difference=difference, temperature=tau, debias=False)
         (grad,) = torch.autograd.grad(loss(inputs).loss_sum, inputs.student_logits)
         assert grad.abs().max().item() <= max(1.0, 1 / tau) * (1 + 1e-5)
-
-
-@pytest.mark.parametrize("merge", ["none", "words", "likely_boundaries"])
-def test_samples_in_one_row_are_worth_what_they_are_in_rows_of_their_own(merge: Any) -> None:
-    # Each sample's last position predicts nothing, as packing leaves it.
-    student = [[0, 0, 1, 2, -1], [3, 4, 4, 5, -1]]
-    teacher = [[0, 1, 2, 2, -1], [3, 4, 5, 5, -1]]
-    rows = inputs_with(student, teacher)
-    labels, teacher_labels = rows.labels.clone(), rows.teacher_labels.clone()
-    labels[:, -1], teacher_labels[:, -1] = IGNORE_INDEX, IGNORE_INDEX
-    rows = replace(rows, labels=labels, teacher_labels=teacher_labels)
-    bounds = torch.tensor([0, 5, 10], dtype=torch.int32)
-    packed = replace(
-        rows,
-        student_logits=rows.student_logits.reshape(1, 10, -1),
-        labels=labels.reshape(1, 10),
-        teacher=replace(rows.teacher, logits=rows.teacher.logits.reshape(1, 10, -1)),
-        teacher_labels=teacher_labels.reshape(1, 10),
-        alignment=AlignmentBatch.from_chunk_ids(
-            torch.tensor(student).reshape(1, 10),
-            torch.tensor(teacher).reshape(1, 10),
-            student_cu_seqlens=bounds,
-            teacher_cu_seqlens=bounds,
-        ),
-    )
-    loss = AlmLoss(merge=merge, boundary_threshold=0.3)
-    assert int(loss(packed).count) == int(loss(rows).count) > 1
-    torch.testing.assert_close(loss(packed).loss_sum, loss(rows).loss_sum, rtol=1e-14, atol=0)
 
 
 def test_not_a_number_shows_in_the_loss() -> None:

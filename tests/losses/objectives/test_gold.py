@@ -1,7 +1,5 @@
 """GOLD and hybrid KL against dense torch in fp64, their metrics, and what they refuse."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -10,13 +8,7 @@ import pytest
 import torch
 
 from megatron_ext.errors import LossError
-from megatron_ext.losses import (
-    LOSS_REGISTRY,
-    GoldLoss,
-    HybridKLLoss,
-    LossOutput,
-    VocabularyMatch,
-)
+from megatron_ext.losses import LOSS_REGISTRY, GoldLoss, HybridKLLoss, LossOutput, VocabularyMatch
 from megatron_ext.ops.divergence import Divergence
 from megatron_ext.ops.matched_divergence import matched_divergence_reference
 from megatron_ext.ops.model_rows import chunk_mean_softmax_reference

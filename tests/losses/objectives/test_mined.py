@@ -1,7 +1,5 @@
 """MinED against its definition; the rules of all objectives are tested elsewhere."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Objectives over tokens: cross-entropy, and the divergence of models of one tokenizer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Partition KL over texts tokenized two ways, against enumeration of every text."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from math import log

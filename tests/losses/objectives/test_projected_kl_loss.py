@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -119,9 +117,7 @@ BAD_INPUTS: dict[str, tuple[dict[str, Any], str]] = {
     "projection of other shards": (
         {
             "projection": projection_shard(
-                Microbatch.random().projection,
-                VocabShard(start=0, stop=40, vocab_size=37),
-                SHARD,
+                Microbatch.random().projection, VocabShard(start=0, stop=40, vocab_size=37), SHARD
             )
         },
         r"cut for other shards .* got \(40, 23, 23\); expected \(37, 23, 23\)",

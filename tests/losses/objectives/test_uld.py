@@ -1,7 +1,5 @@
 """ULD over chunks and by position against dense torch in fp64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -112,11 +110,7 @@ def test_what_the_largest_leave_out_is_in_the_metrics() -> None:
 
 
 def _teacher_of(kind: str, inputs: DistillationInputs) -> TeacherTargets:
-    return TeacherTargets(
-        kind=kind,
-        shard=inputs.teacher.shard,
-        label_log_probs=torch.zeros(3, 6),
-    )
+    return TeacherTargets(kind=kind, shard=inputs.teacher.shard, label_log_probs=torch.zeros(3, 6))
 
 
 BAD_INPUTS: dict[str, tuple[dict[str, Any], str]] = {
