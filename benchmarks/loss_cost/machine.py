@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import torch
 
-from megatron_ext.files import write_text
 from megatron_ext.constants import __version__
+from megatron_ext.files import write_text
 
 ROOT: Final = Path(__file__).parents[2]
 
