@@ -6,8 +6,7 @@ Names load on first use, so that ``import megatron_ext`` stays instant.
 from importlib import import_module
 
 from megatron_ext.constants import __version__
-from megatron_ext.extras import needed_packages
-from megatron_ext.moved import find_moved_modules
+from megatron_ext.imports import find_moved_modules, needed_packages
 
 _HOME_OF = {
     "AlignmentBatch": "megatron_ext.alignment.batch",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.errors import MissingDependencyError
-from megatron_ext.extras import EXTRA_OF, large_imports, missing_package, needed_packages
+from megatron_ext.imports import EXTRA_OF, large_imports, missing_package, needed_packages
 
 if sys.version_info >= (3, 11):
     import tomllib

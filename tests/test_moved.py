@@ -8,7 +8,7 @@ from importlib import import_module
 
 import pytest
 
-from megatron_ext.moved import MOVED
+from megatron_ext.imports import MOVED
 
 
 @pytest.mark.parametrize("name", MOVED)

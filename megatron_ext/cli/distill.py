@@ -20,7 +20,7 @@ from megatron_ext.distributed import layout
 from megatron_ext.distributed.layout import launched_processes
 from megatron_ext.errors import ConfigError
 from megatron_ext.evaluation.run_tasks import RunTasks
-from megatron_ext.extras import large_imports
+from megatron_ext.imports import large_imports
 from megatron_ext.training.arguments import add_config_arguments, config_from_arguments
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.inputs import read_inputs, read_served_teacher, write_warnings

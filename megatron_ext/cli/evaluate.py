@@ -22,7 +22,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.evaluation.lm_eval_tasks import PREFIX, LmEvalTask
 from megatron_ext.evaluation.run_tasks import results_table, write_results, write_samples
 from megatron_ext.evaluation.tasks import TASKS, Task, TaskOptions
-from megatron_ext.extras import large_imports
+from megatron_ext.imports import large_imports
 
 if TYPE_CHECKING:
     from megatron_ext.evaluation.megatron_language_model import MegatronLanguageModel

@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.extras import large_imports
+from megatron_ext.imports import large_imports
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

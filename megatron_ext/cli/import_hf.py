@@ -14,7 +14,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from megatron_ext.extras import large_imports
+from megatron_ext.imports import large_imports
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

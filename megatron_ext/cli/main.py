@@ -19,7 +19,7 @@ from typing import Any, Final, NoReturn
 
 from megatron_ext.constants import __version__
 from megatron_ext.errors import ConfigError, MegatronExtError, escape_controls, printable
-from megatron_ext.extras import needed_packages
+from megatron_ext.imports import needed_packages
 from megatron_ext.registry import did_you_mean
 
 VERBS = {

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron_ext.cli.output import named_teacher
 from megatron_ext.errors import ConfigError
-from megatron_ext.extras import large_imports
+from megatron_ext.imports import large_imports
 from megatron_ext.training.arguments import add_config_arguments, config_from_arguments
 from megatron_ext.training.inputs import read_served_teacher
 from megatron_ext.training.run_plan import TeacherPlan

@@ -15,7 +15,7 @@ from megatron_ext.documents.record_fields import (
 )
 from megatron_ext.documents.source_file import InputSlice
 from megatron_ext.errors import DataError, MegatronExtError
-from megatron_ext.extras import needed_packages
+from megatron_ext.imports import needed_packages
 
 _FILE_MAGIC: Final = b"ARROW1"
 """First bytes of an IPC file; a stream has none."""

@@ -16,7 +16,7 @@ from megatron_ext.evaluation.language_model import (
     rolling_requests,
 )
 from megatron_ext.evaluation.tasks.task import TaskOptions, TaskResult
-from megatron_ext.extras import needed_packages
+from megatron_ext.imports import needed_packages
 
 PREFIX: Final = "lm_eval:"
 _NEW_TOKENS: Final = 256

@@ -1,4 +1,4 @@
-from megatron_ext.extras import needed_packages
+from megatron_ext.imports import needed_packages
 
 # All that follows needs torch, too.
 with needed_packages("megatron_ext.losses"):

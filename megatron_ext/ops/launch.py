@@ -10,7 +10,7 @@ from typing import Final, Literal, NamedTuple, get_args
 import torch
 
 from megatron_ext.errors import LossError
-from megatron_ext.extras import missing_package
+from megatron_ext.imports import missing_package
 
 Implementation = Literal["auto", "triton", "cpu", "torch"]
 """``auto``: the kernels for fp32, bf16 and fp16 tensors on a GPU where Triton is installed;

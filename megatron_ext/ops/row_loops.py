@@ -215,7 +215,8 @@ def warm(rows, row):
 
 
 @njit(fastmath=SUMS)
-def _sum_of_exp(values, count, peak):
+def sum_of_exp(values, count, peak):
+    """Sum of ``exp(value - peak)``."""
     total = float32(0)
     for i in range(count):
         total += exp(values[i] - peak)
@@ -239,7 +240,8 @@ def _keep_members(values, members, count):
 
 
 @njit(fastmath=SUMS)
-def _first_place(values, count, wanted):
+def first_place(values, count, wanted):
+    """The first place of a value, or of NaN."""
     for i in range(count):
         # As in torch, the first NaN is the largest of all.
         if values[i] == wanted or values[i] != values[i]:
@@ -248,7 +250,7 @@ def _first_place(values, count, wanted):
 
 
 @njit(fastmath=SUMS)
-def _peak(values, count):
+def peak_of(values, count):
     """The largest value, and the start of the first block that has it."""
     top, place = MINUS_INFINITY, 0
     for first in range(0, count, BLOCK):
@@ -276,23 +278,23 @@ def row_statistics(first, stop, rows, members, read, with_column, peak, total, c
         if (read.size and not read[row]) or not rows.width:
             continue
         load_block(values, rows, row, 0, rows.width)
-        top, place = _peak(values, rows.width)
+        top, place = peak_of(values, rows.width)
         if with_column:
-            column[row] = place + _first_place(values[place:], rows.width - place, top)
+            column[row] = place + first_place(values[place:], rows.width - place, top)
         top = top if top != MINUS_INFINITY else float32(0)
         peak[0, row] = peak[1, row] = top
         if not members.size:
-            total[0, row] = total[1, row] = _sum_of_exp(values, rows.width, top)
+            total[0, row] = total[1, row] = sum_of_exp(values, rows.width, top)
             continue
         total[0, row], total[1, row] = _sums_of_exp(values, members, rows.width, top)
         if total[1, row] > _FAR * total[0, row]:
             continue
         # Beside those of the other columns, exponentials would lose their digits.
         _keep_members(values, members, rows.width)
-        top, _ = _peak(values, rows.width)
+        top, _ = peak_of(values, rows.width)
         top = top if top != MINUS_INFINITY else float32(0)
         peak[1, row] = top
-        total[1, row] = _sum_of_exp(values, rows.width, top)
+        total[1, row] = sum_of_exp(values, rows.width, top)
 
 
 @njit(fastmath=EACH)

@@ -11,7 +11,7 @@ from megatron_ext.documents.records import check_fields, check_first_records
 from megatron_ext.documents.source_file import find_sources
 from megatron_ext.documents.worker_pool import WorkerPool, usable_cores
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.extras import missing_package
+from megatron_ext.imports import missing_package
 from megatron_ext.preprocessing.config import PreprocessConfig, with_settled_schema
 from megatron_ext.preprocessing.document_encoder import document_encoder
 from megatron_ext.preprocessing.indexed_output import assemble

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from megatron_ext.documents.record_fields import BadRecord
-from megatron_ext.extras import needed_packages
+from megatron_ext.imports import needed_packages
 
 MOST_LISTED: Final = 10_000
 """Most bad records that a shard or a run lists; a corpus can have any number."""

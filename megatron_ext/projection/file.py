@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megatron_ext.constants import __version__
 from megatron_ext.errors import ProjectionError
-from megatron_ext.extras import needed_packages
+from megatron_ext.imports import needed_packages
 from megatron_ext.projection.compressed_rows import check_built_for, write_projection
 from megatron_ext.projection.nemo.inspection import load_legacy_matrix
 from megatron_ext.projection.projection_matrix import ARRAYS, ProjectionMatrix

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from megatron_ext.errors import DistributedError
-from megatron_ext.extras import needed_packages
+from megatron_ext.imports import needed_packages
 
 _DTYPES: Final = {
     str(dtype).removeprefix("torch."): dtype

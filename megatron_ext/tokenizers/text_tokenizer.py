@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import TokenizerError
-from megatron_ext.extras import needed_packages
 from megatron_ext.files import parse_json
+from megatron_ext.imports import needed_packages
 from megatron_ext.tokenizers.assets import save_assets
 from megatron_ext.tokenizers.base import (
     MegatronTokenizerBase,

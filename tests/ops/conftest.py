@@ -22,3 +22,10 @@ def _only_what_loops_read(request):
     values = [] if given is None else list(given.params.values())
     if "cpu" in values and torch.float16 in values:
         pytest.skip("the compiled loops do not read fp16")
+
+
+@pytest.fixture(params=["triton", "cpu"])
+def by(request):
+    """An implementation besides torch."""
+    pytest.importorskip("numba" if request.param == "cpu" else "triton")
+    return request.param

@@ -32,14 +32,6 @@ from tests.ops.projected_kl_case import Case, column_plan, paired_projection, sh
 pytest.importorskip("triton")
 
 
-@pytest.fixture(params=["triton", "cpu"])
-def by(request):
-    """An implementation besides torch."""
-    if request.param == "cpu":
-        pytest.importorskip("numba")
-    return request.param
-
-
 CASES = {
     "several rows": {"lengths": (9, 8), "chunk_count": 3},
     "one chunk of five rows": {"lengths": (5, 3), "chunk_count": 1},

@@ -7,7 +7,7 @@ from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.ops.divergence import DivergenceOptions
 from megatron_ext.ops.vocab_kl import evaluate_vocab_kl, vocab_kl, vocab_kl_reference
 from tests.ops.kernel_case import (
-    BOTH,
+    ALL_THREE,
     DEVICE,
     DIRECTIONS,
     DTYPES,
@@ -48,7 +48,7 @@ def _reference(student, teacher, labels, weights, ce_weight, **options):
 
 
 @pytest.mark.usefixtures("nan_filled")
-@BOTH
+@ALL_THREE
 @pytest.mark.parametrize(
     ("dtype", "temperature", "direction", "rows", "vocab"),
     [
@@ -94,7 +94,7 @@ def test_values_and_the_gradient_are_as_exact_as_torch(
 
 
 @pytest.mark.usefixtures("nan_filled")
-@BOTH
+@ALL_THREE
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_the_gradient_can_take_the_place_of_the_logits(implementation, direction):
     student, teacher = torch.randn(2, 4, 4200, device=DEVICE).bfloat16()
@@ -114,7 +114,7 @@ def test_the_gradient_can_take_the_place_of_the_logits(implementation, direction
 
 
 @pytest.mark.usefixtures("nan_filled")
-@BOTH
+@ALL_THREE
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_rows_of_scale_0_are_not_read(implementation, direction):
     student, teacher = torch.randn(2, 4, 70, device=DEVICE)
@@ -145,7 +145,7 @@ def test_rows_of_scale_0_are_not_read(implementation, direction):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_huge_and_masked_logits_are_those_of_torch(direction):
+def test_huge_and_masked_logits_are_those_of_torch(by, direction):
     student, teacher = torch.randn(2, 5, 300, device=DEVICE)
     student[0], teacher[0] = student[0] + 1e4, teacher[0] - 1e4
     student[1, 3], teacher[1, 3] = -torch.inf, -torch.inf
@@ -153,7 +153,7 @@ def test_huge_and_masked_logits_are_those_of_torch(direction):
     student[3, :290] = -torch.inf
     student[4, 2], teacher[4, 2] = -torch.inf, 20.0
     found = []
-    for implementation in ("triton", "torch"):
+    for implementation in (by, "torch"):
         gradient = torch.empty_like(student)
         out = evaluate_vocab_kl(
             student,
@@ -180,13 +180,13 @@ def test_huge_and_masked_logits_are_those_of_torch(direction):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_equal_logits_have_no_loss_and_no_gradient_by_kernel(direction):
+def test_equal_logits_have_no_loss_and_no_gradient_by_kernel(by, direction):
     logits = (5 * torch.randn(3, 5000, device=DEVICE)).requires_grad_()
     out = vocab_kl(
         logits,
         logits.detach(),
         **_shards(5000, 5000),
-        implementation="triton",
+        implementation=by,
         options=DivergenceOptions(direction=direction),
     )
     (grad,) = torch.autograd.grad(out.row_loss.sum(), logits)
@@ -194,7 +194,7 @@ def test_equal_logits_have_no_loss_and_no_gradient_by_kernel(direction):
     assert grad.abs().max() < 1e-7
 
 
-@BOTH
+@ALL_THREE
 def test_what_arrives_may_differ_from_the_scale(implementation):
     student, teacher = torch.randn(2, 4, 60, device=DEVICE)
     grad_scale = torch.tensor([0.5, 1.0, 0.0, 2.0], device=DEVICE)
@@ -239,7 +239,7 @@ def test_a_stale_reader_of_overwritten_logits_gets_an_error():
         (other + out.row_loss.sum()).backward()
 
 
-@BOTH
+@ALL_THREE
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_shards_give_what_one_rank_does(implementation, direction):
     """Two ranks in one process: what each sums of its columns, merged by hand."""
@@ -256,7 +256,6 @@ def test_shards_give_what_one_rank_does(implementation, direction):
         implementation=implementation,
         options=DivergenceOptions(temperature=1.3, direction=direction),
     )
-    by_kernel = implementation == "triton"
     cuts = [slice(0, 50), slice(50, 90)]
     local = [
         pair_statistics(
@@ -266,7 +265,7 @@ def test_shards_give_what_one_rank_does(implementation, direction):
             with_plain=False,
             read=None,
             held_width=cut.stop - cut.start,
-            by_kernel=by_kernel,
+            by=implementation,
         )
         for cut in cuts
     ]
@@ -292,10 +291,10 @@ def test_shards_give_what_one_rank_does(implementation, direction):
         )
         for cut in cuts
     ]
-    value, centre, entropy = sum(sweep.run(by_kernel=by_kernel) for sweep in sweeps)
+    value, centre, entropy = sum(sweep.run(by=implementation) for sweep in sweeps)
     gradient = torch.empty_like(student)
     for sweep, cut in zip(sweeps, cuts, strict=True):
-        sweep.run(centre=centre, gradient=gradient[:, cut], by_kernel=by_kernel)
+        sweep.run(centre=centre, gradient=gradient[:, cut], by=implementation)
     torch.testing.assert_close(1.3**2 * value, truth.row_loss, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(entropy, truth.teacher_entropy, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(gradient, whole, rtol=1e-4, atol=1e-6)

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.extras import needed_packages
+from megatron_ext.imports import needed_packages
 
 CodePoints = NDArray[np.uint32]
 

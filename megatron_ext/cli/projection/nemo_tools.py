@@ -19,7 +19,7 @@ from megatron_ext.cli.projection.build import (
     write_projection,
 )
 from megatron_ext.errors import ConfigError, ProjectionError
-from megatron_ext.extras import needed_packages
+from megatron_ext.imports import needed_packages
 from megatron_ext.projection.embedding_builder import build_embedding_projection
 from megatron_ext.projection.embeddings import EmbeddingMatrix, EmbeddingSpace
 from megatron_ext.projection.nemo.loose_entries import LooseEntries

@@ -19,7 +19,7 @@ from megatron_ext.ops.chunk_rows import (
     token_log_probs,
 )
 from megatron_ext.ops.divergence import FORWARD_KL, DivergenceOptions, divergence_reference
-from megatron_ext.ops.launch import Implementation, check_implementation, uses_triton
+from megatron_ext.ops.launch import Implementation, check_implementation, uses_compiled, uses_triton
 from megatron_ext.ops.unit_gradient import kept_gradient
 from megatron_ext.ops.vocab_kl.pair_evaluation import LabelTerm, PairEvaluation, pair_statistics
 
@@ -73,7 +73,11 @@ def evaluate_vocab_kl(
     KL and the Jensen-Shannon divergence need a sum over the row first, and 2 b V more for it.
     """
     temperature = options.temperature
-    by_kernel = uses_triton(implementation, student_logits, teacher_logits)
+    by: Implementation = "torch"
+    if uses_triton(implementation, student_logits, teacher_logits):
+        by = "triton"
+    elif uses_compiled(implementation, student_logits, teacher_logits):
+        by = "cpu"
     width = student_shard.valid_width
     student, teacher = student_logits.detach()[:, :width], teacher_logits.detach()[:, :width]
     held_width = min(student_logits.shape[1], teacher_logits.shape[1])
@@ -90,7 +94,7 @@ def evaluate_vocab_kl(
         with_plain=with_plain,
         read=read,
         held_width=held_width,
-        by_kernel=by_kernel,
+        by=by,
     )
     sums = [local.student, local.teacher, local.shared]
     if labels is not None:
@@ -111,10 +115,10 @@ def evaluate_vocab_kl(
     # The teacher's mass where the student has mass: minus the sum of the forward KL's slopes.
     centre = -torch.exp((shared.peak - other.peak) + (shared.log_sum - other.log_sum))
     at_once = gradient if options.direction == "forward" else None
-    terms = pair.run(centre=centre, gradient=at_once, by_kernel=by_kernel)
+    terms = pair.run(centre=centre, gradient=at_once, by=by)
     value, slope, entropy = all_reduce_sum(terms, student_shard.group)
     if gradient is not None and at_once is None:
-        pair.run(centre=slope, gradient=gradient, with_sums=False, by_kernel=by_kernel)
+        pair.run(centre=slope, gradient=gradient, with_sums=False, by=by)
     values = VocabKLValues(temperature**2 * value, entropy, agreement, cross_entropy)
     return values if read is None else _where_read(values, read)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from megatron_ext.distributed.vocab_parallel import (
@@ -19,6 +20,7 @@ from megatron_ext.ops.chunk_rows import ExpSums
 from megatron_ext.ops.divergence import DivergenceOptions, divergence_terms
 from megatron_ext.ops.launch import (
     ROW_CONFIGS,
+    Implementation,
     LaunchConfig,
     chosen_config,
     launch_rows,
@@ -52,7 +54,7 @@ def pair_statistics(
     with_plain: bool,
     read: torch.Tensor | None,
     held_width: int,
-    by_kernel: bool,
+    by: Implementation,
 ) -> PairStatistics:
     """Statistics of each row in fp32 (fp64 where the student's logits are). No graph.
 
@@ -62,9 +64,12 @@ def pair_statistics(
         with_plain: Whether to sum the student at temperature 1 as well.
         read: bool [T]; other rows have sums of 0, whatever they hold. None: all.
         held_width: Columns of both models' rows in memory, padding included.
+        by: What computes them, not ``auto``.
     """
-    if by_kernel and student.numel():
+    if by == "triton" and student.numel():
         statistics = _by_kernel(student, teacher, temperature, with_plain, read, held_width)
+    elif by == "cpu":
+        statistics = _by_loops(student, teacher, temperature, with_plain, read)
     else:
         statistics = _by_torch(student, teacher, temperature, with_plain, read)
     peak, total, column = statistics
@@ -72,6 +77,30 @@ def pair_statistics(
     return PairStatistics(
         sums[0], sums[1], sums[2], sums[3] if with_plain else None, (column[0], column[1])
     )
+
+
+def _by_loops(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    temperature: float,
+    with_plain: bool,
+    read: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from megatron_ext.ops import divergence_loops
+    from megatron_ext.ops.row_loops import flat_rows, in_threads
+
+    rows, width = student.shape
+    peak, total = np.empty((2, 4 if with_plain else 3, rows), dtype=np.float32)
+    column = np.empty((2, rows), dtype=np.int64)
+    arguments = (
+        flat_rows(student, width, temperature),
+        flat_rows(teacher, width, temperature),
+        flat_rows(student, width if with_plain else 0),
+        np.zeros(0, dtype=np.bool_) if read is None else read.numpy(),
+        (peak, total, column),
+    )
+    in_threads(lambda a, b: divergence_loops.pair_statistics(a, b, *arguments), rows)
+    return torch.from_numpy(peak), torch.from_numpy(total), torch.from_numpy(column)
 
 
 def _by_torch(
@@ -199,7 +228,7 @@ class PairEvaluation(NamedTuple):
         centre: torch.Tensor | None = None,
         gradient: torch.Tensor | None = None,
         with_sums: bool = True,
-        by_kernel: bool,
+        by: Implementation,
     ) -> torch.Tensor:
         """Sums of D, of its slope and of the teacher's entropy [3, T], of this rank's columns.
 
@@ -215,11 +244,40 @@ class PairEvaluation(NamedTuple):
         if not self.student.shape[1]:
             if gradient is not None:
                 gradient.zero_()
-        elif by_kernel:
+        elif by == "triton":
             self._by_kernel(sums, centre, gradient, with_sums)
+        elif by == "cpu":
+            self._by_loops(sums, centre, gradient)
         else:
             self._by_torch(sums, centre, gradient)
         return sums
+
+    def _by_loops(
+        self, sums: torch.Tensor, centre: torch.Tensor | None, gradient: torch.Tensor | None
+    ) -> None:
+        from megatron_ext.ops import divergence_loops as loops
+        from megatron_ext.ops.row_loops import flat_rows, in_threads, normaliser
+
+        width, options = self.student.shape[1], self.options
+        label = self.label if gradient is not None else None
+        nothing = self.weight[:0].float()
+        work = loops.PairWork(
+            student=flat_rows(self.student, width, options.temperature),
+            teacher=flat_rows(self.teacher, width, options.temperature),
+            own=normaliser(self.own),
+            other=normaliser(self.other),
+            centre=(self.weight if centre is None else centre).float().numpy(),
+            weight=(self.weight * options.temperature).float().numpy(),
+            direction=loops.DIRECTIONS[options.direction],
+            mixture=np.float32(options.mixture),
+            plain=flat_rows(self.student, width),
+            plain_lse=normaliser(self.own if label is None else label.plain),
+            label=(nothing.long() if label is None else label.column).numpy(),
+            label_weight=(nothing if label is None else label.weight.float()).numpy(),
+            gradient=flat_rows(self.student[:0] if gradient is None else gradient),
+        )
+        found = sums.numpy()
+        in_threads(lambda a, b: loops.divergence_rows(a, b, work, found), len(self.weight))
 
     def _by_torch(
         self, sums: torch.Tensor, centre: torch.Tensor | None, gradient: torch.Tensor | None

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.errors import ProjectionError
-from megatron_ext.extras import needed_packages
+from megatron_ext.imports import needed_packages
 from megatron_ext.projection.nemo.loose_entries import FLOAT32_ROUNDING, LooseEntries
 
 NO_COLUMN: Final = -1

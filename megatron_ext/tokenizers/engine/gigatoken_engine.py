@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.errors import TokenizerError
-from megatron_ext.extras import needed_packages
+from megatron_ext.imports import needed_packages
 from megatron_ext.tokenizers.token_ids import IdArray
 
 Offsets = NDArray[np.int64]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from megatron_ext.errors import TokenizerError
-from megatron_ext.extras import needed_packages
+from megatron_ext.imports import needed_packages
 from megatron_ext.tokenizers.engine import GigatokenEngine, huggingface_engine
 from megatron_ext.tokenizers.libraries.huggingface_file import HuggingFaceFile, HuggingFaceSource
 from megatron_ext.tokenizers.libraries.huggingface_vocab import named_vocab_files, vocab_files_at

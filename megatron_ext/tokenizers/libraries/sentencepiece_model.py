@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_ext.errors import TokenizerError
-from megatron_ext.extras import needed_packages
+from megatron_ext.imports import needed_packages
 from megatron_ext.registry import did_you_mean
 from megatron_ext.tokenizers.libraries.tokenizer_libraries import distinct_names
 from megatron_ext.tokenizers.special_tokens import (

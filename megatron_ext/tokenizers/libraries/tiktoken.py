@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from megatron_ext.errors import TokenizerError
-from megatron_ext.extras import needed_packages
+from megatron_ext.imports import needed_packages
 from megatron_ext.tokenizers.engine import GigatokenEngine, tiktoken_engine
 from megatron_ext.tokenizers.libraries.table_tokenizer import TableTokenizer
 from megatron_ext.tokenizers.libraries.tiktoken_file import read_tiktoken_file

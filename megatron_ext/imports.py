@@ -1,19 +1,91 @@
-"""Import of moved modules under their former names."""
+"""Imports of optional packages, with the extras that bring them, and of modules that moved."""
 
 from __future__ import annotations
 
+import gc
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Final
 
+from megatron_ext.errors import MissingDependencyError
+
+EXTRA_OF: Final = {
+    "awkward": "fast",
+    "gigatoken": "fast",
+    "lm_eval": "lm-eval",
+    "matplotlib": "train",
+    "megatron": "train",
+    "numba": "train",
+    "orjson": "data",
+    "psutil": "train",
+    "pyarrow": "data",
+    "regex": "audit",
+    "safetensors": "train",
+    "sentencepiece": "sentencepiece",
+    "tensorboard": "watch",
+    "tiktoken": "tiktoken",
+    "tokenizers": "huggingface",
+    "torch": "train",
+    "tqdm": "data",
+    "transformers": "transformers",
+    "triton": "gpu",
+    "wandb": "watch",
+}
+"""Import name of a package -> the smallest extra that brings it."""
+
+_PACKAGE_OF: Final = {"megatron": "megatron-core"}
+"""Import name of a package -> its distribution, where the names differ."""
+
+
+def missing_package(name: str, *, feature: str) -> MissingDependencyError:
+    """Error about the missing package with the import name ``name``, with its extra."""
+    return MissingDependencyError(
+        _PACKAGE_OF.get(name, name), extra=EXTRA_OF[name], feature=feature
+    )
+
+
+@contextmanager
+def needed_packages(feature: str) -> Iterator[None]:
+    """Report the extra to install where an import in the block finds no package.
+
+    Raises:
+        MissingDependencyError: A package of ``EXTRA_OF`` is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRA_OF:
+            raise
+        raise missing_package(error.name, feature=feature) from None
+
+
+@contextmanager
+def large_imports() -> Iterator[None]:
+    """Import torch and megatron-core in the block without looking for garbage.
+
+    There is none among what they make, and a third of their time would go into the search.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 MOVED: Final = {
     "megatron_ext.alignment.chunk_class": "megatron_ext.alignment.alignment",
     "megatron_ext.atomic_file": "megatron_ext.files",
+    "megatron_ext.extras": "megatron_ext.imports",
+    "megatron_ext.moved": "megatron_ext.imports",
     "megatron_ext.version": "megatron_ext.constants",
     "megatron_ext.tokenizers.file_kind": "megatron_ext.tokenizers.tokenizer_files",
     "megatron_ext.training.data": "megatron_ext.training",

@@ -1,0 +1,241 @@
+"""Compiled loops over two distributions of one vocabulary: statistics, divergence and gradient.
+
+T rows. Equations are those of ``ops/vocab_kl``; the terms are those of ``ops/divergence``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy import float32
+
+from megatron_ext.ops.loop_math import exp, log
+from megatron_ext.ops.row_loops import (
+    BLOCK,
+    EACH,
+    MINUS_INFINITY,
+    SUMS,
+    FlatRows,
+    Normaliser,
+    clear_padding,
+    entry_point,
+    fill,
+    first_place,
+    load_block,
+    log_probs,
+    peak_of,
+    store_block,
+    sum_of_exp,
+)
+
+FORWARD, REVERSE, JENSEN_SHANNON = 0, 1, 2
+DIRECTIONS = {"forward": FORWARD, "reverse": REVERSE, "jensen_shannon": JENSEN_SHANNON}
+
+LOG_TINY = float32(np.log(np.float64(np.finfo(np.float32).tiny)))
+_ZERO, _ONE = float32(0), float32(1)
+
+
+@njit(fastmath=SUMS)
+def _masked(values, count):
+    """Number of columns without mass."""
+    total = 0
+    for i in range(count):
+        total += 1 if values[i] == MINUS_INFINITY else 0
+    return total
+
+
+@njit(fastmath=SUMS)
+def _sum_where(values, other, count, peak):
+    """Sum of exponentials where ``other`` has mass."""
+    total = _ZERO
+    for i in range(count):
+        total += exp(values[i] - peak) if other[i] != MINUS_INFINITY else _ZERO
+    return total
+
+
+@njit(fastmath=SUMS)
+def _statistics(values, width):
+    """Finite peak, sum of exponentials, and column of the peak."""
+    top, place = peak_of(values, width)
+    column = place + first_place(values[place:], width - place, top)
+    top = top if top != MINUS_INFINITY else _ZERO
+    return top, sum_of_exp(values, width, top), column
+
+
+@entry_point
+def pair_statistics(first, stop, student, teacher, plain, read, found):
+    """Statistics of both models' rows ``first`` to ``stop``, as ``pair_statistics_kernel``.
+
+    Args:
+        plain: The student's rows at temperature 1, without a width where they are not asked for.
+        read: bool [T], or [0] for all; other rows get 0.
+        found: ``peak`` and ``total`` fp32 [4, T] and ``column`` int64 [2, T], written.
+    """
+    peak, total, column = found
+    own = np.empty(student.width, dtype=np.float32)
+    other = np.empty(student.width, dtype=np.float32)
+    for row in range(first, stop):
+        for which in range(len(peak)):
+            peak[which, row] = total[which, row] = _ZERO
+        column[0, row] = column[1, row] = 0
+        if (read.size and not read[row]) or not student.width:
+            continue
+        if plain.width:
+            load_block(own, plain, row, 0, plain.width)
+            peak[3, row], total[3, row], _ = _statistics(own, plain.width)
+        load_block(own, student, row, 0, student.width)
+        peak[0, row], total[0, row], column[0, row] = _statistics(own, student.width)
+        load_block(other, teacher, row, 0, student.width)
+        peak[1, row], total[1, row], column[1, row] = _statistics(other, student.width)
+        peak[2, row], total[2, row] = peak[1, row], total[1, row]
+        if _masked(own, student.width):
+            total[2, row] = _sum_where(other, own, student.width, peak[1, row])
+
+
+@njit(fastmath=EACH)
+def _probs_and_floors(probs, values, count):
+    for i in range(count):
+        probs[i] = exp(values[i])
+        values[i] = LOG_TINY if values[i] == MINUS_INFINITY else values[i]
+
+
+@njit(fastmath=SUMS)
+def _entropy(p, log_p, count):
+    total = _ZERO
+    for i in range(count):
+        total -= p[i] * log_p[i]
+    return total
+
+
+@njit(fastmath=SUMS)
+def _forward(slope, p, log_p, q, log_q, count):
+    total = _ZERO
+    for i in range(count):
+        total += p[i] * (log_p[i] - log_q[i])
+        # A masked entry of the student has the logarithm of the floor, and no slope.
+        slope[i] = _ZERO if (q[i] == _ZERO) & (log_q[i] == LOG_TINY) else -p[i]
+    return total
+
+
+@njit(fastmath=SUMS)
+def _reverse(slope, log_p, q, log_q, count):
+    total = _ZERO
+    for i in range(count):
+        slope[i] = q[i] * (log_q[i] - log_p[i])
+        total += slope[i]
+    return total
+
+
+@njit(fastmath=SUMS)
+def _jensen_shannon(slope, p, log_p, q, log_q, count, mixture):
+    total, rest = _ZERO, _ONE - mixture
+    for i in range(count):
+        # log(P / M) and log(Q / M) from the smaller of the two ratios, which cannot overflow.
+        ratio = log_q[i] - log_p[i]
+        below = ratio <= _ZERO
+        of_larger = mixture if below else rest
+        size = -ratio if below else ratio
+        share = log(of_larger + (_ONE - of_larger) * exp(-size))
+        over = _ZERO if below else ratio
+        under = ratio if below else _ZERO
+        slope[i] = q[i] * (under - share) * rest
+        total += mixture * p[i] * (-share - over) + slope[i]
+    return total
+
+
+@njit(fastmath=SUMS)
+def _sum(values, count):
+    total = _ZERO
+    for i in range(count):
+        total += values[i]
+    return total
+
+
+@njit(fastmath=EACH)
+def _gradient(slope, q, count, centre, weight):
+    """Equation 3 in place of ``slope``."""
+    for i in range(count):
+        slope[i] = (slope[i] - q[i] * centre) * weight
+
+
+@njit(fastmath=EACH)
+def _add_softmax(out, values, count, peak, log_sum, weight):
+    log_probs(values, count, peak, log_sum)
+    for i in range(count):
+        out[i] += weight * exp(values[i])
+
+
+class PairWork(NamedTuple):
+    """Two models' rows, and what is known of them."""
+
+    student: FlatRows
+    teacher: FlatRows
+    own: Normaliser
+    other: Normaliser
+    centre: Any
+    """fp32 [T], the sum of slopes over all shards."""
+
+    weight: Any
+    """fp32 [T], D's gradient times the temperature."""
+
+    direction: int
+    mixture: float32
+    plain: FlatRows
+    """The student's rows at temperature 1."""
+
+    plain_lse: Normaliser
+    label: Any
+    """int64 [T], the label's column, -1 for none; [0] without labels."""
+
+    label_weight: Any
+    gradient: FlatRows
+    """Rows that receive the gradient; without values, none does."""
+
+
+@entry_point
+def divergence_rows(first, stop, work, sums):
+    """D, the sum of its slope and the teacher's entropy fp32 [3, T], and the gradient, of rows."""
+    width = work.student.width
+    block = np.empty((5, BLOCK), dtype=np.float32)
+    p, log_p, q, log_q, slope = block[0], block[1], block[2], block[3], block[4]
+    writes = len(work.gradient.values) > 0
+    for row in range(first, stop):
+        weight = work.weight[row]
+        label_weight = work.label_weight[row] if len(work.label) else _ZERO
+        used = weight != _ZERO or label_weight != _ZERO
+        for start in range(0, width, BLOCK):
+            count = min(BLOCK, width - start)
+            if used:
+                load_block(log_p, work.teacher, row, start, count)
+                log_probs(log_p, count, work.other.peak[row], work.other.log_sum[row])
+                _probs_and_floors(p, log_p, count)
+                load_block(log_q, work.student, row, start, count)
+                log_probs(log_q, count, work.own.peak[row], work.own.log_sum[row])
+                _probs_and_floors(q, log_q, count)
+                if work.direction == FORWARD:
+                    value = _forward(slope, p, log_p, q, log_q, count)
+                elif work.direction == REVERSE:
+                    value = _reverse(slope, log_p, q, log_q, count)
+                else:
+                    value = _jensen_shannon(slope, p, log_p, q, log_q, count, work.mixture)
+                sums[0, row] += value
+                sums[1, row] += _sum(slope, count)
+                sums[2, row] += _entropy(p, log_p, count)
+            if not writes:
+                continue
+            if weight != _ZERO:
+                _gradient(slope, q, count, work.centre[row], weight)
+            else:
+                fill(slope, count, _ZERO)
+            if label_weight != _ZERO:
+                load_block(log_q, work.plain, row, start, count)
+                peak, log_sum = work.plain_lse.peak[row], work.plain_lse.log_sum[row]
+                _add_softmax(slope, log_q, count, peak, log_sum, label_weight)
+                place = work.label[row] - start
+                if 0 <= place < count:
+                    slope[place] -= label_weight
+            store_block(work.gradient, row, start, slope, count)
+        if writes:
+            clear_padding(work.gradient, row, width)
