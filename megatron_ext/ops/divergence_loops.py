@@ -1,6 +1,7 @@
-"""Compiled loops over two distributions of one vocabulary: statistics, divergence and gradient.
+"""Compiled loops over two distributions: statistics, divergence, gradient, and largest columns.
 
-T rows. Equations are those of ``ops/vocab_kl``; the terms are those of ``ops/divergence``.
+T rows of one vocabulary, C chunks of two. Equations are those of ``ops/vocab_kl`` and
+``ops/matched_divergence``; the terms are those of ``ops/divergence``.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
-from numpy import float32
+from numpy import float32, int32, uintp
 
-from megatron_ext.ops.loop_math import exp, log
+from megatron_ext.ops.loop_math import FLOOR, exp, log
 from megatron_ext.ops.row_loops import (
     BLOCK,
     EACH,
@@ -23,6 +24,7 @@ from megatron_ext.ops.row_loops import (
     entry_point,
     fill,
     first_place,
+    largest,
     load_block,
     log_probs,
     peak_of,
@@ -34,6 +36,7 @@ FORWARD, REVERSE, JENSEN_SHANNON = 0, 1, 2
 DIRECTIONS = {"forward": FORWARD, "reverse": REVERSE, "jensen_shannon": JENSEN_SHANNON}
 
 LOG_TINY = float32(np.log(np.float64(np.finfo(np.float32).tiny)))
+TINY = float32(np.finfo(np.float32).tiny)
 _ZERO, _ONE = float32(0), float32(1)
 
 
@@ -239,3 +242,208 @@ def divergence_rows(first, stop, work, sums):
             store_block(work.gradient, row, start, slope, count)
         if writes:
             clear_padding(work.gradient, row, width)
+
+
+@njit(fastmath=EACH)
+def _logs(out, probs, count):
+    for i in range(count):
+        out[i] = LOG_TINY if probs[i] < TINY else log(probs[i])
+
+
+@njit(fastmath=EACH)
+def _by_probability(slope, q, count):
+    """Slopes by the logarithm of Q to slopes by Q; 0 where Q is."""
+    for i in range(count):
+        slope[i] = slope[i] / (FLOOR if q[i] < FLOOR else q[i]) if q[i] != _ZERO else _ZERO
+
+
+@njit(fastmath=EACH)
+def _matched(out, probs, columns, count, mass):
+    for i in range(count):
+        column = columns[i]
+        value = probs[uintp(column if column > 0 else 0)]
+        out[i] = value / mass if column >= 0 else _ZERO
+
+
+@njit(fastmath=SUMS)
+def _keep_best(best, column, values, first, count):
+    top = largest(values, count)
+    if top > best:
+        return top, first + first_place(values, count, top)
+    return best, column
+
+
+@njit(fastmath=SUMS)
+def _product(x, y, count):
+    total = _ZERO
+    for i in range(count):
+        total += x[i] * y[i]
+    return total
+
+
+@njit(fastmath=EACH)
+def _add(out, values, count):
+    for i in range(count):
+        out[i] += values[i]
+
+
+class MatchedWork(NamedTuple):
+    """Distributions of chunks over two vocabularies, and pairs of their columns."""
+
+    p: Any
+    """fp32 [C, Vt] teacher."""
+
+    q: Any
+    """fp32 [C, Vs] student."""
+
+    column: Any
+    """int32 [Vs]: teacher column of each student column, -1 for none."""
+
+    own: Any
+    """int32 [Vs]: the student column itself, -1 where it has no match."""
+
+    mass: Any
+    """fp32 [2, C]: student's and teacher's masses that both are divided by."""
+
+    direction: int
+    mixture: float32
+
+
+@entry_point
+def matched_terms(first, stop, work, slope, sums, best, column):
+    """Divergence over matched columns of chunks ``first`` to ``stop``, and its slope by Q.
+
+    Args:
+        slope: fp32 [C, Vs], written.
+        sums: fp32 [2, C]: D, and the mean of the slope under Q; added to.
+        best: fp32 [2, C] largest P and Q, and int64 ``column`` [2, C], their student columns.
+    """
+    width = work.q.shape[1]
+    block = np.empty((4, BLOCK), dtype=np.float32)
+    p, log_p, q, log_q = block[0], block[1], block[2], block[3]
+    for chunk in range(first, stop):
+        best[0, chunk] = best[1, chunk] = MINUS_INFINITY
+        for start in range(0, width, BLOCK):
+            count = min(BLOCK, width - start)
+            part = slope[chunk, start : start + count]
+            _matched(
+                p, work.p[chunk], work.column[start : start + count], count, work.mass[1, chunk]
+            )
+            _matched(q, work.q[chunk], work.own[start : start + count], count, work.mass[0, chunk])
+            for which, values in ((0, p), (1, q)):
+                best[which, chunk], column[which, chunk] = _keep_best(
+                    best[which, chunk], column[which, chunk], values, start, count
+                )
+            _logs(log_p, p, count)
+            _logs(log_q, q, count)
+            if work.direction == FORWARD:
+                value = _forward(part, p, log_p, q, log_q, count)
+            elif work.direction == REVERSE:
+                value = _reverse(part, log_p, q, log_q, count)
+                _add(part, q, count)
+            else:
+                value = _jensen_shannon(part, p, log_p, q, log_q, count, work.mixture)
+            _by_probability(part, q, count)
+            sums[0, chunk] += value
+            sums[1, chunk] += _product(part, q, count)
+
+
+@entry_point
+def centre_slopes(first, stop, slope, own, centre, factor, outside):
+    """``(slope - centre) factor`` of matched columns, ``outside`` of others, in place.
+
+    Args:
+        own: int32 [Vs], negative without a match.
+        centre, factor, outside: fp32 [C].
+    """
+    for chunk in range(first, stop):
+        part = slope[chunk]
+        less, times, other = centre[chunk], factor[chunk], outside[chunk]
+        for i in range(len(part)):
+            part[i] = (part[i] - less) * times if own[i] >= 0 else other
+
+
+@njit(fastmath=SUMS)
+def _count_from(keys, count, least):
+    total = 0
+    for i in range(count):
+        total += 1 if keys[i] >= least else 0
+    return total
+
+
+@njit(fastmath=EACH)
+def _keys(out, bits, excluded, count):
+    """The order of numbers that are not negative; -1 for excluded columns."""
+    if excluded.size:
+        for i in range(count):
+            out[i] = int32(-1) if excluded[i] else int32(bits[i] & int32(0x7FFFFFFF))
+    else:
+        for i in range(count):
+            out[i] = int32(bits[i] & int32(0x7FFFFFFF))
+
+
+@njit
+def _sort_descending(chosen, columns, count):
+    """Sort values that are not negative, of equals the first column first: digits of 11 bits."""
+    keys = chosen[:count].view(np.int32).copy()
+    places = columns[:count].copy()
+    other_keys, other_places = np.empty_like(keys), np.empty_like(places)
+    for shift in (0, 11, 22):
+        ends = np.zeros(2049, dtype=np.int64)
+        for i in range(count):
+            ends[2048 - ((keys[i] >> shift) & 2047)] += 1
+        for digit in range(2048):
+            ends[digit + 1] += ends[digit]
+        for i in range(count):
+            digit = 2047 - ((keys[i] >> shift) & 2047)
+            other_keys[ends[digit]], other_places[ends[digit]] = keys[i], places[i]
+            ends[digit] += 1
+        keys, other_keys = other_keys, keys
+        places, other_places = other_places, places
+    chosen[:count] = keys.view(np.float32)
+    columns[:count] = places
+
+
+@entry_point
+def largest_places(first, stop, values, excluded, chosen, columns, rest):
+    """The largest values of rows ``first`` to ``stop``, descending, of equals the first.
+
+    Args:
+        values: fp32 [C, V], not negative.
+        excluded: bool [V] or [0]; these columns come last, with the value -1.
+        chosen, columns: fp32 and int64 [C, K], written.
+        rest: fp32 [C], the sum of the values that are not chosen.
+    """
+    width, wanted = values.shape[1], chosen.shape[1]
+    keys = np.empty(width, dtype=np.int32)
+    for row in range(first, stop):
+        _keys(keys, values[row].view(np.int32), excluded, width)
+        available = _count_from(keys, width, int32(0))
+        count = min(wanted, available)
+        least = int32(0)
+        if count < available:
+            for bit in range(30, -1, -1):
+                tried = int32(least | (int32(1) << int32(bit)))
+                found = _count_from(keys, width, tried)
+                if found >= count:
+                    least = tried
+                if found == count:
+                    break
+        ties = count - _count_from(keys, width, int32(least + 1))
+        place, total = 0, _ZERO
+        for i in range(width):
+            key = keys[i]
+            if key > least or (key == least and ties > 0):
+                ties -= 1 if key == least else 0
+                chosen[row, place], columns[row, place] = values[row, i], i
+                place += 1
+            elif key >= 0:
+                total += values[row, i]
+        rest[row] = total
+        _sort_descending(chosen[row], columns[row], place)
+        for i in range(width):
+            if place == wanted:
+                break
+            if keys[i] < 0:
+                chosen[row, place], columns[row, place] = float32(-1), i
+                place += 1

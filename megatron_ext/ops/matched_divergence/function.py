@@ -6,6 +6,7 @@ README.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from megatron_ext.distributed.shard_collectives import all_reduce_sum, group_size
@@ -179,13 +180,8 @@ def evaluate_by_torch(task: MatchedTask) -> MatchedValues:
         tops, compared = _uncommon(task, q, p)
         results.uncommon[chunks], results.discarded[chunks] = compared.value, compared.left_out
 
-        used = task.rest.used
-        p = _onto_student(p, task.matching, shard).div_(used[1][chunks, None])
-        q.masked_fill_(~task.matching.is_common, 0.0).div_(used[0][chunks, None])
-        for side, values in enumerate((p, q)):
-            results.best[side, chunks], results.column[side, chunks] = local_argmax(values, shard)
-        terms, slope = divergence_slope(p, q, task.options)
-        sums = torch.stack([terms.sum(dim=-1), (q * slope).sum(dim=-1)])
+        terms = _terms_by_loops if task.student.by_loops else _terms_by_torch
+        sums, slope = terms(task, chunks, p, q, results)
         results.value[chunks], centre = all_reduce_sum(sums, shard.group)
         if gradient is None:
             continue
@@ -194,6 +190,49 @@ def evaluate_by_torch(task: MatchedTask) -> MatchedValues:
         slope.scatter_add_(1, tops.columns, signs)
         write_row_gradients(task.student, ends[0], chunks, slope, task.scale, gradient)
     return results
+
+
+def _terms_by_torch(
+    task: MatchedTask, chunks: slice, p: torch.Tensor, q: torch.Tensor, results: MatchedValues
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums [2, C'] of D and of the slope under Q, and the slope [C', Vps]; the largest columns."""
+    used, shard = task.rest.used, task.student.shard
+    p = _onto_student(p, task.matching, shard).div_(used[1][chunks, None])
+    q.masked_fill_(~task.matching.is_common, 0.0).div_(used[0][chunks, None])
+    for side, values in enumerate((p, q)):
+        results.best[side, chunks], results.column[side, chunks] = local_argmax(values, shard)
+    terms, slope = divergence_slope(p, q, task.options)
+    return torch.stack([terms.sum(dim=-1), (q * slope).sum(dim=-1)]), slope
+
+
+def _terms_by_loops(
+    task: MatchedTask, chunks: slice, p: torch.Tensor, q: torch.Tensor, results: MatchedValues
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from megatron_ext.ops import divergence_loops as loops
+    from megatron_ext.ops.row_loops import in_threads
+
+    shard, matching, options = task.student.shard, task.matching, task.options
+    own = torch.arange(shard.width, dtype=torch.int32).masked_fill(~matching.is_common, -1)
+    if matching.pairs_cross and shard.group is not None:
+        p, column = _onto_student(p, matching, shard), own
+    else:
+        column = matching.teacher_columns(shard)
+    slope, sums = torch.empty_like(q), q.new_zeros(2, len(q))
+    best, top = q.new_empty(2, len(q)), torch.zeros(2, len(q), dtype=torch.int64)
+    mass = torch.stack([used[chunks] for used in task.rest.used]).float()
+    work = loops.MatchedWork(
+        p.contiguous().numpy(),
+        q.numpy(),
+        column.int().numpy(),
+        own.numpy(),
+        mass.numpy(),
+        loops.DIRECTIONS[options.direction],
+        np.float32(options.mixture),
+    )
+    found = slope.numpy(), sums.numpy(), best.numpy(), top.numpy()
+    in_threads(lambda a, b: loops.matched_terms(a, b, work, *found), len(q))
+    results.best[:, chunks], results.column[:, chunks] = best, top + shard.start
+    return sums, slope
 
 
 def _centred(
@@ -206,11 +245,32 @@ def _centred(
     """
     rest, is_common = task.rest, task.matching.is_common
     rest_slope = rest.slope[chunks]
+    if task.student.by_loops:
+        return _centred_by_loops(task, chunks, slope, centre)
     if not task.matching.with_rest:
         slope = slope.sub_(centre[:, None]).div_(rest.used[0][chunks, None])
         return slope.masked_fill_(~is_common, 0.0)
     centre = centre + rest.masses[0][chunks] * rest_slope
     return torch.where(is_common, slope, rest_slope[:, None]).sub_(centre[:, None])
+
+
+def _centred_by_loops(
+    task: MatchedTask, chunks: slice, slope: torch.Tensor, centre: torch.Tensor
+) -> torch.Tensor:
+    from megatron_ext.ops import divergence_loops as loops
+    from megatron_ext.ops.row_loops import in_threads
+
+    rest = task.rest
+    if task.matching.with_rest:
+        centre = centre + rest.masses[0][chunks] * rest.slope[chunks]
+        factor, outside = torch.ones_like(centre), rest.slope[chunks] - centre
+    else:
+        factor, outside = 1 / rest.used[0][chunks], torch.zeros_like(centre)
+    own = task.matching.is_common.int() - 1
+    arguments = (x.float().numpy() for x in (centre, factor, outside))
+    given = (slope.numpy(), own.numpy(), *arguments)
+    in_threads(lambda a, b: loops.centre_slopes(a, b, *given), len(slope))
+    return slope
 
 
 def _widest(task: MatchedTask) -> int:
@@ -229,7 +289,7 @@ def _uncommon(task: MatchedTask, q: torch.Tensor, p: torch.Tensor) -> tuple[Larg
     """The student's candidates of the sorted L1, and the comparison."""
     shards = task.student.shard, task.teacher.shard
     tops = [
-        select_largest(side, _kept(task, shard.width), excluded)
+        select_largest(side, _kept(task, shard.width), excluded, by_loops=task.student.by_loops)
         for side, shard, excluded in zip(
             (q, p), shards, task.matching.excluded(*shards), strict=True
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -33,13 +34,38 @@ class Largest(NamedTuple):
     """[C, 1] this rank's mass outside the candidates; exactly 0 where there is nothing outside."""
 
 
-def select_largest(values: torch.Tensor, count: int, excluded: torch.Tensor | None) -> Largest:
+def select_largest(
+    values: torch.Tensor, count: int, excluded: torch.Tensor | None, *, by_loops: bool = False
+) -> Largest:
     """``largest_columns``, with the sum of the other columns."""
+    if by_loops and values.dtype == torch.float32:
+        return _select_by_loops(values, count, excluded)
     chosen, columns = largest_columns(values, count, excluded)
     rest = values.scatter(-1, columns, 0.0)
     if excluded is not None:
         rest.masked_fill_(excluded, 0.0)
     return Largest(chosen, columns, rest.sum(dim=-1, keepdim=True))
+
+
+def _select_by_loops(values: torch.Tensor, count: int, excluded: torch.Tensor | None) -> Largest:
+    from megatron_ext.ops import divergence_loops as loops
+    from megatron_ext.ops.row_loops import in_threads
+
+    rows = len(values)
+    out = Largest(
+        values.new_empty(rows, count),
+        torch.empty(rows, count, dtype=torch.int64),
+        values.new_empty(rows, 1),
+    )
+    arguments = (
+        values.contiguous().numpy(),
+        np.zeros(0, dtype=np.bool_) if excluded is None else excluded.numpy(),
+        out.values.numpy(),
+        out.columns.numpy(),
+        out.rest[:, 0].numpy(),
+    )
+    in_threads(lambda a, b: loops.largest_places(a, b, *arguments), rows)
+    return out
 
 
 class Compared(NamedTuple):

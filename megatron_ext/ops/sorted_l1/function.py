@@ -120,6 +120,7 @@ def _by_torch(
                 chunk_means(model, offsets, chunks).to(scale.dtype),
                 count,
                 model.shard.excluded_columns(scale.device),
+                by_loops=model.by_loops,
             )
             for model, offsets, count in zip(models, ends, counts, strict=True)
         ]
