@@ -98,7 +98,8 @@ def pair_statistics(first, stop, student, teacher, plain, read, found):
 
 
 @njit(fastmath=EACH)
-def _probs_and_floors(probs, values, count):
+def probs_and_floors(probs, values, count):
+    """Exponentials of log-probabilities, which become finite."""
     for i in range(count):
         probs[i] = exp(values[i])
         values[i] = LOG_TINY if values[i] == MINUS_INFINITY else values[i]
@@ -113,7 +114,8 @@ def _entropy(p, log_p, count):
 
 
 @njit(fastmath=SUMS)
-def _forward(slope, p, log_p, q, log_q, count):
+def forward_terms(slope, p, log_p, q, log_q, count):
+    """Sum of the terms of KL(P || Q), and their slopes by log Q."""
     total = _ZERO
     for i in range(count):
         total += p[i] * (log_p[i] - log_q[i])
@@ -123,7 +125,8 @@ def _forward(slope, p, log_p, q, log_q, count):
 
 
 @njit(fastmath=SUMS)
-def _reverse(slope, log_p, q, log_q, count):
+def reverse_terms(slope, log_p, q, log_q, count):
+    """As ``forward_terms``, of KL(Q || P); the slopes leave out Q."""
     total = _ZERO
     for i in range(count):
         slope[i] = q[i] * (log_q[i] - log_p[i])
@@ -132,7 +135,8 @@ def _reverse(slope, log_p, q, log_q, count):
 
 
 @njit(fastmath=SUMS)
-def _jensen_shannon(slope, p, log_p, q, log_q, count, mixture):
+def jensen_shannon_terms(slope, p, log_p, q, log_q, count, mixture):
+    """As ``forward_terms``, of the Jensen-Shannon divergence."""
     total, rest = _ZERO, _ONE - mixture
     for i in range(count):
         # log(P / M) and log(Q / M) from the smaller of the two ratios, which cannot overflow.
@@ -149,7 +153,8 @@ def _jensen_shannon(slope, p, log_p, q, log_q, count, mixture):
 
 
 @njit(fastmath=SUMS)
-def _sum(values, count):
+def sum_of(values, count):
+    """Sum of the values."""
     total = _ZERO
     for i in range(count):
         total += values[i]
@@ -213,18 +218,18 @@ def divergence_rows(first, stop, work, sums):
             if used:
                 load_block(log_p, work.teacher, row, start, count)
                 log_probs(log_p, count, work.other.peak[row], work.other.log_sum[row])
-                _probs_and_floors(p, log_p, count)
+                probs_and_floors(p, log_p, count)
                 load_block(log_q, work.student, row, start, count)
                 log_probs(log_q, count, work.own.peak[row], work.own.log_sum[row])
-                _probs_and_floors(q, log_q, count)
+                probs_and_floors(q, log_q, count)
                 if work.direction == FORWARD:
-                    value = _forward(slope, p, log_p, q, log_q, count)
+                    value = forward_terms(slope, p, log_p, q, log_q, count)
                 elif work.direction == REVERSE:
-                    value = _reverse(slope, log_p, q, log_q, count)
+                    value = reverse_terms(slope, log_p, q, log_q, count)
                 else:
-                    value = _jensen_shannon(slope, p, log_p, q, log_q, count, work.mixture)
+                    value = jensen_shannon_terms(slope, p, log_p, q, log_q, count, work.mixture)
                 sums[0, row] += value
-                sums[1, row] += _sum(slope, count)
+                sums[1, row] += sum_of(slope, count)
                 sums[2, row] += _entropy(p, log_p, count)
             if not writes:
                 continue
@@ -282,7 +287,8 @@ def _product(x, y, count):
 
 
 @njit(fastmath=EACH)
-def _add(out, values, count):
+def add_each(out, values, count):
+    """Add in place."""
     for i in range(count):
         out[i] += values[i]
 
@@ -337,12 +343,12 @@ def matched_terms(first, stop, work, slope, sums, best, column):
             _logs(log_p, p, count)
             _logs(log_q, q, count)
             if work.direction == FORWARD:
-                value = _forward(part, p, log_p, q, log_q, count)
+                value = forward_terms(part, p, log_p, q, log_q, count)
             elif work.direction == REVERSE:
-                value = _reverse(part, log_p, q, log_q, count)
-                _add(part, q, count)
+                value = reverse_terms(part, log_p, q, log_q, count)
+                add_each(part, q, count)
             else:
-                value = _jensen_shannon(part, p, log_p, q, log_q, count, work.mixture)
+                value = jensen_shannon_terms(part, p, log_p, q, log_q, count, work.mixture)
             _by_probability(part, q, count)
             sums[0, chunk] += value
             sums[1, chunk] += _product(part, q, count)

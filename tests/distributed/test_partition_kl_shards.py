@@ -13,6 +13,8 @@ RANKS = 2
 OPTIONS: dict[str, dict[str, Any]] = {
     "forward": {"temperature": 1.4},
     "jensen-shannon": {"direction": "jensen_shannon"},
+    "by loops": {"implementation": "cpu"},
+    "reverse by loops": {"implementation": "cpu", "direction": "reverse", "temperature": 1.4},
 }
 
 Result = dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -28,8 +30,7 @@ def comparisons(rank: int, ranks: int) -> Result:
             dtype=torch.float32,
             padding=(3, 1),
             shards=(rank, ranks, group),
-            implementation="triton",
-            **options,
+            **({"implementation": "triton"} | options),
         )
         divergence, agreement = (
             torch.cat([getattr(side, field) for side in out[:2]])
@@ -41,6 +42,7 @@ def comparisons(rank: int, ranks: int) -> Result:
 
 def test_shards_give_what_one_rank_gives() -> None:
     pytest.importorskip("triton")
+    pytest.importorskip("numba")
     whole, parts = comparisons(0, 1), run_ranks(RANKS, comparisons, RANKS)
     for name, (divergence, agreement, grad) in whole.items():
         assert all(torch.equal(part[name][0], parts[0][name][0]) for part in parts)

@@ -7,7 +7,7 @@ import torch
 
 from megatron_ext.errors import LossError
 from tests.ops.kernel_case import (
-    BOTH,
+    ALL_THREE,
     DEVICE,
     DIRECTIONS,
     DTYPES,
@@ -35,19 +35,19 @@ SIZES = {
 }
 
 
-def run(case, dtype, **options):
-    """Divergences and the gradient of their weighted sum by the kernels."""
-    out, grad = case.run(dtype=dtype, device=DEVICE, implementation="triton", **options)
+def run(by, case, dtype, **options):
+    """Divergences and the gradient of their weighted sum, by kernels or loops."""
+    out, grad = case.run(dtype=dtype, device=DEVICE, implementation=by, **options)
     return out.divergences().cpu(), grad.cpu()
 
 
-def check(case, dtype, **options):
-    """Value and gradient of the kernels on logits of ``dtype`` against fp64."""
+def check(by, case, dtype, **options):
+    """Value and gradient of kernels or loops on logits of ``dtype`` against fp64."""
     padding = options.pop("padding", (0, 0))
     same = case.to(dtype).to(torch.float64)
     truth, true_grad = same.truth(**options)
     plain, plain_grad = same.to(torch.float32).truth(**options)
-    value, grad = run(same, dtype, padding=padding, **options)
+    value, grad = run(by, same, dtype, padding=padding, **options)
     assert value.dtype == torch.float32
     assert grad.dtype == dtype
     width = true_grad.shape[1]
@@ -60,22 +60,22 @@ def check(case, dtype, **options):
 
 @pytest.mark.usefixtures("nan_filled")
 @pytest.mark.parametrize("name", SIZES)
-def test_values_and_gradient_are_the_references(name):
-    check(Case.random(**SIZES[name]), torch.float32, padding=(3, 9))
+def test_values_and_gradient_are_the_references(by, name):
+    check(by, Case.random(**SIZES[name]), torch.float32, padding=(3, 9))
 
 
 @pytest.mark.usefixtures("nan_filled")
 @pytest.mark.parametrize(
     ("direction", "dtype", "temperature"), combinations(DIRECTIONS, DTYPES, (1.0, 2.5)), ids=str
 )
-def test_every_direction_dtype_and_temperature(direction, dtype, temperature):
+def test_every_direction_dtype_and_temperature(by, direction, dtype, temperature):
     case = Case.random(sizes=FEW)
-    check(case, dtype, direction=direction, temperature=temperature, mixture=0.3)
+    check(by, case, dtype, direction=direction, temperature=temperature, mixture=0.3)
 
 
 @pytest.mark.usefixtures("nan_filled")
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_kernels_agree_with_torch_on_extreme_logits(direction):
+def test_kernels_agree_with_torch_on_extreme_logits(by, direction):
     # Ruled out by one model and not by the other, where the reference is infinite.
     case = Case.random(scale=30.0, sizes=FEW)
     case.student_logits[:, 4:9] = -torch.inf
@@ -85,7 +85,7 @@ def test_kernels_agree_with_torch_on_extreme_logits(direction):
     truth, true_grad = case.run(direction=direction)
     exact = truth.divergences()
     plain, _ = case.run(dtype=torch.float32, direction=direction)
-    value, grad = run(case, torch.float32, direction=direction)
+    value, grad = run(by, case, torch.float32, direction=direction)
     assert grad.isfinite().all()
     assert (grad[:, 4:9] == 0).all()
     same = plain.divergences()
@@ -96,7 +96,7 @@ def test_kernels_agree_with_torch_on_extreme_logits(direction):
 
 
 @pytest.mark.usefixtures("nan_filled")
-@BOTH
+@ALL_THREE
 def test_what_has_the_scale_0_has_no_gradient_whatever_it_holds(implementation):
     case = Case.random(sizes=((1, 1), (1, 2), (1, 1), (2, 1)))
     # A row of no chunk, a single and a step of a chain.
@@ -116,11 +116,11 @@ def test_what_has_the_scale_0_has_no_gradient_whatever_it_holds(implementation):
 
 
 @pytest.mark.usefixtures("nan_filled")
-@BOTH
+@ALL_THREE
 @pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
 def test_the_gradient_can_be_written_over_the_logits(implementation, strided):
     case = Case.random(sizes=FEW)
-    value, grad = run(case, torch.float32)
+    value, grad = run("triton", case, torch.float32)
     again, overwritten = case.run(
         device=DEVICE,
         dtype=torch.float32,
@@ -133,7 +133,7 @@ def test_the_gradient_can_be_written_over_the_logits(implementation, strided):
     torch.testing.assert_close(overwritten.cpu(), grad, rtol=0, atol=2e-6)
 
 
-def test_a_reader_of_overwritten_logits_gets_an_error():
+def test_a_reader_of_overwritten_logits_gets_an_error(by):
     logits = Case.random().student_logits.float().to(DEVICE).requires_grad_()
     between = logits * 1.0
     before = between.square()
@@ -142,32 +142,32 @@ def test_a_reader_of_overwritten_logits_gets_an_error():
         dtype=torch.float32,
         logits=between,
         in_place=True,
-        implementation="triton",
+        implementation=by,
         backward=False,
     )
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         before.sum().backward()
 
 
-def test_values_without_a_gradient_are_those_with_one():
+def test_values_without_a_gradient_are_those_with_one(by):
     case = Case.random(sizes=FEW)
     for direction in DIRECTIONS:
-        with_gradient, _ = run(case, torch.float32, direction=direction)
+        with_gradient, _ = run(by, case, torch.float32, direction=direction)
         with torch.no_grad():
             out, _ = case.run(
                 device=DEVICE,
                 dtype=torch.float32,
                 direction=direction,
-                implementation="triton",
+                implementation=by,
                 backward=False,
             )
         found = out.divergences().cpu()
         torch.testing.assert_close(found, with_gradient, rtol=0, atol=1e-6)
 
 
-def test_rests_and_agreement_are_those_of_torch():
+def test_rests_and_agreement_are_those_of_torch(by):
     case = Case.random(seed=3, sizes=((1, 1),) * 6 + ((1, 2),))
-    by_kernel, _ = case.run(dtype=torch.float32, device=DEVICE, implementation="triton")
+    by_kernel, _ = case.run(dtype=torch.float32, device=DEVICE, implementation=by)
     by_torch, _ = case.run(dtype=torch.float32, device=DEVICE, implementation="torch")
     for one, other in zip(by_kernel[:2], by_torch[:2], strict=True):
         torch.testing.assert_close(one.student_rest, other.student_rest, rtol=1e-5, atol=1e-7)
@@ -177,7 +177,7 @@ def test_rests_and_agreement_are_those_of_torch():
 
 
 @pytest.mark.usefixtures("nan_filled")
-@BOTH
+@ALL_THREE
 @pytest.mark.parametrize("temperature", [1.0, 1.7])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_cross_entropy_rides_along(direction, temperature, implementation):

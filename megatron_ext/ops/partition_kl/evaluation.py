@@ -20,7 +20,7 @@ from megatron_ext.ops.chunk_rows import (
     token_exp_sums,
     token_log_probs,
 )
-from megatron_ext.ops.launch import Implementation, uses_triton
+from megatron_ext.ops.launch import Implementation, uses_compiled, uses_triton
 from megatron_ext.ops.partition_kl.chain_chunks import (
     ChainGradient,
     ChosenLogits,
@@ -41,6 +41,7 @@ from megatron_ext.ops.partition_kl.single_chunks import (
     partition_norm,
     single_divergences,
     single_divergences_by_kernel,
+    single_divergences_by_loops,
 )
 from megatron_ext.ops.partition_kl.split_statistics import (
     RowSplit,
@@ -92,9 +93,13 @@ def evaluate_partition_kl(
     if isinstance(teacher, torch.Tensor):
         given.append(teacher.detach())
     _check_columns(given)
-    by_kernel = uses_triton(implementation, *given)
+    by: Implementation = "torch"
+    if uses_triton(implementation, *given):
+        by = "triton"
+    elif uses_compiled(implementation, *given):
+        by = "cpu"
     models = [
-        _Model.read(logits, plan, is_student=number == 0, labels=labels, by_kernel=by_kernel)
+        _Model.read(logits, plan, is_student=number == 0, labels=labels, by=by)
         for number, logits in enumerate(given)
     ]
     merged = _merge(models, plan)
@@ -115,7 +120,10 @@ def evaluate_partition_kl(
             tokens,
         )
         agreement = _agreement(models, merged, pair)
-        divergences = single_divergences_by_kernel if by_kernel else single_divergences
+        divergences = {
+            "triton": single_divergences_by_kernel,
+            "cpu": single_divergences_by_loops,
+        }.get(by, single_divergences)
         single = EventComparison(
             divergences(pair, first, gradient),
             pair.student.log_rest.exp(),
@@ -141,7 +149,7 @@ def evaluate_partition_kl(
         rows = ChainGradient(
             models[0].split, merged[0].at_chains(models[0]), grads, merged[0].picked, tokens
         )
-        write = write_other_rows_by_kernel_ if by_kernel else write_other_rows_
+        write = write_other_rows_by_kernel_ if by == "triton" else write_other_rows_
         write(gradient, given[0], rows, plan.student_shard)
     return PartitionValues(single, chain, token_loss)
 
@@ -178,7 +186,7 @@ class _Model(NamedTuple):
         *,
         is_student: bool,
         labels: torch.Tensor | None,
-        by_kernel: bool,
+        by: Implementation,
     ) -> _Model:
         side = 0 if is_student else 1
         shard = (plan.student_shard, plan.teacher_shard)[side]
@@ -193,7 +201,7 @@ class _Model(NamedTuple):
             shard,
             temperature=plan.options.temperature,
             every_row=has_labels,
-            by_kernel=by_kernel,
+            by=by,
         )
         here = chosen.local >= 0
         picked = logits[chosen.at_rows(), chosen.local.clamp(min=0)].to(statistics.members.peak)

@@ -5,10 +5,11 @@ T rows, Vps Vpt local columns, C chunks, X columns of other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+import numpy as np
 import torch
 
 from megatron_ext.distributed.shard_collectives import all_reduce_sum
@@ -23,6 +24,10 @@ from megatron_ext.ops.launch import (
 )
 from megatron_ext.ops.partition_kl.operands import PartitionPlan, TokenTerm
 from megatron_ext.ops.partition_kl.shared_columns import crossing_logits
+
+if TYPE_CHECKING:
+    from megatron_ext.ops.partition_kl.compiled_loops import SingleWork
+    from megatron_ext.ops.row_loops import Normaliser
 
 
 class PartitionNorm(NamedTuple):
@@ -168,6 +173,63 @@ def _gradient(
         padding = plan.student_shard.excluded_columns(logits.device)
         grad.add_(chunks.tokens.gradient(scaled_logits(logits, 1.0, padding), rows))
     return grad
+
+
+def single_divergences_by_loops(
+    chunks: SingleChunks, grad_scale: torch.Tensor | None, gradient: torch.Tensor | None
+) -> torch.Tensor:
+    """``single_divergences`` by compiled loops on a CPU."""
+    from megatron_ext.ops.partition_kl import compiled_loops as loops
+    from megatron_ext.ops.row_loops import flat_rows, in_threads
+
+    values, group = torch.empty_like(chunks.student.log_rest), chunks.plan.student_shard.group
+    for part in chunks.slices():
+        work = _single_work(chunks, part)
+        count = part.stop - part.start
+        sums = torch.zeros(2, count)
+        in_threads(_of_part(loops.single_sums, work, sums.numpy()), count)
+        sums = all_reduce_sum(sums, group)
+        rest_value, factors = rest_terms(chunks, part, sums[1], grad_scale)
+        values[part] = sums[0] + rest_value
+        if gradient is not None:
+            written = factors.float().contiguous().numpy(), flat_rows(gradient)
+            in_threads(_of_part(loops.single_gradients, work, *written), count)
+    return values
+
+
+def _of_part(loop: Callable[..., None], *arguments: object) -> Callable[[int, int], None]:
+    return lambda first, stop: loop(first, stop, *arguments)
+
+
+def _single_work(chunks: SingleChunks, part: slice) -> SingleWork:
+    from megatron_ext.ops.divergence_loops import DIRECTIONS
+    from megatron_ext.ops.partition_kl.compiled_loops import SingleWork
+    from megatron_ext.ops.row_loops import flat_rows, normaliser
+
+    plan, tokens = chunks.plan, chunks.tokens
+    tau, width = plan.options.temperature, plan.student_shard.valid_width
+    nothing = chunks.student.log_rest[:0].float()
+
+    def of_part(lse: LogSumExp) -> Normaliser:
+        return normaliser(LogSumExp(lse.peak[part], lse.log_sum[part]))
+
+    return SingleWork(
+        student=flat_rows(chunks.student_logits, width, tau),
+        plain=flat_rows(chunks.student_logits, width),
+        teacher=flat_rows(chunks.teacher_logits, plan.teacher_shard.valid_width, tau),
+        student_row=plan.singles.student[part].numpy(),
+        teacher_row=plan.singles.teacher[part].numpy(),
+        own=of_part(chunks.student.events),
+        other=of_part(chunks.teacher.events),
+        rest=of_part(chunks.student.rest),
+        partner=plan.shared.partner.int().numpy(),
+        arrived=(chunks.arrived(part).float() / tau).numpy(),
+        direction=DIRECTIONS[plan.options.direction],
+        mixture=np.float32(plan.options.mixture),
+        label=(nothing.long() if tokens is None else tokens.column).numpy(),
+        label_weight=(nothing if tokens is None else tokens.weight.float()).numpy(),
+        whole=normaliser(LogSumExp(nothing, nothing) if tokens is None else tokens.whole),
+    )
 
 
 _TIMED_ROWS: Final = 256

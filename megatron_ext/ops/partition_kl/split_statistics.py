@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from megatron_ext.distributed.vocab_parallel import (
@@ -17,7 +18,13 @@ from megatron_ext.distributed.vocab_parallel import (
     scaled_logits,
 )
 from megatron_ext.ops.chunk_rows import ExpSums
-from megatron_ext.ops.launch import ROW_CONFIGS, LaunchConfig, chosen_config, small_block
+from megatron_ext.ops.launch import (
+    ROW_CONFIGS,
+    Implementation,
+    LaunchConfig,
+    chosen_config,
+    small_block,
+)
 from megatron_ext.ops.partition_kl.chain_masses import ChosenColumns
 
 
@@ -115,7 +122,7 @@ def split_statistics(
     *,
     temperature: float,
     every_row: bool,
-    by_kernel: bool,
+    by: Implementation,
 ) -> SplitStatistics:
     """Peaks and sums of each row's members and others, from one read. No graph, no collectives.
 
@@ -124,9 +131,42 @@ def split_statistics(
         temperature: Temperature of the members; the others are at 1.
         every_row: Whether to read rows of neither singles nor chains too, which have no members;
             otherwise their sums are 0.
+        by: What computes them, not ``auto``.
     """
-    run = _by_kernel if by_kernel and shard.valid_width else _by_torch
+    run = {"triton": _by_kernel, "cpu": _by_loops}.get(by, _by_torch)
+    run = run if shard.valid_width else _by_torch
     return run(logits.detach(), split, shard, temperature, every_row)
+
+
+def _by_loops(
+    logits: torch.Tensor, split: RowSplit, shard: VocabShard, temperature: float, every_row: bool
+) -> SplitStatistics:
+    from megatron_ext.ops.partition_kl import compiled_loops as loops
+    from megatron_ext.ops.row_loops import flat_rows, in_threads
+
+    rows = len(logits)
+    sums = torch.zeros(3, 2, rows)
+    column = torch.zeros(rows, dtype=torch.int64)
+    is_masked = torch.zeros(rows, dtype=torch.bool)
+    arguments = (
+        flat_rows(logits, shard.valid_width, temperature),
+        flat_rows(logits, shard.valid_width),
+        loops.Split(
+            split.of_row.numpy(),
+            split.shared.numpy(),
+            np.array(split.chosen.pointers, dtype=np.int64),
+            split.chosen.local.numpy(),
+        ),
+        every_row,
+        sums.numpy(),
+        column.numpy(),
+        is_masked.numpy(),
+    )
+    in_threads(lambda a, b: loops.split_statistics(a, b, *arguments), rows)
+    unscaled = sums[0] if temperature == 1.0 else sums[2]
+    return SplitStatistics(
+        ExpSums(*sums[0]), ExpSums(*sums[1]), ExpSums(*unscaled), column, is_masked
+    )
 
 
 def _by_torch(
