@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-import warnings
 from pathlib import Path
+
+from megatron_ext.cli.output import quiet_libraries
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,8 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Import, and print the folder of the checkpoint."""
-    if not sys.warnoptions:
-        warnings.simplefilter("ignore")
+    quiet_libraries()
     from megatron_ext.training.import_checkpoint import import_huggingface
 
     checkpoint = import_huggingface(arguments.folder, arguments.output)
