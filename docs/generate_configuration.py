@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from megatron_ext.training.arguments import Flag, config_flags
 from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.exclusions import exclusions_table
+from megatron_ext.training.exclusions import EXCLUSIONS
 
 PAGE = Path(__file__).with_name("configuration.md")
 INTRODUCTION = """\
@@ -46,7 +46,9 @@ EXCLUDED = """\
 ## What does not go together
 
 Each of these is an error with both keys, before a model is built.
-"""
+
+| feature | not with | because | instead |
+|---|---|---|---|"""
 
 
 def configuration_page() -> str:
@@ -55,7 +57,11 @@ def configuration_page() -> str:
         _section(name, list(flags))
         for name, flags in groupby(_sections_together(), key=lambda flag: flag.section)
     ]
-    return "\n".join([INTRODUCTION, *sections, EXCLUDED, *exclusions_table(), ""])
+    excluded = [
+        f"| {row.feature.name} | {row.other.name} | {row.why} | {row.remedy} |"
+        for row in EXCLUSIONS
+    ]
+    return "\n".join([INTRODUCTION, *sections, EXCLUDED, *excluded, ""])
 
 
 def _sections_together() -> list[Flag]:

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
-import warnings
 from pathlib import Path
 from typing import get_args
 
-from megatron_ext.cli.output import named_teacher
+from megatron_ext.cli.output import named_teacher, quiet_libraries
 from megatron_ext.distributed.layout import launched_processes
 from megatron_ext.errors import ConfigError
 from megatron_ext.training.arguments import add_config_arguments, config_from_arguments
@@ -64,8 +62,7 @@ def run(arguments: argparse.Namespace) -> None:
     given = config_from_arguments(arguments)
     name = named_teacher(given, arguments.teacher, what_for="cache")
     world_size = launched_processes()
-    if not sys.warnoptions:
-        warnings.simplefilter("ignore")
+    quiet_libraries()
     from megatron_ext.teachers.target_form import TargetForm
     from megatron_ext.training.cpu_megatron import announce_device
     from megatron_ext.training.objective import teacher_objective

@@ -12,10 +12,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import warnings
 
 import yaml
 
+from megatron_ext.cli.output import quiet_libraries
 from megatron_ext.distributed import layout
 from megatron_ext.distributed.layout import launched_processes
 from megatron_ext.errors import ConfigError
@@ -64,9 +64,7 @@ def run(arguments: argparse.Namespace) -> None:
     announce_device(require_gpu=config.training.require_gpu)
     if os.environ.get("RANK", "0") == "0":
         print(yaml.safe_dump(config_values(config), sort_keys=False), flush=True)
-    if not sys.warnoptions:
-        # torch and megatron-core warn about their own internals on every rank; -W shows that.
-        warnings.simplefilter("ignore")
+    quiet_libraries()
     role = layout.take(config.teacher_ranks)
     if role is not None and role.teacher is not None:
         _serve(TeacherPlan.of(config, role.teacher))

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.cli.output import quiet_libraries
 from megatron_ext.distributed.layout import Layout, launched_processes
 from megatron_ext.errors import ConfigError
 from megatron_ext.evaluation.lm_eval_tasks import PREFIX, LmEvalTask
@@ -114,8 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Read the files, load the model, print a table and write the results."""
     task = _task(arguments)
-    if not sys.warnoptions:
-        warnings.simplefilter("ignore")
+    quiet_libraries()
     # Imported after all other checks: megatron-core and torch take seconds to load.
     with large_imports():
         from megatron_ext.distributed import process_groups

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-import warnings
 from pathlib import Path
 
+from megatron_ext.cli.output import quiet_libraries
 from megatron_ext.errors import ConfigError
 from megatron_ext.imports import large_imports
 
@@ -48,8 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             "no file is so small", where="--max-shard-size", got=arguments.max_shard_size
         )
-    if not sys.warnoptions:
-        warnings.simplefilter("ignore")
+    quiet_libraries()
     with large_imports():
         from megatron_ext.training.export_checkpoint import DTYPES, export_huggingface
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-import warnings
 from pathlib import Path
 
+from megatron_ext.cli.output import quiet_libraries
 from megatron_ext.imports import large_imports
 
 
@@ -25,8 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Import, and print the folder of the checkpoint."""
-    if not sys.warnoptions:
-        warnings.simplefilter("ignore")
+    quiet_libraries()
     with large_imports():
         from megatron_ext.training.import_checkpoint import import_huggingface
 

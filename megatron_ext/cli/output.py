@@ -1,18 +1,27 @@
-"""Output of verbs: files, and warnings about input left out; and the choice of a run's teacher."""
+"""Output of verbs: files, warnings and their silence; and the choice of a run's teacher."""
 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from megatron_ext.errors import ConfigError, UnknownNameError
 from megatron_ext.files import write_text
-from megatron_ext.training.config import DistillConfig
+
+if TYPE_CHECKING:
+    from megatron_ext.training.config import DistillConfig
 
 MOST_NAMED: Final = 5
 """Most records and files that are named; the others are counted."""
+
+
+def quiet_libraries() -> None:
+    """Ignore warnings of torch and megatron-core about their own internals; ``-W`` shows them."""
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
 
 
 def write_output(path: Path, text: str, flag: str) -> None:

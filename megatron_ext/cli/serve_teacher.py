@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-import warnings
 from pathlib import Path
 
-from megatron_ext.cli.output import named_teacher
+from megatron_ext.cli.output import named_teacher, quiet_libraries
 from megatron_ext.errors import ConfigError
 from megatron_ext.imports import large_imports
 from megatron_ext.training.arguments import add_config_arguments, config_from_arguments
@@ -67,8 +66,7 @@ def run(arguments: argparse.Namespace) -> None:
     announce_device(require_gpu=config.training.require_gpu)
     teacher = TeacherPlan.of(config, name)
     tokenizer = read_served_teacher(teacher)
-    if not sys.warnoptions:
-        warnings.simplefilter("ignore")
+    quiet_libraries()
     with large_imports():
         from megatron_ext.training.teachers.serve_teacher import serve_at, serve_parent
 

@@ -18,12 +18,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-import warnings
 from typing import get_args
 
 import yaml
 
-from megatron_ext.cli.output import MOST_NAMED, warn_left_out
+from megatron_ext.cli.output import MOST_NAMED, quiet_libraries, warn_left_out
 from megatron_ext.constants import MAX_RECORD_MIB
 from megatron_ext.conversation.records import RECORD_SCHEMA_REGISTRY, RecordSchemaName
 from megatron_ext.documents.id_tokenizers import LOSS_MASK
@@ -145,9 +144,7 @@ def run(arguments: argparse.Namespace) -> None:
     )
     sys.stdout.write(_settings(config))
     sys.stdout.flush()
-    if not sys.warnoptions:
-        # megatron-core warns about its own internals when imported; -W shows that.
-        warnings.simplefilter("ignore")
+    quiet_libraries()
     try:
         report = preprocess(config)
     except KeyboardInterrupt:

@@ -1,7 +1,7 @@
 """Checkpoints through ``megatron.core.dist_checkpointing``, readable under any layout.
 
-``checkpoint_writer`` writes them, ``checkpoint_folder`` has their places, names and manifests, and
-``checkpoint_reader`` reads their files, of which nothing is run.
+``checkpoint_writer`` writes them, ``checkpoint_folder`` has their places and names,
+``checkpoint_manifest`` the sums of their files, and ``checkpoint_reader`` reads these.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, Final
 
 import torch
@@ -24,26 +23,20 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import CheckpointError
-from megatron_ext.training.checkpoint_folder import Manifest, checkpoint_path
-from megatron_ext.training.checkpoint_reader import CheckpointReader, check_format, read_common
+from megatron_ext.training.checkpoint_folder import checkpoint_path
+from megatron_ext.training.checkpoint_manifest import Manifest
+from megatron_ext.training.checkpoint_reader import (
+    READING_ERRORS,
+    CheckpointReader,
+    check_format,
+    read_common,
+)
 from megatron_ext.training.checkpoint_writer import CheckpointWriter, replaced
 from megatron_ext.training.config import ModelConfig
 from megatron_ext.training.models import ModelChunks, load_weights_of, sharded_weights
 
-LOADING_ERRORS: Final = (
-    CheckpointingException,
-    CheckpointException,
-    OSError,
-    EOFError,
-    UnpicklingError,
-    LookupError,
-    RuntimeError,
-    # A damaged index without a manifest.
-    AssertionError,
-    ValueError,
-    TypeError,
-    AttributeError,
-)
+LOADING_ERRORS: Final = (CheckpointingException, CheckpointException, *READING_ERRORS)
+"""Errors of loading a checkpoint whose files are damaged, or of another model."""
 
 
 def save_checkpoint(
@@ -106,7 +99,7 @@ def load_checkpoint(
                 common_strategy=PlainCommonStrategy(common),
             )
         )
-    except (torch.OutOfMemoryError, dist.DistError):
+    except (MemoryError, torch.OutOfMemoryError, dist.DistError):
         raise
     except LOADING_ERRORS as error:
         if (own := _own(error)) is not None:

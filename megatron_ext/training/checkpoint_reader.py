@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from megatron_ext.errors import CheckpointError
-from megatron_ext.training.checkpoint_folder import Manifest, is_inside
+from megatron_ext.training.checkpoint_manifest import Manifest, is_inside
 
 COMMON_FILE: Final = "common.pt"
 INDEX_FILE: Final = ".metadata"
@@ -70,13 +70,12 @@ _BUILTINS: Final[dict[tuple[str, str], Any]] = {
 }
 """Other names in an index."""
 
-_READING: Final = (
+READING_ERRORS: Final = (
     pickle.UnpicklingError,
     struct.error,
     ValueError,
     TypeError,
-    KeyError,
-    IndexError,
+    LookupError,
     AttributeError,
     ImportError,
     EOFError,
@@ -85,9 +84,8 @@ _READING: Final = (
     MemoryError,
     OverflowError,
     AssertionError,
-    NotImplementedError,
 )
-"""Errors of reading bytes that were damaged, RecursionError among them."""
+"""Errors of reading bytes that were damaged; RecursionError is a RuntimeError."""
 
 
 class _IndexUnpickler(pickle._Unpickler):
@@ -167,7 +165,7 @@ def read_index(manifest: Manifest) -> Metadata:
             return _checked(path, _IndexUnpickler(path, content).load())
     except CheckpointError:
         raise
-    except _READING as error:
+    except READING_ERRORS as error:
         raise _unreadable(path, error) from error
 
 
@@ -229,7 +227,7 @@ def _load_plain(path: Path, content: io.BytesIO) -> Any:
             return torch.load(content, map_location="cpu", weights_only=True)
     except CheckpointError:
         raise
-    except _READING as error:
+    except READING_ERRORS as error:
         raise _unreadable(path, error) from error
 
 

@@ -50,8 +50,8 @@ from megatron_ext.training.checkpoint_folder import (
     checkpoint_path,
     publish_checkpoint,
     remove_partial_checkpoints,
-    summed_writes,
 )
+from megatron_ext.training.checkpoint_manifest import summed_writes
 
 _RANK_0_WRITES: tuple[tuple[Any, str], ...] = (
     (TorchCommonSaveStrategy, "save_common"),

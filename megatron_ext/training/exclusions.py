@@ -6,7 +6,7 @@ objectives, with the form of a teacher's targets, or where Megatron-LM's loop ta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 from megatron_ext.training import features
@@ -46,14 +46,6 @@ def check_exclusions(
                         forms=forms or {},
                     )
                 )
-
-
-def exclusions_table() -> Iterator[str]:
-    """Lines of the table in Markdown."""
-    yield "| feature | not with | because | instead |"
-    yield "|---|---|---|---|"
-    for row in EXCLUSIONS:
-        yield f"| {row.feature.name} | {row.other.name} | {row.why} | {row.remedy} |"
 
 
 _BY_IDS: Final = "set training.vocabulary_layout to original"

@@ -35,7 +35,8 @@ from megatron_ext.huggingface.model_settings import model_config, settings_of, t
 from megatron_ext.huggingface.tensor_files import TensorPlan, check_target, shards, write_checkpoint
 from megatron_ext.huggingface.tensor_map import MegatronTensor, TensorMap
 from megatron_ext.training.checkpoint import LOADING_ERRORS, checkpoint_model
-from megatron_ext.training.checkpoint_folder import Manifest, find_checkpoint
+from megatron_ext.training.checkpoint_folder import find_checkpoint
+from megatron_ext.training.checkpoint_manifest import Manifest
 from megatron_ext.training.checkpoint_reader import CheckpointReader, check_format
 from megatron_ext.training.checkpoint_tokenizer import KeptTokenizer
 from megatron_ext.training.config import ModelConfig
@@ -85,7 +86,7 @@ class CheckpointSlices:
                 items += create_read_items_for_chunk_list(name, stored, [chunk])
             self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
             self._reader.read_data(LoadPlan(items), targets).wait()
-        except CheckpointError:
+        except (CheckpointError, MemoryError):
             raise
         except LOADING_ERRORS as error:
             raise CheckpointError(

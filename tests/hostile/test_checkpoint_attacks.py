@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_ext.errors import CheckpointError
 from megatron_ext.training.checkpoint import load_checkpoint, save_checkpoint
-from megatron_ext.training.checkpoint_folder import Manifest
+from megatron_ext.training.checkpoint_manifest import Manifest
 from megatron_ext.training.checkpoint_reader import read_index
 from megatron_ext.training.import_checkpoint import lone_process
 from tests.hostile.checkpoint_attacks import (

@@ -49,7 +49,7 @@ def encoder_of(
         build=build or adapter._build_engine,
         reference=reference or adapter._encode_batch,
         table=adapter._table,
-        pieces=adapter.pieces,
+        pieces=adapter.vocab,
         where=adapter._fast._where,
     )
 

@@ -180,7 +180,7 @@ def test_every_character_that_one_library_reads_otherwise_is_found(case, young):
                 [raw.decode().translate(hidden).encode() for raw in documents]
             )
 
-    unproven = prove(Forgetful(), adapter._encode_batch, adapter._table, adapter.pieces, "here")
+    unproven = prove(Forgetful(), adapter._encode_batch, adapter._table, adapter.vocab, "here")
     assert all(unproven.covers(chr(point)) for point in young)
     for neighbour in (young.start - 300, young.stop + 300):
         assert unproven.covers(chr(neighbour)) == (unicodedata.category(chr(neighbour)) == "Cn")

@@ -99,7 +99,7 @@ def test_sentencepiece_files_give_the_ids_of_sentencepiece_and_exact_byte_ends(f
     spelled = "changed" if file in LOSSY else "after a prefix"
     check_byte_ends(ours, texts()[:: 9 if file in LOSSY else 3], spelled)
     assert ours.vocab_size == theirs.get_piece_size()
-    assert ours.pieces == [theirs.id_to_piece(i) for i in range(ours.vocab_size)]
+    assert ours.vocab == [theirs.id_to_piece(i) for i in range(ours.vocab_size)]
     ids = (ours.bos_id, ours.eos_id, ours.unk_id)
     assert ids == (theirs.bos_id(), theirs.eos_id(), theirs.unk_id())
 
@@ -112,7 +112,7 @@ def test_tekken_files_give_the_ids_of_mistral_common_and_exact_byte_ends(file):
     check_byte_ends(ours, texts()[::3], "exact")
     assert ours.vocab_size == theirs.n_words
     special = range(theirs.num_special_tokens)
-    assert ours.pieces[: len(special)] == [theirs.id_to_piece(i) for i in special]
+    assert ours.vocab[: len(special)] == [theirs.id_to_piece(i) for i in special]
 
 
 @pytest.mark.parametrize("file", RANK_FILES, ids=lambda file: file.name)

@@ -9,12 +9,14 @@ import pytest
 
 from megatron_ext.errors import CheckpointError
 from megatron_ext.training.checkpoint_folder import (
-    MANIFEST_FILE,
-    Manifest,
     checkpoint_path,
     find_checkpoint,
     latest_checkpoint,
     set_latest_checkpoint,
+)
+from megatron_ext.training.checkpoint_manifest import (
+    MANIFEST_FILE,
+    Manifest,
     summed_writes,
     write_manifest,
 )

@@ -99,11 +99,6 @@ class TableTokenizer(SegmentTokenizer):
     def vocab_size(self) -> int:
         return len(self._pieces)
 
-    @property
-    def pieces(self) -> list[str]:
-        """Display string of every id, a new list."""
-        return list(self._pieces)
-
     def text_to_ids(self, text: str, *, parse_special: ParseSpecial = False) -> list[int]:
         utf8(text)
         ids: list[int] = self._prefix.tolist()

@@ -143,7 +143,6 @@ class Plan:
         world_size: int,
         vocab_size: int,
         teacher_vocab_sizes: Mapping[str, int],
-        pairs: Mapping[str, PairCost] | None = None,
         forms: Mapping[str, TargetForm] | None = None,
         has_flash: bool = False,
     ) -> Plan:
@@ -161,7 +160,6 @@ class Plan:
                 name: _shape(teacher.config.model, teacher_vocab_sizes[name], run.parallel.layout)
                 for name, teacher in run.teachers.items()
             },
-            pairs=pairs or {},
             forms=forms or {},
             has_flash=has_flash,
         )

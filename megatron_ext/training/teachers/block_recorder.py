@@ -21,13 +21,13 @@ from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.training import rank_phase
 from megatron_ext.training.microbatch import Microbatch
 from megatron_ext.training.run_data import RunData
-from megatron_ext.training.teachers.cache_manifest import Manifest
 from megatron_ext.training.teachers.shard_file import (
     PlacedWindow,
     PlacedWindows,
     Window,
     write_shard,
 )
+from megatron_ext.training.teachers.target_cache import Manifest
 
 _TOKEN_BYTES: Final = 4
 """Approximate bytes of text in a token."""

@@ -33,7 +33,6 @@ from megatron_ext.training.teachers.block_recorder import (
     block_bytes,
     blocks_of,
 )
-from megatron_ext.training.teachers.cache_manifest import HEAD_FILE, MANIFEST_FILE, Manifest
 from megatron_ext.training.teachers.identity import WEIGHTS, cache_identity, weights_on_all
 from megatron_ext.training.teachers.live_teacher import (
     check_gives_hidden,
@@ -41,6 +40,7 @@ from megatron_ext.training.teachers.live_teacher import (
     live_teacher,
 )
 from megatron_ext.training.teachers.shard_file import ShardHead, read_head
+from megatron_ext.training.teachers.target_cache import HEAD_FILE, MANIFEST_FILE, Manifest
 from megatron_ext.training.watchdog import watched_launch
 
 

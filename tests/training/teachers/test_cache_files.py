@@ -7,9 +7,8 @@ import pytest
 
 from megatron_ext.errors import CheckpointError, ConfigError, DataError
 from megatron_ext.teachers.target_form import TargetForm
-from megatron_ext.training.teachers.cache_manifest import Manifest
 from megatron_ext.training.teachers.shard_file import Window, write_shard
-from megatron_ext.training.teachers.target_cache import TargetCache
+from megatron_ext.training.teachers.target_cache import Manifest, TargetCache
 
 VOCAB = 262_144
 LABEL = TargetForm(kind="label", precision="fp32", count=0, vocab_size=VOCAB)
