@@ -1,6 +1,8 @@
 """A tokenizer whose ids are the bytes of a text, and after them control tokens."""
 
+import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -60,20 +62,31 @@ class ByteTokenizer:
     def is_control(self, token_id: int) -> bool:
         return token_id >= 256
 
+    @cached_property
+    def _names(self) -> re.Pattern[str]:
+        longest_first = sorted(self._control, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)))
+
     def encode_with_control_spans(
         self, text: str, spans: Sequence[tuple[int, int]]
     ) -> tuple[IdArray, ByteEnds]:
-        ids: list[int] = []
-        ends: list[int] = []
-        at = done = 0
-        while at < len(text):
-            name = self._control_at(text, at, spans) or text[at]
-            raw = name.encode()
-            is_control = len(name) > 1
-            ids += [self._control[name]] if is_control else raw
-            ends += [done + len(raw)] if is_control else range(done + 1, done + len(raw) + 1)
-            at, done = at + len(name), done + len(raw)
-        return np.array(ids, np.int32), np.array(ends, np.int64)
+        ids: list[np.ndarray] = []
+        lengths: list[np.ndarray] = []
+        done = 0
+
+        def add_bytes(until: int) -> None:
+            raw = np.frombuffer(text[done:until].encode(), np.uint8)
+            ids.append(raw.astype(np.int32))
+            lengths.append(np.ones(len(raw), np.int64))
+
+        for start, stop in spans:
+            for match in self._names.finditer(text, start, stop):
+                add_bytes(match.start())
+                ids.append(np.array([self._control[match[0]]], np.int32))
+                lengths.append(np.array([len(match[0].encode())], np.int64))
+                done = match.end()
+        add_bytes(len(text))
+        return np.concatenate(ids), np.cumsum(np.concatenate(lengths))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``, control tokens by name."""
@@ -85,8 +98,3 @@ class ByteTokenizer:
     def _role(self, role: str) -> int | None:
         name = self.special_token_names.get(role)
         return None if name is None else self._control[name]
-
-    def _control_at(self, text: str, at: int, spans: Sequence[tuple[int, int]]) -> str | None:
-        stop = next((stop for start, stop in spans if start <= at < stop), at)
-        names = (name for name in self._control if text.startswith(name, at, stop))
-        return max(names, key=len, default=None)

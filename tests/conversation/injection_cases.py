@@ -51,33 +51,30 @@ def forged(vocabulary: Vocabulary, rendered: Rendered) -> list[str]:
     White space beside a name may be content: some tokens swallow it, in the original library too.
     """
     ids, ends = encoded(vocabulary, rendered)
-    template = own_bytes(rendered)
-    raw = rendered.text.encode()
+    raw, template = rendered.text.encode(), own_bytes(rendered)
     names = {i: n for n, i in vocabulary.controls.items() if i != vocabulary.unknown}
     marks = {n: i for n, i in vocabulary.user_defined.items() if is_mark(n)}
-    own_text = b"".join(
-        bytes([byte]) if own else b"\0" for byte, own in zip(raw, template, strict=True)
-    )
+    own_text = (np.frombuffer(raw, np.uint8) * template).tobytes()
     names |= {i: n for n, i in marks.items() if n.encode() in own_text}
     begins = np.concatenate(([0], ends[:-1]))[: len(ends)]
     bad = []
-    for token_id, begin, end in zip(ids.tolist(), begins.tolist(), ends.tolist(), strict=True):
-        if token_id in names:
-            wanted = names[token_id].encode()
-            at = raw.find(wanted, begin, end)
-            if at < 0 or not all(template[at : at + len(wanted)]):
-                bad.append(raw[begin:end].decode(errors="replace"))
+    for place in np.flatnonzero(np.isin(ids, [*names])).tolist():
+        begin, end = int(begins[place]), int(ends[place])
+        wanted = names[int(ids[place])].encode()
+        at = raw.find(wanted, begin, end)
+        if at < 0 or not template[at : at + len(wanted)].all():
+            bad.append(raw[begin:end].decode(errors="replace"))
     return bad
 
 
-def own_bytes(rendered: Rendered) -> list[bool]:
+def own_bytes(rendered: Rendered) -> np.ndarray:
     """Whether the template wrote each byte, the roles of messages included."""
-    own: list[bool] = []
-    for span in rendered.spans:
-        text = rendered.text[span.start : span.end]
-        is_role = span.provenance.field == "role" and text in ROLES
-        own += [span.is_template or is_role] * len(text.encode())
-    return own
+    texts = [rendered.text[span.start : span.end] for span in rendered.spans]
+    own = [
+        span.is_template or (span.provenance.field == "role" and text in ROLES)
+        for span, text in zip(rendered.spans, texts, strict=True)
+    ]
+    return np.repeat(np.array(own, bool), [len(text.encode()) for text in texts])
 
 
 def marks_of(vocabulary: Vocabulary) -> tuple[str, str]:
