@@ -5,8 +5,12 @@ import torch
 
 from megatron_ext.distributed import vocab_parallel
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.ops.selected_log_prob import selected_log_prob, selected_log_prob_reference
-from megatron_ext.ops.token_log_prob import token_log_prob, token_log_prob_reference
+from megatron_ext.ops.token_log_prob import (
+    selected_log_prob,
+    selected_log_prob_reference,
+    token_log_prob,
+    token_log_prob_reference,
+)
 from megatron_ext.ops.top_columns import top_columns
 
 

@@ -20,7 +20,7 @@ from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, Objective, Targe
 from megatron_ext.losses.targets import TeacherTargets, check_tail_temperature, topk_log_probs
 from megatron_ext.losses.vocabulary_match import VocabularyMatch
 from megatron_ext.ops.divergence import Divergence, check_divergence, divergence
-from megatron_ext.ops.selected_log_prob import selected_log_prob
+from megatron_ext.ops.token_log_prob import selected_log_prob
 from megatron_ext.ops.top_columns import sort_keys, top_columns
 
 Tail = Literal["renormalise", "bucket"]

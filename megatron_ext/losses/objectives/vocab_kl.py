@@ -28,7 +28,7 @@ from megatron_ext.losses.objective import (
 from megatron_ext.losses.targets import TeacherTargets, check_tail_temperature, topk_log_probs
 from megatron_ext.ops.divergence import Divergence, DivergenceOptions, check_divergence, divergence
 from megatron_ext.ops.launch import Implementation, check_implementation
-from megatron_ext.ops.selected_log_prob import selected_log_prob
+from megatron_ext.ops.token_log_prob import selected_log_prob
 from megatron_ext.ops.vocab_kl import evaluate_vocab_kl
 
 
@@ -43,7 +43,7 @@ class VocabKLLoss(FusedObjective):
 
     Teacher targets: ``logits`` and ``hidden`` are compared on every token (``ops/vocab_kl``: four
     all-reduces, 52 T bytes a rank). ``topk`` is compared on its K tokens and all others as one,
-    which never exceeds the divergence on every token (``ops/selected_log_prob``: three all-reduces,
+    which never exceeds the divergence on every token (``ops/token_log_prob``: three all-reduces,
     4 T (K + 2) bytes, and two of the metrics); at temperature 1 only, since the mass of
     the tail is not known at another. ``label`` is refused.
 
