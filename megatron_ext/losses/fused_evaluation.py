@@ -63,7 +63,7 @@ def evaluate_together(
     objective = objectives[main]
     assert isinstance(objective, FusedObjective)
     top_column = None
-    if labelled is not None:
+    if labelled is not None and not objective.gives_top_column:
         # Read before the gradient is written over the logits.
         top_column = _top_column(inputs)
     evaluated = objective.evaluate(
@@ -77,6 +77,7 @@ def evaluate_together(
         next_token = objectives[labelled]
         assert isinstance(next_token, NextTokenLoss)
         assert evaluated.token_loss is not None
+        top_column = evaluated.top_column if top_column is None else top_column
         assert top_column is not None
         outputs[labelled] = next_token.output(inputs, evaluated.token_loss, top_column)
     return {name: outputs[name] for name in objectives}

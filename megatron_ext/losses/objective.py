@@ -138,12 +138,18 @@ class Evaluated(NamedTuple):
     token_loss: torch.Tensor | None
     """[B Ts] cross-entropy of each label; None where not requested."""
 
+    top_column: torch.Tensor | None = None
+    """int64 [B Ts]: global column of the largest logit, where ``gives_top_column``."""
+
 
 class FusedObjective(Objective):
     """Objective whose value and gradient come from one pass over the logits.
 
     The pass can compute the cross-entropy of the same rows with them.
     """
+
+    gives_top_column: ClassVar[bool] = False
+    """Whether ``evaluate`` finds each row's largest logit with the cross-entropy."""
 
     __slots__ = ()
 

@@ -71,6 +71,7 @@ class ProjectedKLLoss(FusedObjective):
     """
 
     name: ClassVar[str] = "projected_kl"
+    gives_top_column: ClassVar[bool] = True
 
     temperature: float = 1.0
     """tau, at which both distributions are compared."""
@@ -130,7 +131,8 @@ class ProjectedKLLoss(FusedObjective):
             else WeightedLabels(inputs.labels.flatten(), label_scales(inputs, ce_scale)),
             implementation=self.implementation,
         )
-        return Evaluated(self._output(inputs, values, usable), values.token_loss)
+        output = self._output(inputs, values, usable)
+        return Evaluated(output, values.token_loss, values.top_column)
 
     def fuses(self, inputs: DistillationInputs) -> bool:
         """False for the nemo numerics and for a learned projection."""

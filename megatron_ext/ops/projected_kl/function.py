@@ -131,6 +131,7 @@ def evaluate_projected_kl(
         teacher.rows.sizes().long(),
         values.rest_mass,
         token_loss,
+        statistics.top_column,
     )
 
 

@@ -38,6 +38,9 @@ class ProjectedKL(NamedTuple):
     token_loss: torch.Tensor | None = None
     """[Ts] cross-entropy of each label, 0 where there is none; None without the term."""
 
+    top_column: torch.Tensor | None = None
+    """int64 [Ts]: global column of the student's largest logit; None without the term."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectedKLOptions(DivergenceOptions):

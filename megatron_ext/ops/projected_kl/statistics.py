@@ -13,6 +13,7 @@ from megatron_ext.distributed.shard_collectives import all_reduce_sum, gather_co
 from megatron_ext.distributed.vocab_parallel import (
     LogSumExp,
     VocabShard,
+    merge_argmax,
     merge_log_sum_exp,
     row_slices,
     scaled_logits,
@@ -83,6 +84,9 @@ class ChunkStatistics(NamedTuple):
     untempered: LogSumExp | None
     """[Ts] of ``z``; ``student`` where tau is 1, None unless asked for."""
 
+    top_column: torch.Tensor | None
+    """int64 [Ts]: global column of the largest ``z``, the first of equals; None as ``untempered``."""
+
 
 def chunk_statistics(
     student: ChunkedLogits,
@@ -95,8 +99,9 @@ def chunk_statistics(
 ) -> ChunkStatistics:
     """Read both models' logits once. No graph.
 
-    Two all-reduces of [2 Ts + 2 Tt], and of Ts more for ``untempered`` at another temperature. One
-    all-reduce of [Ts] and another read of the student unless ``projection.has_unit_rows``.
+    Two all-reduces of [2 Ts + 2 Tt], and of Ts more for ``untempered`` at another temperature; two
+    of [Ts] for its largest columns. One all-reduce of [Ts] and another read of the student unless
+    ``projection.has_unit_rows``.
     """
     by = implementation
     sides = [
@@ -105,7 +110,7 @@ def chunk_statistics(
             side.shard,
             temperature=temperature,
             members=members,
-            with_column=False,
+            with_column=untempered and side is student,
             implementation=by,
         )
         for side, members in ((student, projection.row_mass > 0), (teacher, projection.reachable))
@@ -126,7 +131,12 @@ def chunk_statistics(
         mapped = _mapped_mass(student, carried.lse, projection, temperature)
     left_out = -torch.expm1(log_ratio(reached, whole))
     plain_rows = (parts[4:] or [student_whole])[0] if untempered else None
-    return ChunkStatistics(student_whole, carried, mapped, reached, left_out, plain_rows)
+    top = None
+    if untempered:
+        own, shard = sides[0], student.shard
+        best = own.peak[0].masked_fill(own.total[0] == 0, -torch.inf)
+        top = merge_argmax(best, own.column + shard.start, shard.group)
+    return ChunkStatistics(student_whole, carried, mapped, reached, left_out, plain_rows, top)
 
 
 def _mapped_mass(
