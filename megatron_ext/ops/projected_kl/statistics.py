@@ -85,7 +85,7 @@ class ChunkStatistics(NamedTuple):
     """[Ts] of ``z``; ``student`` where tau is 1, None unless asked for."""
 
     top_column: torch.Tensor | None
-    """int64 [Ts]: global column of the largest ``z``, the first of equals; None as ``untempered``."""
+    """int64 [Ts]: global column of the largest ``z``, the first of equals; None as above."""
 
 
 def chunk_statistics(
