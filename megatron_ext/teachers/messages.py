@@ -129,6 +129,10 @@ def _short(value: object) -> str:
     return text[:12] if is_hash else text
 
 
+PADDING: Final = 1024
+"""Most positions behind the text of a row, whose length context parallelism divides evenly."""
+
+
 class Request(NamedTuple):
     """Request for the targets of microbatches."""
 
@@ -231,12 +235,12 @@ def _rows(
         if part.dim() != 2 or not part.numel() or part.shape != tokens.shape:
             raise _not_understood(f"{name} of shape {list(part.shape)}")
         _check_most("rows of a microbatch", part.shape[0], limits.rows)
-        _check_most("positions of a row", part.shape[1], limits.length)
+        _check_most("positions of a row", part.shape[1], limits.length + PADDING)
     parts = {name: part.long() for name, part in found.items() if part is not None}
     first, last = int(parts["position_ids"].min()), int(parts["position_ids"].max())
     if first < 0:
         raise _not_understood(f"a position {first}")
-    _check_most("position", last, limits.length)
+    _check_most("position", last, limits.length + PADDING)
     bounds = tensors.pop(f"cu_seqlens/{index}", None)
     if bounds is not None:
         _check_bounds(bounds, parts["tokens"].numel())

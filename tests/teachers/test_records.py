@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from megatron_ext.errors import DistributedError, LossError
+from megatron_ext.teachers.base import TokenRows
 from megatron_ext.teachers.flight import Frame, empty, from_bytes, receive, to_bytes, to_chunks
 from megatron_ext.teachers.formed_targets import from_records, to_records
+from megatron_ext.teachers.messages import Request
+from megatron_ext.teachers.server_limits import ServerLimits
 from megatron_ext.teachers.target_form import TargetForm, pack_ids, packed_width, unpack_ids
 
 VOCAB = 262_144
@@ -169,3 +172,19 @@ def test_an_id_of_64_in_262144_takes_14_bits():
     for count in (1, 16, 64, 300):
         bound = math.ceil(count * (2 + math.log2(262_144 / count)) / 8) + 2
         assert packed_width(count, 262_144) <= bound
+
+
+@pytest.mark.parametrize("behind", [3, 2000])
+def test_a_row_may_be_as_long_as_the_text_and_its_padding(behind):
+    positions = torch.arange(50 + behind)[None]
+    rows = TokenRows(
+        tokens=positions % 7, position_ids=positions, labels=positions % 7, cu_seqlens=None
+    )
+    frame = Request(0, [rows]).to_frame("topk")
+    limits = ServerLimits(length=50)
+    if behind == 3:
+        # Context parallelism pads rows to lengths that it divides.
+        assert torch.equal(Request.of(frame, "topk", limits).rows[0].tokens, rows.tokens)
+    else:
+        with pytest.raises(DistributedError, match="positions of a row"):
+            Request.of(frame, "topk", limits)
