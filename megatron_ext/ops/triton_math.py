@@ -6,6 +6,12 @@ import triton.language as tl
 LOG_TINY: tl.constexpr = tl.constexpr(-87.33654475055310898657)
 """Logarithm of the smallest normal number of fp32."""
 
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+"""Factor from nats to bits: ``exp2`` is one instruction, ``exp`` a product more."""
+
+LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
+"""A peak before the first value, the smallest finite number: -inf less itself would be NaN."""
+
 FLOOR: tl.constexpr = tl.constexpr(1024 * 1.1754943508222875e-38)
 """``probability_floor`` of fp32."""
 
