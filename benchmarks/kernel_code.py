@@ -5,8 +5,9 @@
     python benchmarks/kernel_code.py --core              what the tests hold to its bounds
 
 It prints JSON: registers, spilled bytes, shared memory, occupancy, loads of 128 bits, and SASS
-instructions a column. The assembler and the disassembler are those that come with triton for
-NVIDIA GPUs; without the second, loads are counted in PTX and instructions are missing.
+instructions a column. Launches beyond ``machine_code/bounds.json`` are named on stderr, and
+the exit status is 1. The assembler and the disassembler are those that come with triton for NVIDIA
+GPUs; without the second, loads are counted in PTX and instructions are missing.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ["TRITON_INTERPRET"] = "0"
 
 from benchmarks.machine_code.assembly import counted, instructions, occupancy, resources
+from benchmarks.machine_code.bounds import broken
 from benchmarks.machine_code.launches import CORE, KernelLaunch, launches
 
 ARCHITECTURES: Final = (80, 90, 100)
@@ -80,7 +82,7 @@ def report(launch: KernelLaunch, arch: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print the report of the chosen launches; the exit status is 1 where one does not compile."""
+    """Print the report of the chosen launches; say which break a bound or do not compile."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--arch", type=int, action="append", choices=ARCHITECTURES)
     parser.add_argument("--only", default="", help="a part of the names of launches")
@@ -90,18 +92,24 @@ def main() -> None:
     if options.core:
         chosen = [launch for launch in chosen if launch.name in CORE]
     found: dict[str, dict[str, Any]] = {}
+    problems: list[str] = []
     for arch in options.arch or ARCHITECTURES:
         if assembler(arch) is None:
-            sys.exit(f"this build of triton has no assembler for sm_{arch}")
+            print(f"CANNOT: this build of triton has no assembler for sm_{arch}", file=sys.stderr)
+            sys.exit(2)
         found[f"sm_{arch}"] = reports = {}
         for launch in chosen:
             print(f"sm_{arch} {launch.name}", file=sys.stderr)
             try:
                 reports[launch.name] = report(launch, arch)
+                problems += [
+                    f"sm_{arch} {text}" for text in broken(launch.name, reports[launch.name])
+                ]
             except Exception as error:
                 reports[launch.name] = {"error": f"{type(error).__name__}: {error}"[-500:]}
+                problems.append(f"sm_{arch} {launch.name} does not compile")
     print(json.dumps(found, indent=1))
-    sys.exit(any("error" in row for rows in found.values() for row in rows.values()))
+    sys.exit("\n".join(problems) or 0)
 
 
 if __name__ == "__main__":

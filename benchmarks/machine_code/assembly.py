@@ -80,21 +80,23 @@ def loops(listing: list[tuple[int, str]]) -> list[Loop]:
 
 
 def counted(listing: list[tuple[int, str]], columns: int) -> dict[str, Any]:
-    """Instructions a column of the loop over columns, or of the whole code where there is none.
+    """Instructions a column of the loop over columns, or of the whole code where that is not clear.
 
-    The loop is the shortest of those with wide loads: a loop over a row's end is longer, since it
-    masks. Where rows are visited in loops inside, or branches are not taken, it counts too many.
+    Only one loop with wide loads is taken for it. A kernel without a loop, or with loops in loops
+    or several passes, is counted as a whole: each instruction once, whether or not it is executed
+    or repeated. That shows a change, and is no number of what a column costs.
 
     Args:
         columns: Columns of a thread in one iteration.
     """
     repeated = loops(listing)
     streaming = [loop.instructions for loop in repeated if loop.wide_loads]
-    length = min(streaming, default=len(listing))
+    is_clear = len(streaming) == 1
+    length = streaming[0] if is_clear else len(listing)
     return {
         "instructions": len(listing),
         "loops": [loop._asdict() for loop in repeated],
-        "counted": "loop" if streaming else "whole code",
+        "counted": "loop" if is_clear else "whole code",
         "instructions_a_column": round(length / columns, 1),
         "wide_loads": sum(bool(_WIDE.match(text)) for _, text in listing),
         "barriers": sum(text.startswith("BAR") for _, text in listing),

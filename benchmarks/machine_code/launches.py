@@ -53,7 +53,11 @@ class KernelLaunch:
     def types(self) -> dict[str, str]:
         """Types of the arguments that are not constants; ``:16`` marks multiples of 16."""
         names = [name for name in self.function().arg_names if name not in self.constants]
-        return {name: _type_of(name) for name in names}
+        types = {name: _type_of(name) for name in names}
+        if "valid_width" in names:
+            # There, the width is the padded one in memory.
+            types["width"] = "i32:16"
+        return types
 
 
 def _type_of(argument: str) -> str:
@@ -159,8 +163,9 @@ _ROWS: Final[tuple[tuple[str, str, str, dict[str, Any], tuple[LaunchConfig, ...]
 """Module, kernel, launch, constants besides the block, and candidate configurations."""
 
 CORE: Final = (
-    "row_statistics_kernel members 4096x8",
+    "row_statistics_kernel members 8192x16",
     "row_statistics_kernel plain 4096x8",
+    "sweep_kernel forward values 2048x8",
 )
 """Names of the launches that the tests compile each time."""
 
