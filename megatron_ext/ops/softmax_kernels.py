@@ -3,23 +3,17 @@
 import triton
 import triton.language as tl
 
-from megatron_ext.ops.triton_math import LOG2_E, LOWEST, scaled
+from megatron_ext.ops.triton_math import (
+    LOG2_E,
+    LOWEST,
+    first_column,
+    lane_sums,
+    merged_lanes,
+    scaled,
+)
 
 SAFE_MASS: tl.constexpr = tl.constexpr(1e-17)
 """Share of a row's sum from which on the members' sum has all its digits (40 nats)."""
-
-
-@triton.jit
-def _lane_sums(peak, total, member_total, values, is_member, HAS_MEMBERS: tl.constexpr):
-    """Peaks and sums [LANES] after a block of values [LANES, K]: what a thread adds by itself."""
-    top = tl.maximum(peak, tl.max(values, axis=1))
-    # The difference first, which is exact for large logits where their product is not.
-    terms = tl.exp2((values - top[:, None]) * LOG2_E)
-    kept = tl.exp2((peak - top) * LOG2_E)
-    total = total * kept + tl.sum(terms, axis=1)
-    if HAS_MEMBERS:
-        member_total = member_total * kept + tl.sum(tl.where(is_member, terms, 0.0), axis=1)
-    return top, total, member_total
 
 
 @triton.jit
@@ -75,8 +69,7 @@ def row_statistics_kernel(
     end = width
     if HAS_READ:
         end = tl.where(tl.load(read_ptr + row) != 0, width, 0)
-    lanes = tl.arange(0, LANES) * K
-    places = lanes[:, None] + tl.arange(0, K)[None, :]
+    places = tl.arange(0, LANES)[:, None] * K + tl.arange(0, K)[None, :]
     peak = tl.full((LANES,), LOWEST, tl.float32)
     total = tl.zeros((LANES,), tl.float32)
     member_total = tl.zeros((LANES,), tl.float32)
@@ -88,7 +81,7 @@ def row_statistics_kernel(
         if HAS_MEMBERS:
             is_member = tl.load(members_ptr + start + places) != 0
         before = peak
-        peak, total, member_total = _lane_sums(
+        peak, total, member_total = lane_sums(
             peak, total, member_total, values, is_member, HAS_MEMBERS
         )
         first = tl.where(peak > before, start, first)
@@ -102,30 +95,21 @@ def row_statistics_kernel(
         if HAS_MEMBERS:
             is_member = tl.load(members_ptr + columns, mask=held, other=0) != 0
         before = peak
-        peak, total, member_total = _lane_sums(
+        peak, total, member_total = lane_sums(
             peak, total, member_total, values, is_member, HAS_MEMBERS
         )
         first = tl.where(peak > before, whole, first)
 
-    best = tl.max(peak, axis=0)
-    weights = tl.exp2((peak - best) * LOG2_E)
-    row_total = tl.sum(total * weights, axis=0)
-    # Of the lanes that reached the peak, the one that did so first, and its first such column.
-    lane = tl.min(tl.where(peak == best, first + lanes, 2147483647), axis=0)
-    columns = lane + tl.arange(0, K)
-    of_lane = scaled(
-        tl.load(start_of_row + columns, mask=columns < end, other=-float("inf")),
-        temperature,
-        HAS_TEMPERATURE,
+    best, row_total, members = merged_lanes(peak, total, member_total)
+    column = first_column(
+        start_of_row, peak, first, best, end, temperature, HAS_TEMPERATURE, K, LANES
     )
-    column = tl.min(tl.where(of_lane == best, columns, 2147483647), axis=0)
     is_empty = row_total == 0.0
     tl.store(peak_ptr + row, tl.where(is_empty, 0.0, best))
     tl.store(total_ptr + row, row_total)
-    tl.store(column_ptr + row, tl.where(is_empty | (column >= end), 0, column))
+    tl.store(column_ptr + row, column)
     if HAS_MEMBERS:
         member_peak = best
-        members = tl.sum(member_total * weights, axis=0)
         if members < row_total * SAFE_MASS:
             member_peak, members = _members_alone(
                 start_of_row, members_ptr, end, temperature, HAS_TEMPERATURE, BLOCK
