@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 # Named like this, pip takes its build for CPUs, 2.13.0+cpu, where any index offers one.
 TORCH := torch==2.13.0
 
-.PHONY: demo test lint bench-gpu clean
+.PHONY: demo test lint bench-gpu rehearse-gpu clean
 
 demo: $(VENV)/.ready
 	@echo "==> demo: three short training runs, about four minutes on 2 CPU cores; see runs/demo"
@@ -22,6 +22,11 @@ test: $(VENV)/.ready
 bench-gpu:
 	@echo "==> bench-gpu: the kernels' tests and what they cost, within ten minutes"
 	@$(if $(wildcard $(VENV)/.ready),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py
+
+# No GPU is needed: triton compiles for those that it is told of.
+rehearse-gpu: $(VENV)/.ready
+	@echo "==> rehearse-gpu: every kernel compiled for sm_80, sm_90a and sm_100a, within its bounds"
+	@$(BIN)/python benchmarks/kernel_code.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -6,6 +6,12 @@ import triton.language as tl
 LOG_TINY: tl.constexpr = tl.constexpr(-87.33654475055310898657)
 """Logarithm of the smallest normal number of fp32."""
 
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+"""Factor from nats to bits: ``exp2`` is one instruction, ``exp`` a product more."""
+
+LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
+"""A peak before the first value, the smallest finite number: -inf less itself would be NaN."""
+
 FLOOR: tl.constexpr = tl.constexpr(1024 * 1.1754943508222875e-38)
 """``probability_floor`` of fp32."""
 
@@ -32,16 +38,51 @@ def row_values(start_of_row, columns, held, inside):
 
 
 @triton.jit
-def add_exponentials(peak, total, values):
-    """``peak`` and ``total = sum(exp(value - peak))`` after a block of values, -inf ones included.
+def lane_sums(peak, total, part_total, values, is_part, HAS_PART: tl.constexpr):
+    """Peaks and sums [LANES] after a block of values [LANES, K]: what a thread adds by itself.
 
-    Both are scalars; before the first value they are -inf and 0.
+    ``part_total`` is the sum of those that are ``is_part``, over the same peak.
     """
-    top = tl.maximum(peak, tl.max(values, axis=0))
-    # -inf - -inf is NaN: before the first value, any finite reference will do.
-    reference = tl.where(top == -float("inf"), 0.0, top)
-    total = total * tl.exp(peak - reference) + tl.sum(tl.exp(values - reference), axis=0)
-    return top, total
+    top = tl.maximum(peak, tl.max(values, axis=1))
+    # The difference first, which is exact for large logits where their product is not.
+    terms = tl.exp2((values - top[:, None]) * LOG2_E)
+    kept = tl.exp2((peak - top) * LOG2_E)
+    total = total * kept + tl.sum(terms, axis=1)
+    if HAS_PART:
+        part_total = part_total * kept + tl.sum(tl.where(is_part, terms, 0.0), axis=1)
+    return top, total, part_total
+
+
+@triton.jit
+def merged_lanes(peak, total, part_total):
+    """Peak and sums of a row from those of its lanes."""
+    best = tl.max(peak, axis=0)
+    weights = tl.exp2((peak - best) * LOG2_E)
+    return best, tl.sum(total * weights, axis=0), tl.sum(part_total * weights, axis=0)
+
+
+@triton.jit
+def first_column(
+    start_of_row,
+    peak,
+    first,
+    best,
+    end,
+    temperature,
+    HAS_TEMPERATURE: tl.constexpr,
+    K: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """First column of a row's peak ``best``, 0 where no lane [LANES] of K columns has it.
+
+    ``first`` is the start of the block in which each lane reached its own ``peak``.
+    """
+    lane = tl.min(tl.where(peak == best, first + tl.arange(0, LANES) * K, 2147483647), axis=0)
+    columns = lane + tl.arange(0, K)
+    loaded = tl.load(start_of_row + columns, mask=columns < end, other=-float("inf"))
+    values = scaled(loaded, temperature, HAS_TEMPERATURE)
+    column = tl.min(tl.where(values == best, columns, 2147483647), axis=0)
+    return tl.where(column < end, column, 0)
 
 
 @triton.jit

@@ -69,6 +69,30 @@ def test_extreme_rows(implementation):
 
 @pytest.mark.usefixtures("nan_filled")
 @ALL_THREE
+def test_members_far_below_the_others_keep_their_digits(implementation):
+    torch.manual_seed(0)
+    logits = torch.randn(2, 9000, device=DEVICE)
+    members = torch.rand(9000, device=DEVICE) < 0.3
+    logits[0, ~members] += 200
+    logits[1] += 3000
+    out = row_statistics(logits, _shard(9000, 9000), members=members, implementation=implementation)
+    whole, inside, _ = row_statistics_reference(logits.double(), members=members)
+    shares = torch.stack([whole, inside]) - out.peak.double()
+    torch.testing.assert_close(out.total.double().log(), shares, rtol=0, atol=2e-6)
+
+
+@pytest.mark.usefixtures("nan_filled")
+@ALL_THREE
+def test_of_equal_columns_the_first_is_named(implementation):
+    logits = torch.zeros(4, 9000, device=DEVICE)
+    for row, columns in enumerate([(8191, 4100), (15, 8), (8999, 8200), (4096, 7)]):
+        logits[row, list(columns)] = 5.0
+    out = row_statistics(logits, _shard(9000, 9000), implementation=implementation)
+    assert out.column.tolist() == [4100, 8, 8200, 7]
+
+
+@pytest.mark.usefixtures("nan_filled")
+@ALL_THREE
 def test_rows_that_are_not_read_have_nothing(implementation):
     logits = torch.randn(3, 40, device=DEVICE)
     alone = row_statistics(logits, _shard(40, 40), implementation=implementation)

@@ -4,10 +4,12 @@ import triton
 import triton.language as tl
 
 from megatron_ext.ops.triton_math import (
-    add_exponentials,
+    LOWEST,
     divergence_terms,
-    finite_peak,
+    first_column,
     floored,
+    lane_sums,
+    merged_lanes,
     row_values,
     scaled,
 )
@@ -40,58 +42,67 @@ def pair_statistics_kernel(
     row = tl.program_id(0).to(tl.int64)
     student_row = student_ptr + row * student_stride
     teacher_row = teacher_ptr + row * teacher_stride
-    student_best = -float("inf")
-    student_column = 0
-    student_peak = -float("inf")
-    student_total = 0.0
-    teacher_best = -float("inf")
-    teacher_column = 0
-    teacher_peak = -float("inf")
-    teacher_total = 0.0
-    shared_total = 0.0
-    plain_peak = -float("inf")
-    plain_total = 0.0
+    K: tl.constexpr = 8
+    LANES: tl.constexpr = BLOCK // K
+    places = tl.arange(0, LANES)[:, None] * K + tl.arange(0, K)[None, :]
+    student_peak = tl.full((LANES,), LOWEST, tl.float32)
+    student_total = tl.zeros((LANES,), tl.float32)
+    student_first = tl.zeros((LANES,), tl.int32)
+    teacher_peak = tl.full((LANES,), LOWEST, tl.float32)
+    teacher_total = tl.zeros((LANES,), tl.float32)
+    teacher_first = tl.zeros((LANES,), tl.int32)
+    shared_total = tl.zeros((LANES,), tl.float32)
+    plain_peak = tl.full((LANES,), LOWEST, tl.float32)
+    plain_total = tl.zeros((LANES,), tl.float32)
     end = width
     if HAS_READ:
         end = tl.where(tl.load(read_ptr + row) != 0, width, 0)
-    for start in range(0, end, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
+    for start in tl.range(0, end, BLOCK, num_stages=3):
+        columns = start + places
         inside = columns < width
         held = columns < held_width
         student = row_values(student_row, columns, held, inside)
         teacher = row_values(teacher_row, columns, held, inside)
 
         values = scaled(student, temperature, HAS_TEMPERATURE)
-        best, column = tl.max(values, axis=0, return_indices=True)
-        student_column = tl.where(best > student_best, start + column, student_column)
-        student_best = tl.maximum(student_best, best)
-        student_peak, student_total = add_exponentials(student_peak, student_total, values)
+        before = student_peak
+        student_peak, student_total, _ = lane_sums(
+            student_peak, student_total, student_total, values, True, False
+        )
+        student_first = tl.where(student_peak > before, start, student_first)
         if HAS_PLAIN:
-            plain_peak, plain_total = add_exponentials(plain_peak, plain_total, student)
+            plain_peak, plain_total, _ = lane_sums(
+                plain_peak, plain_total, plain_total, student, True, False
+            )
 
         others = scaled(teacher, temperature, HAS_TEMPERATURE)
-        best, column = tl.max(others, axis=0, return_indices=True)
-        teacher_column = tl.where(best > teacher_best, start + column, teacher_column)
-        teacher_best = tl.maximum(teacher_best, best)
-        top = tl.maximum(teacher_peak, tl.max(others, axis=0))
-        reference = finite_peak(top)
-        masses = tl.exp(others - reference)
-        kept = tl.exp(teacher_peak - reference)
-        teacher_total = teacher_total * kept + tl.sum(masses, axis=0)
-        shared = tl.where(values == -float("inf"), 0.0, masses)
-        shared_total = shared_total * kept + tl.sum(shared, axis=0)
-        teacher_peak = top
-    tl.store(peak_ptr + row, finite_peak(student_peak))
-    tl.store(peak_ptr + rows + row, finite_peak(teacher_peak))
-    tl.store(peak_ptr + 2 * rows + row, finite_peak(teacher_peak))
-    tl.store(total_ptr + row, student_total)
-    tl.store(total_ptr + rows + row, teacher_total)
-    tl.store(total_ptr + 2 * rows + row, shared_total)
-    tl.store(column_ptr + row, student_column)
-    tl.store(column_ptr + rows + row, teacher_column)
+        before = teacher_peak
+        is_shared = values != -float("inf")
+        teacher_peak, teacher_total, shared_total = lane_sums(
+            teacher_peak, teacher_total, shared_total, others, is_shared, True
+        )
+        teacher_first = tl.where(teacher_peak > before, start, teacher_first)
+    best, total, _ = merged_lanes(student_peak, student_total, student_total)
+    column = first_column(
+        student_row, student_peak, student_first, best, end, temperature, HAS_TEMPERATURE, K, LANES
+    )
+    tl.store(peak_ptr + row, tl.where(total == 0.0, 0.0, best))
+    tl.store(total_ptr + row, total)
+    tl.store(column_ptr + row, column)
+    best, total, shared = merged_lanes(teacher_peak, teacher_total, shared_total)
+    column = first_column(
+        teacher_row, teacher_peak, teacher_first, best, end, temperature, HAS_TEMPERATURE, K, LANES
+    )
+    peak = tl.where(total == 0.0, 0.0, best)
+    tl.store(peak_ptr + rows + row, peak)
+    tl.store(peak_ptr + 2 * rows + row, peak)
+    tl.store(total_ptr + rows + row, total)
+    tl.store(total_ptr + 2 * rows + row, shared)
+    tl.store(column_ptr + rows + row, column)
     if HAS_PLAIN:
-        tl.store(peak_ptr + 3 * rows + row, finite_peak(plain_peak))
-        tl.store(total_ptr + 3 * rows + row, plain_total)
+        best, total, _ = merged_lanes(plain_peak, plain_total, plain_total)
+        tl.store(peak_ptr + 3 * rows + row, tl.where(total == 0.0, 0.0, best))
+        tl.store(total_ptr + 3 * rows + row, total)
 
 
 @triton.jit

@@ -1,0 +1,1 @@
+"""Machine code of kernels, read without a GPU; see ``benchmarks/kernel_code.py``."""

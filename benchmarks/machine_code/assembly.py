@@ -1,0 +1,103 @@
+"""What an assembler and a disassembler say of a compiled kernel: resources, loops, loads."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+_INSTRUCTION: Final = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", re.MULTILINE)
+_BRANCH: Final = re.compile(r"\bBRA\b.*?(0x[0-9a-f]+)")
+_PREDICATE: Final = re.compile(r"^@!?U?P\w+\s+")
+_WIDE: Final = re.compile(r"^(LDG\.\S*128|LDGSTS\.\S*128)")
+
+_PROCESSOR: Final = {80: 164, 90: 228, 100: 228}
+"""KiB of shared memory of a multiprocessor; all have 65,536 registers and 64 warps."""
+
+
+class Loop(NamedTuple):
+    """A backward branch and what it repeats."""
+
+    instructions: int
+    wide_loads: int
+    """Loads of 128 bits, to registers or to shared memory."""
+
+
+def resources(ptxas: Path, ptx: str) -> dict[str, int]:
+    """Registers and bytes spilled, as the assembler reports them."""
+    target = re.search(r"\.target (sm_\w+)", ptx)
+    assert target, "PTX names its target"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        command = [ptxas, "-v", f"--gpu-name={target[1]}", source, "-o", Path(folder, "cubin")]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    found = {
+        "registers": r"Used (\d+) registers",
+        "spill_store_bytes": r"(\d+) bytes spill stores",
+        "spill_load_bytes": r"(\d+) bytes spill loads",
+    }
+    return {
+        name: int(match[1]) if (match := re.search(pattern, said)) else 0
+        for name, pattern in found.items()
+    }
+
+
+def occupancy(arch: int, registers: int, warps: int, shared: int) -> float:
+    """Share of a multiprocessor's 64 warps that are resident at once."""
+    # Registers are given out to warps by 256; a block takes 1 KiB of shared memory besides its own.
+    of_registers = 65536 // (-(-registers * 32 // 256) * 256 * warps)
+    of_memory = _PROCESSOR[arch] * 1024 // (shared + 1024)
+    return min(of_registers, of_memory, 64 // warps, 32) * warps / 64
+
+
+def instructions(cuobjdump: Path, cubin: bytes) -> list[tuple[int, str]]:
+    """Address and text of each SASS instruction."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [cuobjdump, "-sass", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [
+        (int(address, 16), _PREDICATE.sub("", instruction))
+        for address, instruction in _INSTRUCTION.findall(text)
+    ]
+
+
+def loops(listing: list[tuple[int, str]]) -> list[Loop]:
+    """Loops in the order of their ends; that of a trap after the code is none."""
+    place = {address: index for index, (address, _) in enumerate(listing)}
+    found = []
+    for end, (_, text) in enumerate(listing):
+        branch = _BRANCH.search(text)
+        begin = place.get(int(branch[1], 16)) if branch else None
+        if begin is not None and begin < end:
+            inside = [instruction for _, instruction in listing[begin : end + 1]]
+            found.append(Loop(len(inside), sum(map(bool, map(_WIDE.match, inside)))))
+    return found
+
+
+def counted(listing: list[tuple[int, str]], columns: int) -> dict[str, Any]:
+    """Instructions a column of the loop over columns, or of the whole code where that is not clear.
+
+    Only one loop with wide loads is taken for it. A kernel without a loop, or with loops in loops
+    or several passes, is counted as a whole: each instruction once, whether or not it is executed
+    or repeated. That shows a change, and is no number of what a column costs.
+
+    Args:
+        columns: Columns of a thread in one iteration.
+    """
+    repeated = loops(listing)
+    streaming = [loop.instructions for loop in repeated if loop.wide_loads]
+    is_clear = len(streaming) == 1
+    length = streaming[0] if is_clear else len(listing)
+    return {
+        "instructions": len(listing),
+        "loops": [loop._asdict() for loop in repeated],
+        "counted": "loop" if is_clear else "whole code",
+        "instructions_a_column": round(length / columns, 1),
+        "wide_loads": sum(bool(_WIDE.match(text)) for _, text in listing),
+        "barriers": sum(text.startswith("BAR") for _, text in listing),
+    }

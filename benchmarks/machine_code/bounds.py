@@ -1,0 +1,29 @@
+"""Bounds on the machine code of kernels, committed as JSON beside this file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+BOUNDS: Final[dict[str, dict[str, float]]] = json.loads(
+    Path(__file__).with_name("bounds.json").read_text()
+)
+"""By the name of a launch: most ``instructions_a_column``, ``registers`` and ``spill_store_bytes``,
+least ``occupancy`` and ``wide_loads``, on every architecture."""
+
+_LEAST: Final = ("occupancy", "wide_loads")
+
+
+def broken(name: str, report: Mapping[str, Any]) -> list[str]:
+    """Sentences on the bounds of a launch that its report does not keep."""
+    found = []
+    for key, bound in BOUNDS.get(name, {}).items():
+        if key not in report:
+            continue
+        is_kept = report[key] >= bound if key in _LEAST else report[key] <= bound
+        if not is_kept:
+            word = "at least" if key in _LEAST else "at most"
+            found.append(f"{name}: {key} is {report[key]}, {word} {bound} expected")
+    return found

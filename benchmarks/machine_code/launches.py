@@ -1,0 +1,183 @@
+"""The launches of every kernel, as argument types and constants: what a compiler needs of them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from megatron_ext.ops.launch import ROW_CONFIGS, LaunchConfig
+
+_POINTERS: Final = {
+    "*bf16": "logits student teacher gradient kept",
+    "*i64": "column label row student_row teacher_row",
+    "*i32": "order offsets chunk student_order student_offsets student_chunk teacher_order "
+    "teacher_offsets teacher_chunk columns pairs partner set bits target source entry blocks home "
+    "slot best",
+    "*i1": "members read excluded masked is_masked is_scaled",
+    "*i8": "signs",
+}
+_TYPES: Final = {
+    f"{name}_ptr": f"{kind}:16" for kind, names in _POINTERS.items() for name in names.split()
+}
+_FLOATS: Final = ("temperature", "mixture", "weight")
+_PADDED: Final = ("held_width", "padded_width")
+"""Widths in memory; that of a vocabulary ends anywhere, and a row's stride is padded too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelLaunch:
+    """A kernel with the constants and the number of warps of one of its launches."""
+
+    module: str
+    """As in ``megatron_ext.ops.<module>``."""
+
+    kernel: str
+    label: str
+    """Which launch it is, in words."""
+
+    constants: dict[str, Any]
+    config: LaunchConfig
+
+    @property
+    def name(self) -> str:
+        """Kernel, launch and configuration: the key of a report."""
+        block, warps = self.config
+        return f"{self.kernel} {self.label} {block}x{warps}"
+
+    def function(self) -> Any:
+        """The kernel."""
+        return getattr(importlib.import_module(f"megatron_ext.ops.{self.module}"), self.kernel)
+
+    def types(self) -> dict[str, str]:
+        """Types of the arguments that are not constants; ``:16`` marks multiples of 16."""
+        names = [name for name in self.function().arg_names if name not in self.constants]
+        types = {name: _type_of(name) for name in names}
+        if "valid_width" in names:
+            # There, the width is the padded one in memory.
+            types["width"] = "i32:16"
+        return types
+
+
+def _type_of(argument: str) -> str:
+    if argument.endswith("_ptr"):
+        return _TYPES.get(argument, "*fp32:16")
+    if argument in _FLOATS:
+        return "fp32"
+    is_padded = argument in _PADDED or argument.endswith("stride")
+    return "i32:16" if is_padded else "i32"
+
+
+_SWEEP: Final = (LaunchConfig(2048, 4), LaunchConfig(2048, 8), LaunchConfig(4096, 8))
+_PLAIN: Final = {"HAS_TEMPERATURE": False}
+_NO_READ: Final = {"read_ptr": None, "HAS_READ": False, **_PLAIN}
+_WHOLE: Final = {"HAS_LABELS": True, "HAS_GRADIENT": True, **_PLAIN}
+_PROJECTED: Final = {"HAS_DOTS": True, **_WHOLE}
+_SINGLE: Final = {"STORES_SUMS": True, "STORES_GRADIENT": True, "HAS_LABELS": True, **_PLAIN}
+_MATCHED: Final = {"moved_ptr": None, "MOVED": False, "DIRECTION": "forward", **_PLAIN}
+
+_ROWS: Final[tuple[tuple[str, str, str, dict[str, Any], tuple[LaunchConfig, ...]], ...]] = (
+    (
+        "softmax_kernels",
+        "row_statistics_kernel",
+        "members",
+        {"HAS_MEMBERS": True, **_NO_READ},
+        ROW_CONFIGS,
+    ),
+    (
+        "softmax_kernels",
+        "row_statistics_kernel",
+        "plain",
+        {"members_ptr": None, "HAS_MEMBERS": False, **_NO_READ},
+        ROW_CONFIGS,
+    ),
+    (
+        "projected_kl.triton_kernels",
+        "sweep_kernel",
+        "forward values",
+        {"DIRECTION": "forward", "PASS": "values", "HAS_DIAGNOSTICS": True, **_PROJECTED},
+        _SWEEP,
+    ),
+    (
+        "projected_kl.triton_kernels",
+        "sweep_kernel",
+        "forward values without diagnostics",
+        {"DIRECTION": "forward", "PASS": "values", "HAS_DIAGNOSTICS": False, **_PROJECTED},
+        _SWEEP,
+    ),
+    (
+        "projected_kl.triton_kernels",
+        "sweep_kernel",
+        "reverse gradient",
+        {"DIRECTION": "reverse", "PASS": "gradient", "HAS_DIAGNOSTICS": True, **_PROJECTED},
+        _SWEEP,
+    ),
+    (
+        "token_likelihood_kernels",
+        "token_gradient_kernel",
+        "plain",
+        {"members_ptr": None, "HAS_MEMBERS": False, **_PLAIN},
+        ROW_CONFIGS,
+    ),
+    (
+        "vocab_kl.triton_kernels",
+        "pair_statistics_kernel",
+        "plain",
+        {"HAS_PLAIN": False, **_NO_READ},
+        ROW_CONFIGS,
+    ),
+    (
+        "vocab_kl.triton_kernels",
+        "vocab_kl_kernel",
+        "forward",
+        {"DIRECTION": "forward", "HAS_SUMS": True, **_WHOLE},
+        ROW_CONFIGS,
+    ),
+    (
+        "partition_kl.triton_kernels",
+        "split_statistics_kernel",
+        "every row",
+        {"HAS_UNSCALED": False, "EVERY_ROW": True, **_PLAIN},
+        ROW_CONFIGS,
+    ),
+    (
+        "partition_kl.triton_kernels",
+        "single_rows_kernel",
+        "forward",
+        {"DIRECTION": "forward", "HAS_ARRIVED": False, **_SINGLE},
+        ROW_CONFIGS,
+    ),
+    (
+        "sorted_l1.triton_kernels",
+        "select_kernel",
+        "plain",
+        {"excluded_ptr": None, "HAS_EXCLUDED": False, **_PLAIN},
+        ROW_CONFIGS,
+    ),
+    ("sorted_l1.triton_kernels", "spread_kernel", "plain", _PLAIN, ROW_CONFIGS),
+    ("matched_divergence.triton_kernels", "compare_kernel", "forward", _MATCHED, ROW_CONFIGS),
+    ("matched_divergence.triton_kernels", "gradient_kernel", "forward", _MATCHED, ROW_CONFIGS),
+    ("chunk_kernels", "chunk_means_kernel", "plain", _PLAIN, ROW_CONFIGS),
+)
+"""Module, kernel, launch, constants besides the block, and candidate configurations."""
+
+CORE: Final = (
+    "row_statistics_kernel members 8192x16",
+    "row_statistics_kernel plain 4096x8",
+    "sweep_kernel forward values 2048x8",
+)
+"""Names of the launches that the tests compile each time."""
+
+
+def launches() -> Iterator[KernelLaunch]:
+    """Every kernel that streams rows, in every configuration that may be chosen for it."""
+    for module, kernel, label, constants, configs in _ROWS:
+        for config in configs:
+            yield KernelLaunch(
+                module=module,
+                kernel=kernel,
+                label=label,
+                constants={**constants, "BLOCK": config.block},
+                config=config,
+            )
