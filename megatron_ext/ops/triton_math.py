@@ -77,11 +77,12 @@ def first_column(
 
     ``first`` is the start of the block in which each lane reached its own ``peak``.
     """
-    lane = tl.min(tl.where(peak == best, first + tl.arange(0, LANES) * K, 2147483647), axis=0)
+    # NaN equals no peak: the end is where nothing is loaded.
+    lane = tl.min(tl.where(peak == best, first + tl.arange(0, LANES) * K, end), axis=0)
     columns = lane + tl.arange(0, K)
     loaded = tl.load(start_of_row + columns, mask=columns < end, other=-float("inf"))
     values = scaled(loaded, temperature, HAS_TEMPERATURE)
-    column = tl.min(tl.where(values == best, columns, 2147483647), axis=0)
+    column = tl.min(tl.where(values == best, columns, end), axis=0)
     return tl.where(column < end, column, 0)
 
 
