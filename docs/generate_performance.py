@@ -42,6 +42,7 @@ def performance_page() -> str:
         "measured": [NO_FIGURE] if measured is None else _measured(measured),
         "target": _target(counted["rows"], measured),
         "chunks": _table(_chunks()),
+        "cpu": _table(_on_cpu()),
     }
     page = PAGE.read_text(encoding="utf-8")
     for name, lines in regions.items():
@@ -205,6 +206,22 @@ def _target(counted: list[Row], measured: Row | None) -> list[str]:
         )
         return [*lines, "", found_to_be]
     return lines
+
+
+def _on_cpu() -> Iterator[Sequence[str]]:
+    results = _results("cpu_losses")
+    assert results is not None
+    yield ("dtype", "objective", "loops", "torch", "eager recipe", "memory: loops, torch, eager")
+    for row in results["results"]:
+        ours = row["cpu"]["seconds"]
+        others = [row.get(name) for name in IMPLEMENTATIONS[1:]]
+        yield (
+            row["dtype"],
+            f"`{row['objective']}`",
+            f"{ours:.2f} s",
+            *(f"{of['seconds']:.2f} ({of['seconds'] / ours:.1f}x)" if of else "" for of in others),
+            ", ".join(f"{of['peak_mib']}" for of in (row["cpu"], *others) if of) + " MiB",
+        )
 
 
 def _chunks() -> Iterator[Sequence[str]]:
