@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -76,6 +77,10 @@ def in_threads(run: Callable[[int, int], object], count: int) -> None:
 @cache
 def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="compiled-loop")
+
+
+# Threads do not come along.
+os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 BLOCK = 1024
