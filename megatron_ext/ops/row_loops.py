@@ -7,13 +7,15 @@ only that the columns of a row are neighbours.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,15 +34,54 @@ EACH = {"nsz"}
 """Flags of loops whose elements do not depend on where a block begins."""
 
 
-class _CacheOfFolder(FunctionCache):
-    """Machine code that is stale when any file of loops has changed.
+_LONGEST_COMPILATION_S = 120.0
 
-    numba looks at the file of the function alone, and not at those of functions that it calls.
+
+class _CacheOfFolder(FunctionCache):
+    """Machine code that is stale when any file of loops has changed, compiled by one process.
+
+    numba looks at the file of the function alone, and not at those of functions that it calls. Of
+    the ranks of a machine that miss the same code, one compiles it and the others wait for it.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
         self._cache_file._source_stamp = _digest()
+        self._name = function.__name__
+        self._lock: IO[bytes] | None = None
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        found = super().load_overload(sig, target_context)
+        if found is None and self._lock is None:
+            with contextlib.suppress(OSError):
+                self._lock = _locked(Path(self.cache_path, f"{self._name}.lock"))
+            found = super().load_overload(sig, target_context)
+            if found is not None:
+                self._unlock()
+        return found
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        super().save_overload(sig, data)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+def _locked(path: Path) -> IO[bytes]:
+    """A file that this process alone has, or that another has kept for too long."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("wb")
+    deadline = time.monotonic() + _LONGEST_COMPILATION_S
+    while time.monotonic() < deadline:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            time.sleep(0.1)
+    return file
 
 
 @cache

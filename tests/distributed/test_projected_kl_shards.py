@@ -59,6 +59,8 @@ pytest.importorskip("numba")
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Result]]:
+    # Compiles what the ranks would compile at the same time.
+    evaluated(0, 1, None, "by loops")
     return run_ranks(4, on_shards, timeout_s=300)
 
 

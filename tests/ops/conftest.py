@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from tests.ops.kernel_case import EVERY_COMBINATION
+
 
 @pytest.fixture
 def nan_filled():
@@ -15,6 +17,16 @@ def nan_filled():
     torch.use_deterministic_algorithms(False)
 
 
+COMPILED_LONG = (
+    "test_projected_kl_kernels.py",
+    "test_projected_kl_with_ce.py",
+    "test_matched_divergence.py",
+    "test_partition_kl_kernels.py",
+    "test_vocab_kl_kernels.py",
+)
+"""Files whose loops are compiled for fp32 alone unless everything is run."""
+
+
 @pytest.fixture(autouse=True)
 def _only_what_loops_read(request):
     """Skip the compiled loops of a CPU for fp16."""
@@ -22,6 +34,9 @@ def _only_what_loops_read(request):
     values = [] if given is None else list(given.params.values())
     if "cpu" in values and torch.float16 in values:
         pytest.skip("the compiled loops do not read fp16")
+    is_long = not EVERY_COMBINATION and request.path.name in COMPILED_LONG
+    if "cpu" in values and torch.bfloat16 in values and is_long:
+        pytest.skip("compiled for another dtype, which takes up to a quarter of a minute")
 
 
 @pytest.fixture(params=["triton", "cpu"])
