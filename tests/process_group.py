@@ -84,7 +84,8 @@ def _rank_main(rank, world_size, folder, timeout_s, fn, args):
             init_method=f"file://{folder / 'store'}",
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
+            # The parent is the first to find a rank late.
+            timeout=timedelta(seconds=timeout_s + 30),
         )
         result = fn(rank, *args)
         _write(folder / f"{rank}.result", pickle.dumps(result))
