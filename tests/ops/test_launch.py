@@ -7,7 +7,14 @@ import torch
 
 from megatron_ext.errors import LossError, MissingDependencyError
 from megatron_ext.ops import launch
-from megatron_ext.ops.launch import ROW_CONFIGS, chosen_config, fitting_config, uses_triton
+from megatron_ext.ops.launch import (
+    COMPILED_WIDTH,
+    ROW_CONFIGS,
+    chosen_config,
+    fitting_config,
+    uses_compiled,
+    uses_triton,
+)
 
 
 @pytest.mark.parametrize("width", [1, 17, 255, 256, 300, 1000, 4097, 200_000])
@@ -64,3 +71,18 @@ def test_kernels_that_are_asked_for_name_the_extra_with_triton(monkeypatch):
 def test_logits_of_another_device_than_the_current_are_refused():
     with pytest.raises(LossError, match="current device"):
         uses_triton("auto", torch.zeros(2, 4, device="cuda:1"))
+
+
+def test_loops_of_a_cpu_are_for_wide_rows_where_numba_is(monkeypatch):
+    pytest.importorskip("numba")
+    wide, narrow = torch.zeros(1, COMPILED_WIDTH), torch.zeros(1, COMPILED_WIDTH - 1)
+    assert uses_compiled("auto", wide, narrow)
+    assert not uses_compiled("auto", narrow)
+    assert uses_compiled("cpu", narrow)
+    assert not uses_compiled("auto", wide.double())
+    assert not uses_compiled("auto", wide.t())
+    assert not uses_compiled("torch", wide)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert not uses_compiled("auto", wide)
+    with pytest.raises(MissingDependencyError, match=r"numba.*megatron-ext\[train\]"):
+        uses_compiled("cpu", wide)
