@@ -137,17 +137,17 @@ class CompiledEvaluation:
 
     def _steps(self, work: compiled.Work, count: int, steps: int) -> None:
         entries = self.requested.entry_gradient
-        parts: list[np.ndarray] = []
+        parts: dict[int, np.ndarray] = {}
 
         def run(first: int, stop: int) -> None:
-            part = np.zeros(work.learned.shape[1], dtype=np.float32)
-            parts.append(part)
+            part = parts[first] = np.zeros(work.learned.shape[1], dtype=np.float32)
             compiled.evaluate(work.start + first, work.start + stop, steps, work, part)
 
         in_threads(run, count)
         if entries is not None and steps & compiled.GRADIENTS:
-            for part in parts:
-                entries += self.options.temperature**2 * torch.from_numpy(part)
+            # In the order of chunks, whichever thread was first.
+            for first in sorted(parts):
+                entries += self.options.temperature**2 * torch.from_numpy(parts[first])
 
     def _outside_chunks(self) -> None:
         """Cross-entropy's gradient, or 0, of the rows of no chunk."""
