@@ -20,6 +20,7 @@ from megatron_ext.ops.row_loops import (
     SUMS,
     FlatRows,
     Normaliser,
+    add_softmax,
     clear_padding,
     entry_point,
     fill,
@@ -106,7 +107,8 @@ def probs_and_floors(probs, values, count):
 
 
 @njit(fastmath=SUMS)
-def _entropy(p, log_p, count):
+def entropy_of(p, log_p, count):
+    """Entropy in nats of probabilities with finite logarithms."""
     total = _ZERO
     for i in range(count):
         total -= p[i] * log_p[i]
@@ -162,17 +164,10 @@ def sum_of(values, count):
 
 
 @njit(fastmath=EACH)
-def _gradient(slope, q, count, centre, weight):
-    """Equation 3 in place of ``slope``."""
+def centre_each(slope, q, count, centre, weight):
+    """``(slope - q centre) weight`` in place of ``slope``: equation 3 of ``ops/vocab_kl``."""
     for i in range(count):
         slope[i] = (slope[i] - q[i] * centre) * weight
-
-
-@njit(fastmath=EACH)
-def _add_softmax(out, values, count, peak, log_sum, weight):
-    log_probs(values, count, peak, log_sum)
-    for i in range(count):
-        out[i] += weight * exp(values[i])
 
 
 class PairWork(NamedTuple):
@@ -230,17 +225,17 @@ def divergence_rows(first, stop, work, sums):
                     value = jensen_shannon_terms(slope, p, log_p, q, log_q, count, work.mixture)
                 sums[0, row] += value
                 sums[1, row] += sum_of(slope, count)
-                sums[2, row] += _entropy(p, log_p, count)
+                sums[2, row] += entropy_of(p, log_p, count)
             if not writes:
                 continue
             if weight != _ZERO:
-                _gradient(slope, q, count, work.centre[row], weight)
+                centre_each(slope, q, count, work.centre[row], weight)
             else:
                 fill(slope, count, _ZERO)
             if label_weight != _ZERO:
                 load_block(log_q, work.plain, row, start, count)
                 peak, log_sum = work.plain_lse.peak[row], work.plain_lse.log_sum[row]
-                _add_softmax(slope, log_q, count, peak, log_sum, label_weight)
+                add_softmax(slope, log_q, count, peak, log_sum, label_weight)
                 place = work.label[row] - start
                 if 0 <= place < count:
                     slope[place] -= label_weight
@@ -279,7 +274,8 @@ def _keep_best(best, column, values, first, count):
 
 
 @njit(fastmath=SUMS)
-def _product(x, y, count):
+def product_of(x, y, count):
+    """Sum of products."""
     total = _ZERO
     for i in range(count):
         total += x[i] * y[i]
@@ -351,7 +347,7 @@ def matched_terms(first, stop, work, slope, sums, best, column):
                 value = jensen_shannon_terms(part, p, log_p, q, log_q, count, work.mixture)
             _by_probability(part, q, count)
             sums[0, chunk] += value
-            sums[1, chunk] += _product(part, q, count)
+            sums[1, chunk] += product_of(part, q, count)
 
 
 @entry_point

@@ -414,9 +414,10 @@ def token_gradient(first, stop, rows, whole, members, arrives, gradient):
 
 
 @njit(fastmath=EACH)
-def _add_probs(out, values, count, peak, log_sum, share):
+def add_softmax(out, values, count, peak, log_sum, weight):
+    """Add ``weight softmax`` of logits whose log-sum-exp is known."""
     for i in range(count):
-        out[i] += share * exp(values[i] - peak - log_sum)
+        out[i] += weight * exp(values[i] - peak - log_sum)
 
 
 @entry_point
@@ -440,7 +441,7 @@ def chunk_means(first, stop, start, rows, whole, order, offsets, out):
                 count = min(BLOCK, rows.width - column)
                 load_block(values, rows, row, column, count)
                 part = target[column : column + count]
-                _add_probs(part, values, count, peak, log_sum, share)
+                add_softmax(part, values, count, peak, log_sum, share)
 
 
 @njit(fastmath=SUMS)

@@ -15,6 +15,7 @@ from megatron_ext.ops.divergence_loops import (
     FORWARD,
     REVERSE,
     add_each,
+    centre_each,
     forward_terms,
     jensen_shannon_terms,
     probs_and_floors,
@@ -29,6 +30,7 @@ from megatron_ext.ops.row_loops import (
     SUMS,
     FlatRows,
     Normaliser,
+    add_softmax,
     clear_padding,
     entry_point,
     fill,
@@ -208,23 +210,11 @@ def single_sums(first, stop, work, sums):
 
 
 @njit(fastmath=EACH)
-def _events(slope, q, count, slope_sum, weight):
-    for i in range(count):
-        slope[i] = (slope[i] - q[i] * slope_sum) * weight
-
-
-@njit(fastmath=EACH)
 def _add_rest(out, values, partner, count, peak, log_sum, weight):
     """The rest's logit over tau has the softmax of its own columns, over tau, as derivative."""
     for i in range(count):
         share = weight * exp(values[i] - peak - log_sum)
         out[i] += share if partner[i] == -1 else _ZERO
-
-
-@njit(fastmath=EACH)
-def _add_token(out, values, count, peak, log_sum, weight):
-    for i in range(count):
-        out[i] += weight * exp(values[i] - peak - log_sum)
 
 
 @entry_point
@@ -245,7 +235,7 @@ def single_gradients(first, stop, work, factors, gradient):
             load_block(plain, work.plain, row, start, count)
             if weight != _ZERO:
                 _terms(slope, block, work, chunk, start, count)
-                _events(slope, block[2], count, factors[0, chunk], weight)
+                centre_each(slope, block[2], count, factors[0, chunk], weight)
                 peak, log_sum = work.rest.peak[chunk], work.rest.log_sum[chunk]
                 part = weight * factors[1, chunk]
                 _add_rest(slope, plain, partner, count, peak, log_sum, part)
@@ -253,7 +243,7 @@ def single_gradients(first, stop, work, factors, gradient):
                 fill(slope, count, _ZERO)
             if label_weight != _ZERO:
                 peak, log_sum = work.whole.peak[row], work.whole.log_sum[row]
-                _add_token(slope, plain, count, peak, log_sum, label_weight)
+                add_softmax(slope, plain, count, peak, log_sum, label_weight)
                 place = work.label[row] - start
                 if 0 <= place < count:
                     slope[place] -= label_weight

@@ -15,6 +15,7 @@ from megatron_ext.distributed.vocab_parallel import LogSumExp, merge_argmax
 from megatron_ext.errors import LossError
 from megatron_ext.ops.chunk_rows import ChunkedLogits
 from megatron_ext.ops.divergence import probability_floor
+from megatron_ext.ops.divergence_loops import DIRECTIONS
 from megatron_ext.ops.projected_kl import compiled_loops as compiled
 from megatron_ext.ops.projected_kl.column_plan import ColumnPlan, Segments
 from megatron_ext.ops.projected_kl.operands import (
@@ -27,11 +28,6 @@ from megatron_ext.ops.projected_kl.statistics import ChunkStatistics, label_colu
 from megatron_ext.ops.row_loops import BLOCK, FlatRows, flat_rows, in_threads
 
 _SCRATCH_BYTES: Final = 1 << 24
-_DIRECTIONS: Final = {
-    "forward": compiled.FORWARD,
-    "reverse": compiled.REVERSE,
-    "jensen_shannon": compiled.JENSEN_SHANNON,
-}
 
 
 class CompiledEvaluation:
@@ -79,7 +75,7 @@ class CompiledEvaluation:
             residual=empty[0],
             scalars=compiled.Scalars(
                 temperature=np.float32(options.temperature),
-                direction=_DIRECTIONS[options.direction],
+                direction=DIRECTIONS[options.direction],
                 mixture=np.float32(options.mixture),
                 diagnostics=options.diagnostics,
                 with_dots=gradient is not None or learned.shape[1] > 0,

@@ -12,6 +12,7 @@ import numpy as np
 from numba import njit
 from numpy import float32, uintp
 
+from megatron_ext.ops.divergence_loops import FORWARD, REVERSE, entropy_of, product_of
 from megatron_ext.ops.loop_math import FLOOR, exp, log
 from megatron_ext.ops.row_loops import (
     BLOCK,
@@ -19,6 +20,7 @@ from megatron_ext.ops.row_loops import (
     MINUS_INFINITY,
     SUMS,
     FlatRows,
+    add_softmax,
     clear_padding,
     entry_point,
     fill,
@@ -31,7 +33,6 @@ from megatron_ext.ops.row_loops import (
 )
 
 SUM_COLUMNS, SLOPES, VALUES, GRADIENTS = 1, 2, 4, 8
-FORWARD, REVERSE, JENSEN_SHANNON = 0, 1, 2
 
 LOG_FLOOR = float32(np.log(np.float64(FLOOR)))
 _ZERO, _ONE = float32(0), float32(1)
@@ -281,14 +282,6 @@ def _forward_of_rows(
 
 
 @njit(fastmath=SUMS)
-def _entropy(p, log_p, count):
-    total = _ZERO
-    for i in range(count):
-        total -= p[i] * log_p[i]
-    return total
-
-
-@njit(fastmath=SUMS)
 def _keep_best(best, column, values, columns, count):
     """The larger of ``best`` and the values at columns that count, the first column of equals."""
     top = largest(values, count)
@@ -321,7 +314,7 @@ def _terms(slope, p, log_p, q, log_q, count, mass, scalars):
 @njit(fastmath=SUMS)
 def _count(p, log_p, q, columns, count, chunk, by_chunk):
     """Add a block's entropy, and keep its largest P and Q~."""
-    by_chunk.sums[1, chunk] += _entropy(p, log_p, count)
+    by_chunk.sums[1, chunk] += entropy_of(p, log_p, count)
     by_chunk.best[0, chunk], by_chunk.column[0, chunk] = _keep_best(
         by_chunk.best[0, chunk], by_chunk.column[0, chunk], p, columns, count
     )
@@ -429,14 +422,6 @@ def _row_probs(out, work, row, first, count, is_scaled):
 
 
 @njit(fastmath=SUMS)
-def _dot(x, y, count):
-    total = _ZERO
-    for i in range(count):
-        total += x[i] * y[i]
-    return total
-
-
-@njit(fastmath=SUMS)
 def _centre(work, chunk):
     """``sum_u Q_c[u] f[u]``, from the products of the chunk's rows with ``W f``."""
     if work.scalars.direction == FORWARD:
@@ -480,9 +465,7 @@ def _add_labels(out, rows, row, first, count, labels):
         return
     values = np.empty(count, dtype=np.float32)
     load_block(values, rows, row, first, count)
-    log_probs(values, count, labels.peak[row], labels.log_sum[row])
-    for i in range(count):
-        out[i] += weight * exp(values[i])
+    add_softmax(out, values, count, labels.peak[row], labels.log_sum[row], weight)
     place = labels.column[row] - first
     if 0 <= place < count:
         out[place] -= weight
@@ -561,8 +544,8 @@ def _sweep(step, work, chunk):
                 _row_probs(out, work, row, first, count, is_scaled)
             if not writes:
                 if step == VALUES:
-                    work.dots[0, row] += _dot(out, carried, count)
-                    work.dots[1, row] += _dot(out, row_mass, count)
+                    work.dots[0, row] += product_of(out, carried, count)
+                    work.dots[1, row] += product_of(out, row_mass, count)
                 continue
             offset = _ZERO
             if step == GRADIENTS:
