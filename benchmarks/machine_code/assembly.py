@@ -20,6 +20,9 @@ _PROCESSOR: Final = {80: 164, 90: 228, 100: 228}
 class Loop(NamedTuple):
     """A backward branch and what it repeats."""
 
+    first: int
+    """Place of its first instruction in the listing."""
+
     instructions: int
     wide_loads: int
     """Loads of 128 bits, to registers or to shared memory."""
@@ -75,28 +78,35 @@ def loops(listing: list[tuple[int, str]]) -> list[Loop]:
         begin = place.get(int(branch[1], 16)) if branch else None
         if begin is not None and begin < end:
             inside = [instruction for _, instruction in listing[begin : end + 1]]
-            found.append(Loop(len(inside), sum(map(bool, map(_WIDE.match, inside)))))
+            found.append(Loop(begin, len(inside), sum(map(bool, map(_WIDE.match, inside)))))
     return found
 
 
-def counted(listing: list[tuple[int, str]], columns: int) -> dict[str, Any]:
-    """Instructions a column of the loop over columns, or of the whole code where that is not clear.
+def _holds(outer: Loop, inner: Loop) -> bool:
+    end = inner.first + inner.instructions
+    return inner != outer and outer.first <= inner.first and end <= outer.first + outer.instructions
 
-    Only one loop with wide loads is taken for it. A kernel without a loop, or with loops in loops
-    or several passes, is counted as a whole: each instruction once, whether or not it is executed
-    or repeated. That shows a change, and is no number of what a column costs.
+
+def counted(listing: list[tuple[int, str]], columns: int) -> dict[str, Any]:
+    """Instructions a column of the longest loop over columns, or of the whole code.
+
+    A loop with wide loads goes over columns; of several, each goes over a part of them, or over all
+    again. A kernel without one, or with loops in one, is counted as a whole: each instruction once,
+    whether or not it is executed or repeated. That shows a change, and is no number of what a
+    column costs.
 
     Args:
         columns: Columns of a thread in one iteration.
     """
     repeated = loops(listing)
-    streaming = [loop.instructions for loop in repeated if loop.wide_loads]
-    is_clear = len(streaming) == 1
-    length = streaming[0] if is_clear else len(listing)
+    streaming = [loop for loop in repeated if loop.wide_loads]
+    if any(_holds(loop, other) for loop in streaming for other in repeated):
+        streaming = []
+    length = max((loop.instructions for loop in streaming), default=len(listing))
     return {
         "instructions": len(listing),
         "loops": [loop._asdict() for loop in repeated],
-        "counted": "loop" if is_clear else "whole code",
+        "counted": f"longest of {len(streaming)} loops" if streaming else "whole code",
         "instructions_a_column": round(length / columns, 1),
         "wide_loads": sum(bool(_WIDE.match(text)) for _, text in listing),
         "barriers": sum(text.startswith("BAR") for _, text in listing),

@@ -77,6 +77,9 @@ _PROJECTED: Final = {"HAS_DOTS": True, **_WHOLE}
 _SINGLE: Final = {"STORES_SUMS": True, "STORES_GRADIENT": True, "HAS_LABELS": True, **_PLAIN}
 _MATCHED: Final = {"moved_ptr": None, "MOVED": False, "DIRECTION": "forward", **_PLAIN}
 
+_SINGLE_CHUNK: Final = {"SEVERAL": False, "PLACES": 64, **_WHOLE}
+_ONE: Final = (LaunchConfig(1024, 4),)
+
 _ROWS: Final[tuple[tuple[str, str, str, dict[str, Any], tuple[LaunchConfig, ...]], ...]] = (
     (
         "softmax_kernels",
@@ -91,6 +94,16 @@ _ROWS: Final[tuple[tuple[str, str, str, dict[str, Any], tuple[LaunchConfig, ...]
         "plain",
         {"members_ptr": None, "HAS_MEMBERS": False, **_NO_READ},
         ROW_CONFIGS,
+    ),
+    *(
+        (
+            "projected_kl.single_kernel",
+            "single_kernel",
+            f"{order} {'with' if diagnostics else 'without'} diagnostics",
+            {"IS_ALIGNED": order == "aligned", "HAS_DIAGNOSTICS": diagnostics, **_SINGLE_CHUNK},
+            _ONE,
+        )
+        for order, diagnostics in (("aligned", True), ("aligned", False), ("any order", True))
     ),
     (
         "projected_kl.triton_kernels",
@@ -165,7 +178,7 @@ _ROWS: Final[tuple[tuple[str, str, str, dict[str, Any], tuple[LaunchConfig, ...]
 CORE: Final = (
     "row_statistics_kernel members 8192x16",
     "row_statistics_kernel plain 4096x8",
-    "sweep_kernel forward values 2048x8",
+    "single_kernel aligned with diagnostics 1024x4",
 )
 """Names of the launches that the tests compile each time."""
 

@@ -12,7 +12,6 @@ from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.evaluation.tasks import TASKS, Task, TaskOptions
 from megatron_ext.evaluation.tasks.task import TaskResult
 from megatron_ext.files import write_text
-from megatron_ext.training import rank_phase
 from megatron_ext.training.teacher_config import EvaluationConfig, EvaluationTaskConfig
 
 if TYPE_CHECKING:
@@ -99,8 +98,10 @@ def _language_model(student: StudentToEvaluate, micro_batch_size: int) -> Megatr
 @contextmanager
 def _evaluating(chunk: Any) -> Iterator[None]:
     """Evaluation mode while entered; each forward pass reports progress to the watchdog."""
+    from megatron_ext.training.watchdog import tick
+
     was_training = chunk.training
-    hook = chunk.register_forward_pre_hook(lambda *_: rank_phase.tick())
+    hook = chunk.register_forward_pre_hook(lambda *_: tick())
     chunk.eval()
     try:
         yield

@@ -45,7 +45,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import CheckpointError
 from megatron_ext.files import die_with_parent
-from megatron_ext.training import rank_phase
+from megatron_ext.training import watchdog
 from megatron_ext.training.checkpoint_folder import (
     checkpoint_path,
     publish_checkpoint,
@@ -175,7 +175,7 @@ def write_buckets(
                 if isinstance(result, Exception):
                     raise result
                 written[index] = result
-            rank_phase.tick()
+            watchdog.tick()
         results.put(written)
     except Exception as error:  # The queue carries it: no result at all would be waited for.
         results.put(error)
@@ -352,7 +352,7 @@ class CheckpointWriter:
             return False
         while not self.poll():
             # Not for the watchdog to judge: writers have a time-out of their own.
-            rank_phase.tick()
+            watchdog.tick()
             time.sleep(_POLL_S)
         return True
 

@@ -20,7 +20,7 @@ from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import ConfigError
 from megatron_ext.huggingface.checkpoint_files import SIDE_FOLDER, copy_side_files
 from megatron_ext.tokenizers import MegatronTokenizerText
-from megatron_ext.training import rank_phase
+from megatron_ext.training import watchdog
 from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.faults import StopRequest
@@ -114,7 +114,7 @@ def distill(config: DistillConfig, inputs: Inputs, *, evaluator: Evaluator | Non
         try:
             check_same_start(config, inputs)
             groups = process_groups.initialize(config.parallel.layout, timeout=timeout)
-            rank_phase.enter("building the models")
+            watchdog.enter("building the models")
             trainer = build_trainer(config, groups, inputs)
         except BaseException:
             disown_run_folder(Path(config.run_dir))

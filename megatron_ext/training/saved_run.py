@@ -23,7 +23,7 @@ from megatron_ext.data.global_batches import ReadAhead
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import CheckpointError, ProjectionError
 from megatron_ext.huggingface.checkpoint_files import SIDE_FOLDER
-from megatron_ext.training import rank_phase
+from megatron_ext.training import watchdog
 from megatron_ext.training.checkpoint import load_checkpoint, load_common
 from megatron_ext.training.checkpoint_folder import latest_checkpoint
 from megatron_ext.training.checkpoint_writer import CheckpointWriter
@@ -192,7 +192,7 @@ class SavedRun:
             CheckpointError: The last one, or the third in a row, could not be written.
             ConfigError: The run's folder is gone.
         """
-        rank_phase.enter("saving")
+        watchdog.enter("saving")
         self._groups.on_main(lambda: check_still_there(self._plan.run_dir))
         self._attempt(self._writer.finish)
         # Of each replica, for any layout.

@@ -20,7 +20,7 @@ from megatron_ext.losses import LossWeighting, TeacherTargets
 from megatron_ext.losses.diagnostics import ONE_TEACHER
 from megatron_ext.teachers import Teacher
 from megatron_ext.teachers.remote_teacher import leave, remote_teachers
-from megatron_ext.training import rank_phase
+from megatron_ext.training import watchdog
 from megatron_ext.training.faults import (
     DivergedError,
     FaultCounts,
@@ -142,7 +142,7 @@ class Trainer:
             disown_run_folder(self.run_dir)
 
     def _train(self, saved: SavedRun, measure: Measurement | None) -> None:
-        rank_phase.enter("loading")
+        watchdog.enter("loading")
         done = saved.load()
         total = self.plan.training.train_iters
         if not self.groups.is_main:
@@ -182,11 +182,11 @@ class Trainer:
             metrics |= teacher_watch.row(seconds=seconds)
             is_last = iteration == total
             if held_out and (is_last or iteration % training.eval_interval == 0):
-                rank_phase.enter("measuring on held-out text")
+                watchdog.enter("measuring on held-out text")
                 with self.clock.phase("evaluation"):
                     metrics |= self._validate(held_out).metrics()
             if measure and (is_last or iteration % self.plan.evaluation.interval == 0):
-                rank_phase.enter("measuring by tasks")
+                watchdog.enter("measuring by tasks")
                 with self.clock.phase("evaluation"):
                     metrics |= measure()
             measured = watch.row(metrics, seconds=seconds)
@@ -218,10 +218,10 @@ class Trainer:
         policy = NonFinitePolicy(
             self.plan.training, self.groups, self.counts, self._teacher_names()
         )
-        rank_phase.enter("reading data", iteration=iteration)
+        watchdog.enter("reading data", iteration=iteration)
         with self.clock.phase("data"):
             batches = self.microbatches()
-        rank_phase.enter("training")
+        watchdog.enter("training")
         with self.clock.phase("teacher"):
             microbatches = self.with_targets(batches)
         step = self.step_of(microbatches, iteration)
@@ -230,7 +230,7 @@ class Trainer:
             reports = self.student.forward_backward(self.clock.with_timed_loss(step), microbatches)
         metrics, finite = reduce_reports(reports, self.groups)
         if policy.check_loss(metrics.get("loss", 0.0), finite, iteration=iteration):
-            rank_phase.enter("updating")
+            watchdog.enter("updating")
             with self.clock.phase("optimizer"):
                 metrics["grad_norm"] = self.student.update()
             if policy.check_gradient(metrics["grad_norm"], iteration=iteration):
@@ -377,7 +377,7 @@ class Trainer:
 
     def held_out_microbatch(self, data: HeldOut, rows: list[PackedSample]) -> Microbatch:
         """Held-out rows of this replica as a microbatch on its device."""
-        rank_phase.tick()
+        watchdog.tick()
         context = ContextRank.of(self.groups.cp)
         return self._on_device(Microbatch.of(data.dataset.collator(rows), {}, context=context))
 

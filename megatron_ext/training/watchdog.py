@@ -4,7 +4,7 @@ A collective that one rank never reaches keeps all others waiting, in C++, where
 nothing, and the time-out errors of NCCL and gloo name only an operation. So each rank has a thread
 that observes the main thread. When the main thread has been at the same line of the same phase for
 the whole time-out, the rank ends with one line on where every rank is. While the main thread moves,
-however slowly, nothing is ended; loops that wait at one line call ``rank_phase.tick``.
+however slowly, nothing is ended; loops that wait at one line call ``tick``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,11 +28,44 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from megatron_ext.distributed import process_groups
 from megatron_ext.errors import DistributedError, MegatronExtError
-from megatron_ext.training import cpu_megatron, rank_phase
+from megatron_ext.training import cpu_megatron
 
 HEARTBEAT_S: Final = 2.0
 _SHOWN: Final = 12
 """Most groups of ranks in one report."""
+
+
+class RankPhase(NamedTuple):
+    """A stretch of work."""
+
+    name: str
+    iteration: int
+    """Current iteration; 0 before the first."""
+
+    number: int
+    """Number of phases entered before this one."""
+
+
+_current = RankPhase("starting", 0, 0)
+
+
+def enter(name: str, *, iteration: int | None = None) -> None:
+    """Begin a phase, of the previous phase's iteration where none is given."""
+    global _current
+    before = _current
+    _current = RankPhase(
+        name, before.iteration if iteration is None else iteration, before.number + 1
+    )
+
+
+def tick() -> None:
+    """Note progress within a phase, where a loop may stay at one line for long."""
+    enter(_current.name)
+
+
+def current() -> RankPhase:
+    """The phase that was entered last."""
+    return _current
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +219,7 @@ class Watchdog:
         since = last_beat = time.monotonic()
         while not self._stopped.wait(_POLL_S):
             now = time.monotonic()
-            where = (rank_phase.current().number, _stack(self._main))
+            where = (current().number, _stack(self._main))
             if where != seen:
                 seen, since = where, now
             if now - last_beat >= HEARTBEAT_S or not self._beat:
@@ -224,7 +257,7 @@ class Watchdog:
             return "no answer from the store of the ranks: rank 0, or what launched it, is gone"
 
     def _state(self, error: str | None = None) -> RankState:
-        phase = rank_phase.current()
+        phase = current()
         return RankState(self._beat, phase.name, phase.iteration, _place(self._main), error)
 
 

@@ -57,6 +57,20 @@ def paired_projection(student_vocab, teacher_vocab, seed=0):
     return dense / dense.sum(dim=-1, keepdim=True).clamp(min=1e-9)
 
 
+def aligned_projection(student_vocab, teacher_vocab):
+    """fp64 dense [Vs, Vt] in the co-sharded order: tokens that stand for one another first, on both
+    sides, then those of two to four columns behind these pairs, then those of none."""
+    pairs, mapped = student_vocab * 2 // 5 + 2, student_vocab * 4 // 5
+    reachable = teacher_vocab - teacher_vocab // 10
+    generator = torch.Generator().manual_seed(1)
+    dense = torch.zeros(student_vocab, teacher_vocab, dtype=torch.float64)
+    dense[:pairs, :pairs] = torch.eye(pairs, dtype=torch.float64)
+    for row in range(pairs, mapped):
+        columns = torch.randint(pairs, reachable, (2 + row % 3,), generator=generator)
+        dense[row, columns] = torch.rand(len(columns), generator=generator).double() + 0.1
+    return dense / dense.sum(dim=-1, keepdim=True).clamp(min=1e-9)
+
+
 def column_plan(projection, student, teacher):
     """The plan of a rank for a dense projection [Vs, Vt]."""
     row, column = projection.nonzero(as_tuple=True)

@@ -6,6 +6,7 @@ from tests.ops.compile_kernel import arguments
 from tests.ops.kernel_case import DIRECTIONS
 
 triton_kernels = pytest.importorskip("megatron_ext.ops.projected_kl.triton_kernels")
+single_kernel = pytest.importorskip("megatron_ext.ops.projected_kl.single_kernel")
 
 LOGITS = ("*bf16", "*fp32")
 
@@ -13,14 +14,15 @@ FLOATS = {"temperature": "fp32", "mixture": "fp32"}
 POINTERS = arguments(
     "lse student_lse carried_lse teacher_lse plain_lse weight out slope values scratch crossed "
     "residual mass row_mass partial dots grad_scale label_weight: *fp32; "
-    "is_scaled: *i1; label row column: *i64"
+    "is_scaled: *i1; label row column student_column teacher_column: *i64"
 )
 
 
 def variant(name, logits, **constants):
     """Types of every argument of a kernel that ``constants`` does not name."""
     types = {}
-    for argument in getattr(triton_kernels, name).arg_names:
+    module = single_kernel if name == "single_kernel" else triton_kernels
+    for argument in getattr(module, name).arg_names:
         if argument in ("logits_ptr", "student_ptr", "teacher_ptr", "gradient_ptr"):
             types[argument] = logits
         elif argument.endswith("_ptr"):
@@ -53,6 +55,18 @@ def sum_variants():
             "entry_gradient_kernel", "*bf16", DIRECTION="reverse", HAS_TEMPERATURE=True, **block
         ),
     ]
+
+
+def single_variants():
+    found = []
+    for logits in LOGITS:
+        flags = ("IS_ALIGNED", "SEVERAL", "HAS_GRADIENT", "HAS_DIAGNOSTICS", "HAS_LABELS")
+        whole = dict.fromkeys(flags, True)
+        sizes = {"HAS_TEMPERATURE": True, "BLOCK": 1024, "PLACES": 64}
+        found.append(variant("single_kernel", logits, **sizes, **whole))
+    nothing = ("gradient_ptr", "plain_lse_ptr", "label_ptr", "label_weight_ptr")
+    alone = dict.fromkeys(flags, False) | dict.fromkeys(nothing, None)
+    return [*found, variant("single_kernel", "*bf16", **sizes, **alone)]
 
 
 def sweep_variants():

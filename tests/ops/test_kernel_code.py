@@ -44,11 +44,19 @@ def test_a_broken_bound_is_named():
     ]
 
 
-def test_only_a_loop_with_wide_loads_is_taken_for_that_over_columns():
-    body = ["LDG.E.128 R4, [R2]", "FADD R4, R4, R5", "BRA 0x10", "NOP", "BRA 0x50"]
-    listing = [(16 * place, text) for place, text in enumerate(["MOV R1, R2", *body])]
-    assert assembly.loops(listing) == [assembly.Loop(3, 1)]
-    assert assembly.counted(listing, 2)["instructions_a_column"] == 1.5
+def test_the_longest_loop_with_wide_loads_is_taken_for_that_over_columns():
+    wide = ["LDG.E.128 R4, [R2]", "FADD R4, R4, R5", "BRA 0x10"]
+    narrow = ["LDG.E.32 R4, [R2]", *["NOP"] * 4, "BRA 0x40"]
+    body = ["MOV R1, R2", *wide, *narrow, "LDG.E.128 R4, [R2]", "BRA 0xa0"]
+    listing = [(16 * place, text) for place, text in enumerate(body)]
+    found = [(loop.instructions, loop.wide_loads) for loop in assembly.loops(listing)]
+    assert found == [(3, 1), (6, 0), (2, 1)]
+    report = assembly.counted(listing, 2)
+    assert (report["counted"], report["instructions_a_column"]) == ("longest of 2 loops", 1.5)
+    # A loop that holds others says nothing of how often they run.
+    listing.append((16 * len(listing), "BRA 0x0"))
+    report = assembly.counted(listing, 2)
+    assert (report["counted"], report["instructions_a_column"]) == ("whole code", 6.5)
 
 
 @pytest.mark.parametrize(

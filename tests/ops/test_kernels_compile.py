@@ -3,7 +3,7 @@
 import pytest
 
 from tests.ops.compile_kernel import arguments, compiles
-from tests.ops.projected_kl_variants import sum_variants, sweep_variants
+from tests.ops.projected_kl_variants import single_variants, sum_variants, sweep_variants
 from tests.ops.wide_load_variants import wide_variants
 
 LOGITS = ("*bf16", "*fp32")
@@ -181,6 +181,10 @@ def test_matched_divergence():
 @pytest.mark.parametrize("variants", [sum_variants, sweep_variants])
 def test_projected_kl(variants):
     compiles("projected_kl.triton_kernels", variants())
+
+
+def test_projected_kl_of_single_rows():
+    compiles("projected_kl.single_kernel", single_variants())
 
 
 @pytest.mark.parametrize(("module", "variant"), wide_variants())

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveSt
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from megatron_ext.errors import DistributedError
-from megatron_ext.training import rank_phase, watchdog
+from megatron_ext.training import watchdog
 from megatron_ext.training.config import LossConfig
 from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.metrics import read_metrics
@@ -214,13 +214,13 @@ def _stuck(rank):
     with Watchdog(timedelta(seconds=2), end=said.append):
         # Slow, but moving: nothing to complain of.
         for _ in range(6):
-            rank_phase.tick()
+            watchdog.tick()
             time.sleep(0.5)
         assert not said
         if rank == 1:
-            rank_phase.enter("reading data", iteration=7)
+            watchdog.enter("reading data", iteration=7)
             _sleep_through()
-        rank_phase.enter("updating", iteration=7)
+        watchdog.enter("updating", iteration=7)
         dist.barrier()
     return [str(error) for error in said]
 
@@ -243,7 +243,7 @@ def lose_peer(rank, folder):
         timeout=timedelta(seconds=60),
     )
     _quick_heartbeats()
-    rank_phase.enter("training", iteration=3)
+    watchdog.enter("training", iteration=3)
     try:
         with Watchdog(timedelta(seconds=30)):
             dist.barrier()

@@ -84,6 +84,17 @@ def _blocks(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 NO_PARTNER: Final = -1
 """Partner of a student column without an entry."""
 
+_NARROW: Final = 1 << 13
+
+
+def pair_block(width: int) -> int:
+    """Columns that a program of ``single_kernel`` reads at once, of a student's ``width``."""
+    return 1024 if width >= _NARROW else 16
+
+
+_RESIDUAL_STEP: Final = 16
+"""Columns whose masks are one: a thread loads 16 bytes."""
+
 _UNIT_SLACK: Final = 1e-6
 """Tolerance of row sums: rows of fp32 shares sum to 1 up to rounding and are taken to be exactly
 1."""
@@ -105,6 +116,11 @@ class ColumnPlan:
     """int32 [Vps]: local teacher column of a direct pair, whose two columns have this one entry, of
     1, and no other on any rank; ``NO_PARTNER`` for an empty row; ``-2 - r`` for residual row r,
     where the other rows are numbered in ascending order."""
+
+    aligned: int | None
+    """Number of leading columns of both models that are direct pairs, each with its own number, if
+    no other column is one and the residual rows come next; None in any other order. It is a
+    multiple of ``pair_block``, not 0: pairs of a last, partial block are summed columns instead."""
 
     crossing: int
     """X, the same on every rank."""
@@ -128,7 +144,7 @@ class ColumnPlan:
 
     @property
     def residual_rows(self) -> int:
-        """R, number of residual rows."""
+        """R, number of residual rows; in an aligned plan up to 15 more, which are 0."""
         return len(self.by_row.target)
 
     @classmethod
@@ -165,17 +181,21 @@ class ColumnPlan:
         partner[row[direct]] = whole.column[direct] - teacher_shard.start
         residual, number = np.unique(row[summed], return_inverse=True)
         partner[residual] = -2 - np.arange(len(residual))
+        residual_rows, aligned = len(residual), whole.aligned[rank]
+        if aligned is not None:
+            residual_rows = -(-residual_rows // _RESIDUAL_STEP) * _RESIDUAL_STEP
         entry_slot = slot[whole.column[summed]]
         return cls(
             has_unit_rows=_has_unit_rows(indptr, values),
             partner=_int32(partner, device),
+            aligned=aligned,
             crossing=len(crossing),
             home=_int32(home, device),
             slot=_int32(slot, device),
             by_column=Segments.of(
                 entry_slot, row[summed], whole.place[summed], len(columns), device
             ),
-            by_row=Segments.of(number, entry_slot, whole.place[summed], len(residual), device),
+            by_row=Segments.of(number, entry_slot, whole.place[summed], residual_rows, device),
             direct_pairs=int(direct.sum()),
             scratch_width=_scratch_width(whole, crosses),
         )
@@ -193,6 +213,8 @@ class _Entries(NamedTuple):
     teacher_rank: NDArray[np.int64]
     direct: NDArray[np.bool_]
     column_count: int
+    aligned: list[int | None]
+    """``ColumnPlan.aligned`` of every rank."""
 
     @classmethod
     def of(
@@ -218,9 +240,38 @@ class _Entries(NamedTuple):
         columns = teacher_shard.vocab_size
         alone = (np.bincount(row)[row] == 1) & (np.bincount(column, minlength=columns)[column] == 1)
         ranks = row // student_shard.width, column // teacher_shard.width
-        return cls(
-            row, column, place, *ranks, alone & (value == 1) & (ranks[0] == ranks[1]), columns
-        )
+        direct = alone & (value == 1) & (ranks[0] == ranks[1])
+        aligned: list[int | None] = []
+        for rank in range(
+            1 + max(ranks[0].max(initial=0), student_shard.start // student_shard.width)
+        ):
+            here = ranks[0] == rank
+            count = _aligned_pairs(
+                row[here] - rank * student_shard.width,
+                column[here] - rank * teacher_shard.width,
+                direct[here],
+                pair_block(student_shard.width),
+            )
+            aligned.append(count)
+            if count is not None:
+                direct &= ~here | (row < rank * student_shard.width + count)
+        return cls(row, column, place, *ranks, direct, columns, aligned)
+
+
+def _aligned_pairs(
+    row: NDArray[np.int64], column: NDArray[np.int64], direct: NDArray[np.bool_], block: int
+) -> int | None:
+    """``ColumnPlan.aligned`` of a rank, from its entries in local columns, ascending by row."""
+    pairs = np.arange(int(direct.sum()))
+    kept = len(pairs) // block * block
+    residual = np.unique(row[row >= kept])
+    is_aligned = (
+        kept > 0
+        and np.array_equal(row[direct], pairs)
+        and np.array_equal(column[direct], pairs)
+        and np.array_equal(residual, kept + np.arange(len(residual)))
+    )
+    return kept if is_aligned else None
 
 
 def _has_unit_rows(indptr: NDArray[np.int64], values: NDArray[np.float32]) -> bool:

@@ -16,7 +16,7 @@ from megatron_ext.errors import LossError
 from megatron_ext.ops.chunk_rows import ChunkedLogits, ChunkRows
 from megatron_ext.ops.divergence import probability_floor
 from megatron_ext.ops.launch import LaunchConfig, chosen_config, fitting_config, small_block
-from megatron_ext.ops.projected_kl.column_plan import ENTRIES
+from megatron_ext.ops.projected_kl.column_plan import ENTRIES, pair_block
 from megatron_ext.ops.projected_kl.operands import (
     ProjectedKLOptions,
     ProjectedValues,
@@ -28,6 +28,9 @@ from megatron_ext.ops.projected_kl.statistics import ChunkStatistics, label_colu
 _SCRATCH_BYTES: Final = 1 << 27
 _SLOT_BLOCK: Final = 1024
 _ENTRY_SHARES: Final = 16
+_FEW_PARTS: Final = 4
+"""Programs for each chunk where most chunks are done by another kernel."""
+
 _CONFIGS: Final = (
     LaunchConfig(2048, 4),
     LaunchConfig(2048, 8),
@@ -79,6 +82,7 @@ class KernelEvaluation:
         self.is_scaled = statistics.carried.is_scaled
         self.teacher_lse = torch.stack(list(statistics.teacher))
         self.plain_lse = _stacked(statistics.untempered)
+        self.local_columns = statistics.local_columns
         self.mass = mean_over_rows(statistics.mapped, student.rows)
         self.mass.clamp_(min=probability_floor(self.mass))
         self.grad_scale = requested.grad_scale.float().contiguous()
@@ -226,12 +230,14 @@ class KernelEvaluation:
     def _evaluate(self, tile: _ChunkTile) -> None:
         """Direct pairs, and the gradient of every student column."""
         rows = len(self.student.logits)
+        is_forward = self.options.direction == "forward"
+        if is_forward:
+            self._singles(tile)
         if not self._wants_gradient():
             self._pass(tile, self.slot_blocks, "values", None, self.config)
             return
         shape = (2, rows, self.column_blocks)
         dots = torch.zeros(shape, dtype=torch.float32, device=self.mass.device)
-        is_forward = self.options.direction == "forward"
         if is_forward:
             self._entries(tile, dots)
         self._pass(tile, self.slot_blocks, "values", dots, self.config)
@@ -240,6 +246,52 @@ class KernelEvaluation:
             self._entries(tile, dots)
         if self.requested.gradient is not None:
             self._pass(tile, self.slot_blocks, "gradient", dots, self.config)
+
+    def _singles(self, tile: _ChunkTile) -> None:
+        """Direct pairs, and the whole gradient, of chunks with one student row."""
+        from megatron_ext.ops.projected_kl.single_kernel import single_kernel
+
+        shard, gradient = self.student.shard, self.requested.gradient
+        aligned = self.plan.aligned
+        block = pair_block(shard.width)
+        for several in (False, True):
+            single_kernel[(tile.chunks,)](
+                *self._read(self.student, self.carried_lse)[:-1],
+                self.is_scaled,
+                shard.valid_width,
+                shard.width,
+                *self._read(self.teacher, self.teacher_lse),
+                tile.first,
+                tile.chunks,
+                self.plan.partner,
+                0 if aligned is None else aligned // 16,
+                0 if aligned is None else (aligned + self.plan.residual_rows) // 16,
+                self.row_mass,
+                tile.residual,
+                tile.residual.stride(0),
+                self.mass,
+                tile.partial,
+                tile.best,
+                tile.partial.shape[-1],
+                self.slot_blocks,
+                self.column_blocks,
+                self.grad_scale,
+                gradient,
+                0 if gradient is None else gradient.stride(0),
+                self.plain_lse,
+                self.label,
+                self.label_weight,
+                *self.local_columns,
+                IS_ALIGNED=aligned is not None,
+                SEVERAL=several,
+                HAS_GRADIENT=gradient is not None,
+                HAS_DIAGNOSTICS=self.options.diagnostics,
+                HAS_LABELS=self.label is not None,
+                HAS_TEMPERATURE=self.tempered,
+                BLOCK=block,
+                PLACES=small_block(self.column_blocks, 1 << 16),
+                num_warps=max(1, block // 256),
+            )
 
     def _pass(
         self,
@@ -253,7 +305,8 @@ class KernelEvaluation:
 
         shard, gradient = self.student.shard, self.requested.gradient
         blocks = -(-shard.width // config.block)
-        sweep_kernel[(tile.chunks * blocks,)](
+        parts = min(blocks, _FEW_PARTS) if self.options.direction == "forward" else blocks
+        sweep_kernel[(tile.chunks * parts,)](
             *self._read(self.student, self.student_lse)[:-1],
             self.carried_lse,
             self.is_scaled,
@@ -281,6 +334,7 @@ class KernelEvaluation:
             self.label,
             self.label_weight,
             blocks,
+            parts,
             DIRECTION=self.options.direction,
             PASS=which,
             HAS_DOTS=dots is not None,

@@ -87,6 +87,9 @@ class ChunkStatistics(NamedTuple):
     top_column: torch.Tensor | None
     """int64 [Ts]: global column of the largest ``z``, the first of equals; None as above."""
 
+    local_columns: tuple[torch.Tensor, torch.Tensor]
+    """int64 [Ts] and [Tt]: this rank's column of the largest logit; of kernels alone."""
+
 
 def chunk_statistics(
     student: ChunkedLogits,
@@ -136,7 +139,10 @@ def chunk_statistics(
         own, shard = sides[0], student.shard
         best = own.peak[0].masked_fill(own.total[0] == 0, -torch.inf)
         top = merge_argmax(best, own.column + shard.start, shard.group)
-    return ChunkStatistics(student_whole, carried, mapped, reached, left_out, plain_rows, top)
+    columns = (sides[0].column, sides[1].column)
+    return ChunkStatistics(
+        student_whole, carried, mapped, reached, left_out, plain_rows, top, columns
+    )
 
 
 def _mapped_mass(

@@ -10,6 +10,7 @@ import math
 import triton
 import triton.language as tl
 
+from megatron_ext.ops.projected_kl.single_kernel import is_single
 from megatron_ext.ops.triton_math import FLOOR, projected_terms, row_values, scaled
 
 LOG_FLOOR = tl.constexpr(math.log(1024 * 1.1754943508222875e-38))
@@ -517,6 +518,7 @@ def sweep_kernel(
     label_ptr,
     label_weight_ptr,
     block_count,
+    parts,
     DIRECTION: tl.constexpr,
     PASS: tl.constexpr,
     HAS_DOTS: tl.constexpr,
@@ -526,7 +528,9 @@ def sweep_kernel(
     HAS_TEMPERATURE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Pass over every column of the student; one program for each chunk and block of columns.
+    """Pass over every column of the student of chunks that ``single_kernel`` leaves.
+
+    A chunk's ``parts`` programs take its blocks of columns in turn.
 
     Pass "values": direct pairs' terms of D; for chunks whose gradient is known by then (forward,
     one student row) the gradient, for others each row's ``sum q W f`` and ``sum q W 1`` of the
@@ -538,8 +542,8 @@ def sweep_kernel(
     in chunks that are scaled up. There the others alone get a part in ``q . W f``.
     """
     pid = tl.program_id(0)
-    chunk = pid // block_count
-    block = pid % block_count
+    chunk = pid // parts
+    part = pid % parts
     begin = tl.load(student_chunk_ptr + first_chunk + chunk)
     end = tl.load(student_chunk_ptr + first_chunk + chunk + 1)
     is_known = (end - begin == 1) & (DIRECTION == "forward")
@@ -548,7 +552,11 @@ def sweep_kernel(
         works = end - begin > 1
         if DIRECTION != "forward":
             works = end > begin
-    if works:
+    elif DIRECTION == "forward":
+        is_scaled = tl.load(is_scaled_ptr + first_chunk + chunk)
+        works = not is_single(end - begin, is_scaled, tl.load(grad_scale_ptr + first_chunk + chunk))
+    first = tl.where(works, part, block_count)
+    for block in range(first, block_count, parts):
         columns = block * BLOCK + tl.arange(0, BLOCK)
         inside = columns < width
         held = columns < padded_width

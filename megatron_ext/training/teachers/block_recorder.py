@@ -18,7 +18,7 @@ from megatron_ext.losses import TeacherTargets
 from megatron_ext.teachers import Teacher
 from megatron_ext.teachers.formed_targets import FormedTargets, to_records
 from megatron_ext.teachers.target_form import TargetForm
-from megatron_ext.training import rank_phase
+from megatron_ext.training import watchdog
 from megatron_ext.training.microbatch import Microbatch
 from megatron_ext.training.run_data import RunData
 from megatron_ext.training.teachers.shard_file import (
@@ -119,7 +119,7 @@ class BlockRecorder:
         size = self.micro_batch_size * self.microbatch_count
         windows: dict[bytes, Window] = {}
         for start in range(0, len(rows), size):
-            rank_phase.tick()
+            watchdog.tick()
             for window in self._windows(rows[start : start + size]):
                 windows.setdefault(window.key, window)
         if self.groups.is_replica_main:

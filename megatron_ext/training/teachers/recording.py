@@ -20,7 +20,7 @@ from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.files import write_bytes
 from megatron_ext.teachers.formed_targets import whole_head
 from megatron_ext.teachers.target_form import TargetForm
-from megatron_ext.training import rank_phase
+from megatron_ext.training import watchdog
 from megatron_ext.training.config import DistillConfig, TeacherConfig
 from megatron_ext.training.inputs import Inputs
 from megatron_ext.training.metrics import progress_bar
@@ -120,7 +120,7 @@ def record(
     assert recording.form.vocab_size == inputs.teachers[name].tokenizer.vocab_size
     text_bytes = block_bytes(recording.form, recording.file_bytes)
     blocks = blocks_of(inputs.data, text_bytes, stop_at_bad=config.data.bad_documents == "stop")
-    rank_phase.enter("reading the teacher's checkpoint")
+    watchdog.enter("reading the teacher's checkpoint")
     manifest = Manifest(
         form=recording.form,
         identity={
@@ -169,7 +169,7 @@ def record(
 def _record_blocks(
     recorder: BlockRecorder, missing: list[Block], *, done: int, groups: ProcessGroups
 ) -> None:
-    rank_phase.enter("recording the teacher")
+    watchdog.enter("recording the teacher")
     bar = (
         progress_bar("cache", total=done + len(missing), done=done)
         if groups.is_main

@@ -22,7 +22,7 @@ from megatron_ext.teachers.listener import ServerTls, TeacherListener, split_add
 from megatron_ext.teachers.server import ReplicaRanks, TeacherServer
 from megatron_ext.teachers.server_limits import ServerLimits
 from megatron_ext.tokenizers import MegatronTokenizerText
-from megatron_ext.training import rank_phase
+from megatron_ext.training import watchdog
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.teacher_config import is_local
 from megatron_ext.training.teachers.identity import (
@@ -161,7 +161,7 @@ def serve_on_rank(
     """
     teacher = teacher.on_own_ranks
     groups = process_groups.initialize(teacher.parallel.layout, timeout=collective_timeout)
-    rank_phase.enter(f"building the teacher {teacher.name}")
+    watchdog.enter(f"building the teacher {teacher.name}")
     form = served_form(teacher, tokenizer)
     model = live_teacher(teacher, tokenizer, groups)
     if form.kind == "hidden":
@@ -180,9 +180,9 @@ def serve_on_rank(
         # Longest wait for a student to connect or to read an answer.
         timeout=timedelta(minutes=teacher.parallel.distributed_timeout_minutes),
         limits=ServerLimits(length=teacher.config.model.seq_length),
-        on_idle=lambda: rank_phase.enter(serving),
+        on_idle=lambda: watchdog.enter(serving),
     )
-    rank_phase.enter(serving)
+    watchdog.enter(serving)
     listener = listen(ranks, groups.dp_rank) if ranks.is_main else None
     server.serve(listener, until_client_leaves=until_client_leaves)
 

@@ -127,11 +127,16 @@ def test_direct_pairs_are_the_first_columns_of_both_sides(seed: int, ranks: int)
     )
     alone = np.bincount(projection.indices, minlength=SIZES[1]) == 1
     permuted = projection.permuted(layout)
+    assert sum(layout.common_counts) >= 16
     for rank, common in enumerate(layout.common_counts):
         plan = shard_of(permuted, rank, ranks).plan
         start = rank * layout.teacher.width
-        direct = int(alone[layout.teacher.ids[start : start + common]].sum())
-        assert plan.direct_pairs == direct > 0
+        together = int(alone[layout.teacher.ids[start : start + common]].sum())
+        direct = together // 16 * 16
+        if not direct:
+            assert plan.aligned is None
+            continue
+        assert (plan.direct_pairs, plan.aligned) == (direct, direct)
         assert torch.equal(plan.partner[:direct], torch.arange(direct, dtype=torch.int32))
         assert (plan.partner[direct:] < 0).all()
         assert plan.crossing == LayoutStatistics.of(projection, layout).crossing_columns

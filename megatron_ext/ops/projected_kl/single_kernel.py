@@ -1,0 +1,382 @@
+"""Triton kernel of the forward projected KL of chunks with one student row, which most chunks are.
+
+Their gradient needs no sum over columns, so that one pass gives it. With the row's mapped mass
+``m``, ``n = q / m``, the chunk's weight ``b``, the label's ``w``, and sums ``W f`` and ``W 1`` of a
+column's entries (README, equations 6 to 8):
+
+    direct pair        n b + q w - b p
+    residual column    n b (W f + W 1) + q w
+    no entry           q w
+
+A plan whose direct pairs are the first columns of both models, in one order, and whose residual
+columns follow them (``ColumnPlan.pairs``) is read by contiguous loads alone; that is what the
+co-sharded order of the heads gives. Others gather the teacher's columns.
+"""
+
+import math
+
+import triton
+import triton.language as tl
+
+from megatron_ext.ops.triton_math import LOG2_E, LOWEST, scaled
+
+LN_2 = tl.constexpr(math.log(2.0))
+FLOOR_BITS = tl.constexpr(math.log2(1024 * 1.1754943508222875e-38))
+NO_COLUMN = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def is_single(student_rows, is_scaled, grad_scale):
+    """Whether ``single_kernel`` evaluates a chunk, and ``sweep_kernel`` leaves it out."""
+    return (student_rows == 1) & (is_scaled == 0) & (grad_scale != 0.0)
+
+
+@triton.jit
+def bits_of(logits, peak, log_sum, temperature, HAS_TEMPERATURE: tl.constexpr):
+    """Binary logarithms of probabilities. The peak first: that difference is exact."""
+    return (scaled(logits, temperature, HAS_TEMPERATURE) - peak) * LOG2_E - log_sum
+
+
+@triton.jit
+def teacher_mean(
+    p,
+    columns,
+    inside,
+    logits_ptr,
+    order_ptr,
+    begin,
+    end,
+    row_stride,
+    lse_ptr,
+    rows,
+    temperature,
+    HAS_TEMPERATURE: tl.constexpr,
+):
+    """Mean over a chunk's rows of probabilities at ``columns``; ``p`` is the first row's."""
+    for place in range(begin + 1, end):
+        row = tl.load(order_ptr + place)
+        start = logits_ptr + row.to(tl.int64) * row_stride
+        loaded = tl.load(start + columns, mask=inside, other=-float("inf"))
+        log_sum = tl.load(lse_ptr + rows + row) * LOG2_E
+        p += tl.exp2(bits_of(loaded, tl.load(lse_ptr + row), log_sum, temperature, HAS_TEMPERATURE))
+    return p / (end - begin)
+
+
+@triton.jit
+def kept_best(best, kept, start_of, values, start):
+    """Largest value of each lane, the values of its block, and where that starts."""
+    top = tl.max(values, axis=1)
+    is_new = top > best
+    kept = tl.where(is_new[:, None], values, kept)
+    return tl.maximum(best, top), kept, tl.where(is_new, start, start_of)
+
+
+@triton.jit
+def best_column(best, kept, start_of, places):
+    """The largest value of all lanes, and the first of its columns."""
+    top = tl.max(best, axis=0)
+    columns = tl.where(kept == top, start_of[:, None] + places, NO_COLUMN)
+    return top, tl.min(tl.min(columns, axis=1), axis=0)
+
+
+@triton.jit
+def best_pair(row_ptr, column, pairs, K: tl.constexpr, LANES: tl.constexpr):
+    """First column of a row's largest logit among the direct ``pairs``, of an aligned plan.
+
+    ``column`` is that of all columns, which it is for most rows. Without pairs: ``NO_COLUMN``.
+    """
+    if column >= pairs:
+        places = tl.arange(0, LANES)[:, None] * K + tl.arange(0, K)[None, :]
+        best = tl.full((LANES,), LOWEST, tl.float32)
+        kept = tl.full((LANES, K), LOWEST, tl.float32)
+        start_of = tl.zeros((LANES,), tl.int32)
+        for start in range(0, pairs, LANES * K):
+            loaded = tl.load(row_ptr + start + places).to(tl.float32)
+            best, kept, start_of = kept_best(best, kept, start_of, loaded, start)
+        top, column = best_column(best, kept, start_of, places)
+        column = tl.where(top == LOWEST, NO_COLUMN, column)
+    return column
+
+
+@triton.jit
+def single_kernel(
+    student_ptr,
+    student_order_ptr,
+    student_chunk_ptr,
+    student_stride,
+    student_lse_ptr,
+    student_rows,
+    is_scaled_ptr,
+    width,
+    padded_width,
+    teacher_ptr,
+    teacher_order_ptr,
+    teacher_chunk_ptr,
+    teacher_stride,
+    teacher_lse_ptr,
+    teacher_rows,
+    temperature,
+    first_chunk,
+    chunks,
+    partner_ptr,
+    sixteen_pairs,
+    sixteen_mapped,
+    row_mass_ptr,
+    residual_ptr,
+    residual_stride,
+    mass_ptr,
+    partial_ptr,
+    best_ptr,
+    partial_blocks,
+    first_block,
+    column_blocks,
+    grad_scale_ptr,
+    gradient_ptr,
+    gradient_stride,
+    plain_lse_ptr,
+    label_ptr,
+    label_weight_ptr,
+    student_column_ptr,
+    teacher_column_ptr,
+    IS_ALIGNED: tl.constexpr,
+    SEVERAL: tl.constexpr,
+    HAS_GRADIENT: tl.constexpr,
+    HAS_DIAGNOSTICS: tl.constexpr,
+    HAS_LABELS: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PLACES: tl.constexpr,
+):
+    """One program for each chunk; those not ``is_single`` have nothing to do.
+
+    One launch is for chunks of one teacher row, another for those of ``SEVERAL``. Where the plan
+    ``IS_ALIGNED``, direct pairs are the first columns and residual ones come next, numbered from 0;
+    ``sixteen_pairs`` and ``sixteen_mapped`` are the ends of both in units of 16 columns, multiples
+    of ``BLOCK`` and of 16. Terms go to the first of the chunk's ``column_blocks`` places in
+    ``partial`` from ``first_block`` on; ``PLACES`` is a power of two that holds as many.
+    """
+    K: tl.constexpr = 8
+    LANES: tl.constexpr = BLOCK // K
+    chunk = tl.program_id(0)
+    begin = tl.load(student_chunk_ptr + first_chunk + chunk)
+    student_count = tl.load(student_chunk_ptr + first_chunk + chunk + 1) - begin
+    teacher_begin = tl.load(teacher_chunk_ptr + first_chunk + chunk)
+    teacher_end = tl.load(teacher_chunk_ptr + first_chunk + chunk + 1)
+    grad_scale = tl.load(grad_scale_ptr + first_chunk + chunk)
+    is_scaled = tl.load(is_scaled_ptr + first_chunk + chunk)
+    works = is_single(student_count, is_scaled, grad_scale)
+    # A chunk of no teacher row has no weight.
+    works &= (teacher_end - teacher_begin > 1) == SEVERAL
+    if works:
+        row = tl.load(student_order_ptr + begin).to(tl.int64)
+        student_ptr += row * student_stride
+        mass = tl.load(mass_ptr + first_chunk + chunk)
+        peak = tl.load(student_lse_ptr + row)
+        log_sum = tl.load(student_lse_ptr + student_rows + row) * LOG2_E + tl.log2(mass)
+        lowest = FLOOR_BITS - tl.log2(mass)
+        teacher_row = tl.load(teacher_order_ptr + teacher_begin)
+        first_teacher_ptr = teacher_ptr + teacher_row.to(tl.int64) * teacher_stride
+        teacher_peak = tl.load(teacher_lse_ptr + teacher_row)
+        teacher_sum = tl.load(teacher_lse_ptr + teacher_rows + teacher_row) * LOG2_E
+        factor = temperature * grad_scale
+        label_factor = 0.0
+        label_weight = 0.0
+        label = -1
+        if HAS_GRADIENT:
+            gradient_ptr += row * gradient_stride
+            residual_ptr += chunk.to(tl.int64) * residual_stride
+        if HAS_LABELS:
+            label = tl.load(label_ptr + row).to(tl.int32)
+            label_weight = tl.load(label_weight_ptr + row)
+            if HAS_TEMPERATURE:
+                plain_peak = tl.load(plain_lse_ptr + row)
+                plain_sum = tl.load(plain_lse_ptr + student_rows + row) * LOG2_E
+            else:
+                label_factor = label_weight * mass
+        pairs = sixteen_pairs * 16
+        # What is read here the gradient may overwrite.
+        label_logit = tl.load(student_ptr + label, mask=label >= 0, other=0.0)
+        if HAS_DIAGNOSTICS & IS_ALIGNED:
+            column_q = tl.load(student_column_ptr + row).to(tl.int32)
+            column_q = best_pair(student_ptr, column_q, pairs, K, LANES)
+            top_q = tl.load(student_ptr + column_q, mask=column_q < pairs, other=-float("inf"))
+            top_q = bits_of(top_q, peak, log_sum, temperature, HAS_TEMPERATURE)
+
+        places = tl.arange(0, LANES)[:, None] * K + tl.arange(0, K)[None, :]
+        value = tl.zeros((LANES,), tl.float32)
+        entropy = tl.zeros((LANES,), tl.float32)
+        best_p = tl.full((LANES,), LOWEST, tl.float32)
+        best_q = tl.full((LANES,), LOWEST, tl.float32)
+        kept_p = tl.full((LANES, K), LOWEST, tl.float32)
+        kept_q = tl.full((LANES, K), LOWEST, tl.float32)
+        start_p = tl.zeros((LANES,), tl.int32)
+        start_q = tl.zeros((LANES,), tl.int32)
+        if IS_ALIGNED:
+            for start in tl.range(0, pairs, BLOCK, num_stages=3):
+                columns = start + places
+                loaded = tl.load(student_ptr + columns)
+                other = tl.load(first_teacher_ptr + columns)
+                log_q = bits_of(loaded, peak, log_sum, temperature, HAS_TEMPERATURE)
+                log_p = bits_of(other, teacher_peak, teacher_sum, temperature, HAS_TEMPERATURE)
+                p = tl.exp2(log_p)
+                if SEVERAL:
+                    p = teacher_mean(
+                        p,
+                        columns,
+                        columns < width,
+                        teacher_ptr,
+                        teacher_order_ptr,
+                        teacher_begin,
+                        teacher_end,
+                        teacher_stride,
+                        teacher_lse_ptr,
+                        teacher_rows,
+                        temperature,
+                        HAS_TEMPERATURE,
+                    )
+                    log_p = tl.log2(p)
+                log_p = tl.maximum(log_p, FLOOR_BITS)
+                is_low = log_q < lowest
+                value += tl.sum(p * (log_p - tl.where(is_low, lowest, log_q)), axis=1)
+                if HAS_DIAGNOSTICS:
+                    entropy += tl.sum(p * log_p, axis=1)
+                    if SEVERAL:
+                        best_p, kept_p, start_p = kept_best(best_p, kept_p, start_p, log_p, start)
+                if HAS_GRADIENT:
+                    out = tl.exp2(log_q) * (factor + label_factor)
+                    out -= tl.where(is_low, 0.0, p) * factor
+                    if HAS_LABELS & HAS_TEMPERATURE:
+                        plain = bits_of(loaded, plain_peak, plain_sum, 1.0, False)
+                        out += label_weight * tl.exp2(plain)
+                    tl.store(gradient_ptr + columns, out.to(gradient_ptr.dtype.element_ty))
+            if HAS_GRADIENT:
+                for start in tl.range(pairs, padded_width, BLOCK, num_stages=3):
+                    columns = start + places
+                    held = columns < padded_width
+                    loaded = tl.load(student_ptr + columns, mask=held, other=0.0)
+                    in_residual = columns < sixteen_mapped * 16
+                    residual_place = residual_ptr + (columns - pairs)
+                    entries = tl.load(residual_place, mask=in_residual, other=0.0)
+                    entries += tl.load(row_mass_ptr + columns, mask=held, other=0.0)
+                    log_q = bits_of(loaded, peak, log_sum, temperature, HAS_TEMPERATURE)
+                    out = tl.exp2(log_q) * (entries * factor + label_factor)
+                    if HAS_LABELS & HAS_TEMPERATURE:
+                        plain = bits_of(loaded, plain_peak, plain_sum, 1.0, False)
+                        out += label_weight * tl.exp2(plain)
+                    out = tl.where(columns < width, out, 0.0)
+                    tl.store(gradient_ptr + columns, out.to(gradient_ptr.dtype.element_ty), held)
+        else:
+            for start in tl.range(0, padded_width, BLOCK):
+                columns = start + places
+                held = columns < padded_width
+                loaded = tl.load(student_ptr + columns, mask=held, other=0.0)
+                partner = tl.load(partner_ptr + columns, mask=held, other=-1)
+                is_direct = partner >= 0
+                other = tl.load(first_teacher_ptr + partner, mask=is_direct, other=-float("inf"))
+                log_q = bits_of(loaded, peak, log_sum, temperature, HAS_TEMPERATURE)
+                log_p = bits_of(other, teacher_peak, teacher_sum, temperature, HAS_TEMPERATURE)
+                p = tl.exp2(log_p)
+                if SEVERAL:
+                    p = teacher_mean(
+                        p,
+                        partner,
+                        is_direct,
+                        teacher_ptr,
+                        teacher_order_ptr,
+                        teacher_begin,
+                        teacher_end,
+                        teacher_stride,
+                        teacher_lse_ptr,
+                        teacher_rows,
+                        temperature,
+                        HAS_TEMPERATURE,
+                    )
+                    log_p = tl.log2(p)
+                log_p = tl.maximum(log_p, FLOOR_BITS)
+                is_low = log_q < lowest
+                # Where there is no pair, p is 0.
+                value += tl.sum(p * (log_p - tl.where(is_low, lowest, log_q)), axis=1)
+                if HAS_DIAGNOSTICS:
+                    entropy += tl.sum(p * log_p, axis=1)
+                    said = tl.where(is_direct, log_p, LOWEST)
+                    best_p, kept_p, start_p = kept_best(best_p, kept_p, start_p, said, start)
+                    said = tl.where(is_direct, log_q, LOWEST)
+                    best_q, kept_q, start_q = kept_best(best_q, kept_q, start_q, said, start)
+                if HAS_GRADIENT:
+                    residual_place = residual_ptr - 2 - partner
+                    entries = tl.load(residual_place, mask=partner < -1, other=0.0)
+                    entries += tl.load(row_mass_ptr + columns, mask=held, other=0.0)
+                    out = tl.exp2(log_q) * (entries * factor + label_factor)
+                    out -= tl.where(is_low, 0.0, p) * factor
+                    if HAS_LABELS & HAS_TEMPERATURE:
+                        plain = bits_of(loaded, plain_peak, plain_sum, 1.0, False)
+                        out += label_weight * tl.exp2(plain)
+                    out = tl.where(columns < width, out, 0.0)
+                    tl.store(gradient_ptr + columns, out.to(gradient_ptr.dtype.element_ty), held)
+
+        if HAS_GRADIENT & HAS_LABELS:
+            has_label = (label >= 0) & (label_weight != 0.0)
+            if has_label:
+                partner = tl.load(partner_ptr + label)
+                other = tl.load(first_teacher_ptr + partner, mask=partner >= 0, other=-float("inf"))
+                p = tl.exp2(bits_of(other, teacher_peak, teacher_sum, temperature, HAS_TEMPERATURE))
+                if SEVERAL:
+                    p = teacher_mean(
+                        p,
+                        partner,
+                        partner >= 0,
+                        teacher_ptr,
+                        teacher_order_ptr,
+                        teacher_begin,
+                        teacher_end,
+                        teacher_stride,
+                        teacher_lse_ptr,
+                        teacher_rows,
+                        temperature,
+                        HAS_TEMPERATURE,
+                    )
+                entries = tl.load(residual_ptr - 2 - partner, mask=partner < -1, other=0.0)
+                entries += tl.load(row_mass_ptr + label)
+                log_q = bits_of(label_logit, peak, log_sum, temperature, HAS_TEMPERATURE)
+                out = tl.exp2(log_q) * (entries * factor + label_factor)
+                out -= tl.where(log_q < lowest, 0.0, p) * factor
+                if HAS_TEMPERATURE:
+                    plain = bits_of(label_logit, plain_peak, plain_sum, 1.0, False)
+                    out += label_weight * tl.exp2(plain)
+                # After every thread's part of the row.
+                tl.debug_barrier()
+                tl.store(gradient_ptr + label, out - label_weight)
+
+        place = chunk * partial_blocks + first_block
+        plane = chunks * partial_blocks
+        others = tl.arange(0, PLACES)
+        is_first = others == 0
+        held = others < column_blocks
+        terms = tl.where(is_first, tl.sum(value, axis=0) * LN_2, 0.0)
+        tl.store(partial_ptr + place + others, terms, mask=held)
+        if HAS_DIAGNOSTICS:
+            terms = tl.where(is_first, -tl.sum(entropy, axis=0) * LN_2, 0.0)
+            tl.store(partial_ptr + plane + place + others, terms, mask=held)
+            if IS_ALIGNED:
+                if SEVERAL:
+                    top_p, column_p = best_column(best_p, kept_p, start_p, places)
+                else:
+                    column_p = tl.load(teacher_column_ptr + teacher_row).to(tl.int32)
+                    column_p = best_pair(first_teacher_ptr, column_p, pairs, K, LANES)
+                    top_p = tl.load(
+                        first_teacher_ptr + column_p, mask=column_p < pairs, other=-float("inf")
+                    )
+                    top_p = bits_of(top_p, teacher_peak, teacher_sum, temperature, HAS_TEMPERATURE)
+            else:
+                top_p, column_p = best_column(best_p, kept_p, start_p, places)
+                top_q, column_q = best_column(best_q, kept_q, start_q, places)
+                column_p = tl.load(partner_ptr + column_p, mask=column_p < width, other=-1)
+                column_q = tl.load(partner_ptr + column_q, mask=column_q < width, other=-1)
+            # Summed columns are compared by probabilities; -1 is below all of them.
+            top_p = tl.where(top_p > LOWEST, tl.exp2(top_p), -1.0)
+            top_q = tl.where(top_q > LOWEST, tl.exp2(top_q) * mass, -1.0)
+            place_p = partial_ptr + 2 * plane + place + others
+            tl.store(place_p, tl.where(is_first, top_p, -1.0), mask=held)
+            tl.store(place_p + plane, tl.where(is_first, top_q, -1.0), mask=held)
+            tl.store(best_ptr + place, column_p)
+            tl.store(best_ptr + plane + place, column_q)

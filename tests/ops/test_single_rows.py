@@ -1,0 +1,159 @@
+"""Chunks of one student row, in both orders of the heads, against the definition in fp64."""
+
+import pytest
+import torch
+
+from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.ops.chunk_rows import ChunkedLogits
+from megatron_ext.ops.projected_kl import (
+    ProjectedKLOptions,
+    WeightedLabels,
+    evaluate_projected_kl,
+    projected_kl_reference,
+)
+from megatron_ext.ops.unit_gradient import kept_gradient
+from tests.ops.kernel_case import ALL_THREE, assert_as_exact
+from tests.ops.projected_kl_case import (
+    aligned_projection,
+    column_plan,
+    paired_projection,
+    sharded,
+)
+
+pytest.importorskip("triton")
+
+STUDENT, TEACHER = 47, 41
+PROJECTIONS = {"aligned": aligned_projection, "any order": paired_projection}
+
+STUDENT_CHUNK = torch.tensor([2, 0, -1, 1, 3, 4, 4, 5])
+TEACHER_CHUNK = torch.tensor([1, 0, 1, 2, 4, -1, 3, 3, 3, 5])
+"""One row a chunk but for the student's in chunk 4, and the teacher's in 1 and 3."""
+
+LABELS = torch.tensor([3, 30, 0, 18, 46, 20, -100, 7])
+WEIGHTS = torch.tensor([1.0, 0.5, 2.0, 1.0, 0.3, 1.0, 1.0, 0.0])
+GRAD_SCALE = torch.tensor([1.0, 0.5, 2.5, 1.0, 2.0, 0.0])
+
+
+def logits_of(seed, dtype):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((len(STUDENT_CHUNK), STUDENT), (len(TEACHER_CHUNK), TEACHER))
+    return [(3 * torch.randn(shape, generator=generator)).to(dtype) for shape in shapes]
+
+
+def reference(student, teacher, projection, dtype, temperature):
+    logits = student.to(dtype).requires_grad_()
+    chunks = projected_kl_reference(
+        logits,
+        teacher.to(dtype),
+        student_chunk_id=STUDENT_CHUNK,
+        teacher_chunk_id=TEACHER_CHUNK,
+        chunk_count=6,
+        projection=projection.to(dtype),
+        temperature=temperature,
+    )
+    tokens = torch.nn.functional.cross_entropy(logits, LABELS, reduction="none")
+    total = (GRAD_SCALE.to(dtype) * chunks).sum() + (WEIGHTS.to(dtype) * tokens).sum()
+    return total.detach(), torch.autograd.grad(total, logits)[0]
+
+
+def evaluated(student, teacher, projection, *, padding=0, in_place=False, chosen, **options):
+    """The weighted sum with a graph, and the values of chunks."""
+    shards = [
+        VocabShard(start=0, stop=STUDENT + padding, vocab_size=STUDENT),
+        VocabShard(start=0, stop=TEACHER, vocab_size=TEACHER),
+    ]
+    rows = torch.nn.functional.pad(projection.float(), (0, 0, 0, padding))
+    found = []
+
+    def evaluate(whole, gradient):
+        values = evaluate_projected_kl(
+            ChunkedLogits.of(whole, STUDENT_CHUNK, 6, shards[0]),
+            ChunkedLogits.of(teacher, TEACHER_CHUNK, 6, shards[1]),
+            sharded(rows, column_plan(projection, *shards)),
+            chosen,
+            cross_entropy=WeightedLabels(LABELS, WEIGHTS),
+            grad_scale=GRAD_SCALE,
+            gradient=gradient,
+            **options,
+        )
+        found.append(values)
+        return ((GRAD_SCALE * values.chunk_loss).sum() + (WEIGHTS * values.token_loss).sum(),)
+
+    (total,) = kept_gradient(student, evaluate, in_place=in_place)
+    return total, found[0]
+
+
+@pytest.mark.usefixtures("nan_filled")
+@ALL_THREE
+@pytest.mark.parametrize("order", PROJECTIONS)
+@pytest.mark.parametrize(
+    ("temperature", "dtype", "in_place"),
+    [
+        (1.0, torch.float32, False),
+        (1.0, torch.bfloat16, True),
+        (2.0, torch.float32, True),
+    ],
+)
+def test_values_and_gradients_are_the_references(
+    implementation, order, temperature, dtype, in_place
+):
+    projection = PROJECTIONS[order](STUDENT, TEACHER)
+    student, teacher = logits_of(0, dtype)
+    truth, true_grad = reference(student, teacher, projection, torch.float64, temperature)
+    plain, plain_grad = reference(student, teacher, projection, torch.float32, temperature)
+    leaf = torch.nn.functional.pad(student, (0, 5), value=1e4).requires_grad_()
+    total, _ = evaluated(
+        leaf * 1.0,
+        teacher,
+        projection,
+        padding=5,
+        in_place=in_place,
+        chosen=ProjectedKLOptions(temperature=temperature),
+        implementation=implementation,
+    )
+    (grad,) = torch.autograd.grad(total, leaf)
+    assert_as_exact(total.detach(), plain, truth, slack=2e-6)
+    assert not grad[:, STUDENT:].any()
+    slack = 2e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    assert_as_exact(grad[:, :STUDENT], plain_grad, true_grad, slack=slack)
+
+
+@ALL_THREE
+@pytest.mark.parametrize("order", PROJECTIONS)
+@pytest.mark.parametrize("raised", ["nothing", "direct", "residual", "unmapped"])
+def test_diagnostics_are_those_of_torch_wherever_the_largest_column_is(
+    implementation, order, raised
+):
+    projection = PROJECTIONS[order](STUDENT, TEACHER)
+    counts = (projection > 0).sum(dim=1)
+    rows = {"direct": counts == 1, "residual": counts > 1, "unmapped": counts == 0}
+    students, teachers = [], []
+    for seed in range(2):
+        student, teacher = logits_of(seed, torch.float32)
+        if raised != "nothing":
+            column = int(rows[raised].nonzero()[seed])
+            student[:, column] += 6.0
+            if raised != "unmapped":
+                teacher[:, int(projection[column].argmax())] += 6.0
+        students.append(student)
+        teachers.append(teacher)
+    chosen = ProjectedKLOptions()
+    agreed = []
+    for student, teacher in zip(students, teachers, strict=True):
+        values = [
+            evaluated(
+                student.requires_grad_(), teacher, projection, chosen=chosen, implementation=by
+            )[1]
+            for by in (implementation, "torch")
+        ]
+        torch.testing.assert_close(values[0].teacher_entropy, values[1].teacher_entropy)
+        assert torch.equal(values[0].top1_agreement, values[1].top1_agreement)
+        agreed += values[0].top1_agreement.tolist()
+    assert raised != "direct" or any(agreed)
+
+
+def test_plans_of_both_orders_are_what_they_are_named_for():
+    shards = [VocabShard(start=0, stop=size, vocab_size=size) for size in (STUDENT, TEACHER)]
+    assert column_plan(paired_projection(STUDENT, TEACHER), *shards).aligned is None
+    plan = column_plan(aligned_projection(STUDENT, TEACHER), *shards)
+    assert (plan.aligned, plan.direct_pairs, plan.residual_rows) == (16, 16, 32)
