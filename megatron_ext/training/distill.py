@@ -34,7 +34,7 @@ from megatron_ext.training.run_folder import (
     own_run_folder,
     record_run,
 )
-from megatron_ext.training.run_loss import make_weighting
+from megatron_ext.training.run_loss import make_weighting, with_vocabulary_layout
 from megatron_ext.training.run_plan import RunPlan
 from megatron_ext.training.start_agreement import check_same_start
 from megatron_ext.training.student import Student
@@ -170,6 +170,7 @@ def build_trainer_around(
 
     Collectives: those of ``build_trainer`` but for the student's own.
     """
+    config = with_vocabulary_layout(config, on_gpu=groups.device.type == "cuda")
     tokenizer, run = inputs.tokenizer, RunPlan.of(config)
     parts = StudentParts(plan=run, inputs=inputs, groups=groups, chunks=chunks, shard=shard)
     teachers = make_run_teachers(parts)

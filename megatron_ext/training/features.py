@@ -213,7 +213,7 @@ def _own_rotation(setting: Setting) -> str | None:
     return setting.place("{teacher}.model.local_rotary_base") if rotates else None
 
 
-LAYOUT: Final = key_feature("training.vocabulary_layout", off="original")
+LAYOUT: Final = key_feature("training.vocabulary_layout", off="original", only=("co_sharded",))
 LINEAR: Final = key_feature("loss.linear")
 LEARNED: Final = key_feature("loss.learned_projection")
 MODE: Final = key_feature("loss.teacher_mode", off="sum")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
@@ -111,6 +112,30 @@ _OF_LOSS: Final[Mapping[str, tuple[str, ...]]] = {
     "gradient_magnitude": (),
 }
 """Options that each weighting takes from the section ``loss`` and the number of steps."""
+
+
+def with_vocabulary_layout(config: DistillConfig, *, on_gpu: bool) -> DistillConfig:
+    """``config`` with the layout that ``training.vocabulary_layout: auto`` stands for.
+
+    That is ``co_sharded`` on a GPU, whose kernels then read both models side by side, unless
+    something excludes it. On a CPU it changes the time of a loss by less than a tenth.
+    """
+    if config.training.vocabulary_layout != "auto":
+        return config
+
+    def under(layout: Literal["original", "co_sharded"]) -> DistillConfig:
+        return replace(config, training=replace(config.training, vocabulary_layout=layout))
+
+    if not (on_gpu and config.distils):
+        return under("original")
+    names = config.named_teachers
+    objectives = {name: teacher_objective(TeacherPlan.of(config, name)) for name in names}
+    try:
+        laid_out = under("co_sharded")
+        check_exclusions(laid_out, "objectives", objectives=objectives)
+    except ConfigError:
+        return under("original")
+    return laid_out
 
 
 def check_objectives(config: DistillConfig) -> None:

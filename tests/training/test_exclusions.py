@@ -45,9 +45,7 @@ ON = {
     "loss.weighting: matched": {"loss": {"weighting": "matched"}},
     "loss.weighting: gradient_magnitude": {"loss": {"weighting": "gradient_magnitude"}},
     "loss.weighting other than fixed": {"loss": {"weighting": "scheduled"}},
-    "training.vocabulary_layout other than original": {
-        "training": {"vocabulary_layout": "co_sharded"}
-    },
+    "training.vocabulary_layout: co_sharded": {"training": {"vocabulary_layout": "co_sharded"}},
     "training.recompute_granularity": {"training": {"recompute_granularity": "selective"}},
     "evaluation.tasks": {"evaluation": {"tasks": {"mmlu": {"data": "d"}}}},
     "several teachers": {"teachers": {"a": {}, "b": {}}},

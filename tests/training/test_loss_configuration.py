@@ -21,7 +21,7 @@ from megatron_ext.losses import (
 from megatron_ext.training.config import DistillConfig, LossConfig
 from megatron_ext.training.objective import make_objective, teacher_objective
 from megatron_ext.training.run_folder import _check_same_run, config_values
-from megatron_ext.training.run_loss import check_loss, make_weighting
+from megatron_ext.training.run_loss import check_loss, make_weighting, with_vocabulary_layout
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.typed_mapping import build_config
 from tests.data.readers import student_tokenizer, teacher_tokenizer
@@ -337,6 +337,27 @@ def test_a_loss_that_needs_whole_sequences_is_refused(changes, words):
 )
 def test_every_other_loss_goes(changes):
     check(config_of(parallel=CUT, **changes))
+
+
+ONE = {"teacher": TEACHER, "teachers": {}, "loss": {"objective": "projected_kl"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "on_gpu", "layout"),
+    [
+        (ONE, True, "co_sharded"),
+        (ONE, False, "original"),
+        (ONE | loss("uld"), True, "original"),
+        ({}, True, "original"),
+        (ONE | {"loss": {"objective": "projected_kl", "linear": True}}, True, "original"),
+        (ONE | {"teacher": TEACHER | {"library": "huggingface"}}, True, "original"),
+        (ONE | {"training": {"train_iters": 5, "vocabulary_layout": "original"}}, True, "original"),
+    ],
+    ids=["gpu", "cpu", "no projection", "several", "linear", "transformers", "asked for"],
+)
+def test_heads_are_laid_out_on_a_gpu_wherever_they_can_be(changes, on_gpu, layout):
+    settled = with_vocabulary_layout(config_of(**changes), on_gpu=on_gpu)
+    assert settled.training.vocabulary_layout == layout
 
 
 def test_ranks_that_share_sequences_are_of_one_replica():

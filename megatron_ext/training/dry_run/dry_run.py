@@ -13,6 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+import torch
+
 from megatron_ext.distributed.layout import student_processes
 from megatron_ext.errors import CheckpointError
 from megatron_ext.projection import SparseProjection
@@ -25,6 +27,7 @@ from megatron_ext.training.dry_run.report import report
 from megatron_ext.training.inputs import Inputs, read_inputs
 from megatron_ext.training.model_check import check_if_huggingface
 from megatron_ext.training.run_folder import CHECKPOINTS
+from megatron_ext.training.run_loss import with_vocabulary_layout
 from megatron_ext.training.run_plan import RunPlan, TeacherPlan
 
 _SHAPES: Final = (
@@ -95,6 +98,7 @@ def dry_run(config: DistillConfig, *, world_size: int, has_flash: bool | None = 
         data = dataclasses.replace(config.data, index_cache=folder, alignment_cache=None)
         inputs = read_inputs(dataclasses.replace(config, data=data), world_size=world_size)
         summary = inputs.data.summary()
+    config = with_vocabulary_layout(config, on_gpu=has_flash or torch.cuda.is_available())
     run = RunPlan.of(config)
     plan = Plan.of(
         run,
@@ -112,7 +116,7 @@ def dry_run(config: DistillConfig, *, world_size: int, has_flash: bool | None = 
             projection,
             plan.student,
             plan.teachers[name],
-            is_laid_out=config.training.vocabulary_layout != "original",
+            is_laid_out=config.training.vocabulary_layout == "co_sharded",
         )
         for name, projection in _projections(run.teachers, inputs).items()
     }
