@@ -46,7 +46,8 @@ def _projected_kl(shape: Shape, size: int) -> Launches:
     joined = shape.joined_rows * (2 * student / shape.student_rows + size * direct)
     return [
         *_statistics(shape, size),
-        ("columns of several tokens: sums", shape.chunks * (size * rows + 4.0 * slots)),
+        ("tokens of several columns: means", shape.chunks * (size + 4.0) * rows),
+        ("columns of several tokens: sums", shape.chunks * 4.0 * (rows + slots)),
         ("columns of several tokens: slopes", shape.chunks * (size + 8.0) * slots),
         ("tokens of several columns: sums", shape.chunks * 4.0 * (slots + rows)),
         ("sweep: student read, gradient written", 2.0 * student + 4.0 * shape.chunks * rows),

@@ -79,6 +79,11 @@ _MATCHED: Final = {"moved_ptr": None, "MOVED": False, "DIRECTION": "forward", **
 
 _SINGLE_CHUNK: Final = {"SEVERAL": False, "PLACES": 64, **_WHOLE}
 _ONE: Final = (LaunchConfig(1024, 4),)
+_GROUP: Final = (LaunchConfig(32 * 64, 8),)
+"""Columns of 64 chunks: the count is one a column and chunk."""
+
+_MEANS: Final = {"CHUNKS": 64, "COLUMNS": 32, **_PLAIN}
+_SUMS: Final = {"CHUNKS": 64, "SUMS": 32}
 
 _ROWS: Final[tuple[tuple[str, str, str, dict[str, Any], tuple[LaunchConfig, ...]], ...]] = (
     (
@@ -104,6 +109,17 @@ _ROWS: Final[tuple[tuple[str, str, str, dict[str, Any], tuple[LaunchConfig, ...]
             _ONE,
         )
         for order, diagnostics in (("aligned", True), ("aligned", False), ("any order", True))
+    ),
+    ("projected_kl.triton_kernels", "residual_means_kernel", "of 64 chunks", _MEANS, _GROUP),
+    *(
+        (
+            "projected_kl.triton_kernels",
+            "sparse_sums_kernel",
+            f"of 64 chunks, by {'chunk' if by_chunk else 'column'}",
+            {"BY_CHUNK": by_chunk, **_SUMS},
+            (LaunchConfig(32 * 64, 4),),
+        )
+        for by_chunk in (False, True)
     ),
     (
         "projected_kl.triton_kernels",
@@ -191,6 +207,8 @@ def launches() -> Iterator[KernelLaunch]:
                 module=module,
                 kernel=kernel,
                 label=label,
-                constants={**constants, "BLOCK": config.block},
+                constants=constants
+                if "CHUNKS" in constants
+                else {**constants, "BLOCK": config.block},
                 config=config,
             )

@@ -33,27 +33,23 @@ def variant(name, logits, **constants):
 
 
 def sum_variants():
-    segments = {"WIDEST": 10, "ENTRIES": 1024}
-    # Each width is compiled by itself: of the first variants there are two.
-    narrow = segments | {"WIDEST": 1}
+    group = {"CHUNKS": 64, "COLUMNS": 32}
     found = [
-        variant("column_sums_kernel", "*bf16", HAS_TEMPERATURE=True, **narrow),
-        variant("row_sums_kernel", "*bf16", **narrow),
+        variant("sparse_sums_kernel", "*bf16", CHUNKS=64, SUMS=32, BY_CHUNK=by_chunk)
+        for by_chunk in (False, True)
     ]
     for logits in LOGITS:
-        found.append(variant("column_sums_kernel", logits, HAS_TEMPERATURE=True, **segments))
+        found.append(variant("residual_means_kernel", logits, HAS_TEMPERATURE=True, **group))
         found.append(variant("outside_kernel", logits, HAS_LABELS=True, BLOCK=1024))
     unlabelled = dict.fromkeys(("plain_lse_ptr", "label_ptr", "label_weight_ptr"), None)
     block = {"BLOCK": 1024}
+    learned = {"DIRECTION": "reverse", "HAS_TEMPERATURE": True, "CHUNKS": 64}
     return [
         *found,
         variant("outside_kernel", "*bf16", HAS_LABELS=False, **unlabelled, **block),
-        variant("row_sums_kernel", "*bf16", **segments),
         variant("chunk_sums_kernel", "*bf16", **block),
-        variant("crossing_teacher_kernel", "*bf16", HAS_TEMPERATURE=True, **block),
-        variant(
-            "entry_gradient_kernel", "*bf16", DIRECTION="reverse", HAS_TEMPERATURE=True, **block
-        ),
+        variant("crossing_teacher_kernel", "*bf16", HAS_TEMPERATURE=True, **group),
+        variant("entry_gradient_kernel", "*bf16", **learned, **block),
     ]
 
 
@@ -78,7 +74,8 @@ def sweep_variants():
     ]
     for direction in DIRECTIONS:
         chosen = {"DIRECTION": direction}
-        found.append(variant("slopes_kernel", "*bf16", HAS_CROSSING=True, **shared, **chosen))
+        group = {"HAS_CROSSING": True, "CHUNKS": 64, "COLUMNS": 32}
+        found.append(variant("slopes_kernel", "*bf16", **group, **shared, **chosen))
         found.append(variant("sweep_kernel", "*bf16", PASS="gradient", **wanted, **chosen))
     nothing = ("dots_ptr", "gradient_ptr", "plain_lse_ptr", "label_ptr", "label_weight_ptr")
     alone = dict.fromkeys(("HAS_DOTS", "HAS_GRADIENT", "HAS_LABELS"), False)

@@ -8,7 +8,7 @@ import torch
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.ops.projected_kl import ColumnPlan
-from megatron_ext.ops.projected_kl.column_plan import ENTRIES, Segments
+from megatron_ext.ops.projected_kl.column_plan import SUMS, Segments
 from tests.ops.projected_kl_case import column_plan, paired_projection, random_projection
 
 
@@ -36,8 +36,9 @@ def spread(plan, weight, student, columns):
     tokens = {slot: column for column, slot in enumerate(plan.slot.tolist()) if slot >= 0}
     rows = {-2 - code: row for row, code in enumerate(plan.partner.tolist()) if code < -1}
     found = {}
-    for slot, row, place in entries(plan.by_column):
-        found[student.start + row, tokens[slot]] = weight[place].item()
+    assert dict(enumerate(plan.residual.tolist())) == rows
+    for slot, number, place in entries(plan.by_column):
+        found[student.start + rows[number], tokens[slot]] = weight[place].item()
     by_row = {
         (student.start + rows[row], tokens[slot]): weight[place].item()
         for row, slot, place in entries(plan.by_row)
@@ -84,18 +85,18 @@ def test_every_rank_knows_the_widest_scratch():
     assert {plan.scratch_width for plan in plans} == {max(widths)}
 
 
-@pytest.mark.parametrize("lengths", [[], [0], [1, 0, 3, 5, 2], [ENTRIES, ENTRIES + 1, 3 * ENTRIES]])
+@pytest.mark.parametrize("lengths", [[], [0], [1, 0, 3, 5, 2], [SUMS, SUMS + 1, 3 * SUMS]])
 def test_blocks_hold_every_sum_once_and_have_room_for_it(lengths):
     target = np.repeat(np.arange(len(lengths)), lengths)
     source = np.arange(len(target))[::-1].copy()
     segments = Segments.of(target, source, source, len(lengths), "cpu")
     offsets = segments.offsets.tolist()
     covered = []
-    for width, first, stop in segments.blocks.tolist():
-        assert (stop - first) << width <= ENTRIES
+    for first, stop in segments.blocks.tolist():
+        assert 0 < stop - first <= SUMS
         for number in range(first, stop):
             length = offsets[number + 1] - offsets[number]
-            assert length <= 1 << width or width == segments.widest == 10
+            assert length <= SUMS or stop == first + 1
             assert length == lengths[segments.target[number]]
             part = segments.source[offsets[number] : offsets[number + 1]]
             assert part.tolist() == sorted(part.tolist())

@@ -1,8 +1,7 @@
 """Order in which kernels read a projection's entries. Vps Vpt local columns, D summed columns.
 
 Most tokens map to one token alone: their columns are compared directly. The entries of the other
-columns are summed first, in a fixed order: N sums of E entries, grouped so that every program has
-equally many.
+columns are summed first, in a fixed order: N sums of E entries.
 """
 
 from __future__ import annotations
@@ -16,10 +15,8 @@ from numpy.typing import NDArray
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
 
-ENTRIES: Final = 1024
-"""Number of entries that a program holds at once."""
-
-_WIDEST: Final = ENTRIES.bit_length() - 1
+SUMS: Final = 32
+"""Number of sums that a program makes at once, or of entries of a longer one."""
 
 
 class Segments(NamedTuple):
@@ -39,11 +36,8 @@ class Segments(NamedTuple):
     """[E] index of its weight among this rank's entries."""
 
     blocks: torch.Tensor
-    """[B, 3] work of each program: the logarithm of the length that its sums have room for, its
-    first sum, and the one after its last. A sum longer than ``ENTRIES`` is alone in its program."""
-
-    widest: int
-    """Largest logarithm among the blocks."""
+    """[B, 2] work of each program: its first sum, and the one after its last. One of more than
+    ``SUMS`` entries is alone."""
 
     @classmethod
     def of(
@@ -56,29 +50,18 @@ class Segments(NamedTuple):
     ) -> Segments:
         """Build from the target, source and place of each entry; there are ``count`` targets."""
         lengths = np.bincount(target, minlength=count)
-        width = np.minimum(np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64), _WIDEST)
-        order = np.argsort(width, kind="stable")
+        order = np.argsort(np.ceil(np.log2(np.maximum(lengths, 1))), kind="stable")
         rank = np.empty(count, dtype=np.int64)
         rank[order] = np.arange(count)
         by_sum = np.lexsort((source, rank[target]))
         offsets = np.zeros(count + 1, dtype=np.int64)
         offsets[1:] = np.cumsum(lengths[order])
-        blocks = _blocks(np.bincount(width, minlength=_WIDEST + 1))
+        short = int((lengths <= SUMS).sum())
+        first = np.concatenate([np.arange(0, short, SUMS), np.arange(short, count)])
+        blocks = np.stack([first, np.append(first[1:], count)[: len(first)]], axis=1)
         arrays = (offsets, order, source[by_sum], entry[by_sum], blocks)
         tensors = (torch.from_numpy(x.astype(np.int32)).to(device) for x in arrays)
-        offsets_, target_, source_, entry_, blocks_ = tensors
-        widest = int(blocks[:, 0].max(initial=0))
-        return cls(offsets_, target_, source_, entry_, blocks_, widest)
-
-
-def _blocks(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Blocks [B, 3] for the number of sums of each width, narrow ones first."""
-    blocks, first = [], 0
-    for width, count in enumerate(counts.tolist()):
-        stop, step = first + count, ENTRIES >> width
-        blocks += [(width, start, min(start + step, stop)) for start in range(first, stop, step)]
-        first = stop
-    return np.array(blocks, dtype=np.int64).reshape(-1, 3)
+        return cls(*tensors)
 
 
 NO_PARTNER: Final = -1
@@ -131,8 +114,11 @@ class ColumnPlan:
     slot: torch.Tensor
     """int32 [Vt]: slot of a teacher column over all shards, -1 where it has none here."""
 
+    residual: torch.Tensor
+    """int32 [R]: local student column of each residual row, -1 for those that are 0."""
+
     by_column: Segments
-    """For each slot, the student columns with an entry in it."""
+    """For each slot, the residual rows with an entry in it."""
 
     by_row: Segments
     """For each residual row, the slots in which it has an entry."""
@@ -192,9 +178,10 @@ class ColumnPlan:
             crossing=len(crossing),
             home=_int32(home, device),
             slot=_int32(slot, device),
-            by_column=Segments.of(
-                entry_slot, row[summed], whole.place[summed], len(columns), device
+            residual=_int32(
+                np.pad(residual, (0, residual_rows - len(residual)), constant_values=-1), device
             ),
+            by_column=Segments.of(entry_slot, number, whole.place[summed], len(columns), device),
             by_row=Segments.of(number, entry_slot, whole.place[summed], residual_rows, device),
             direct_pairs=int(direct.sum()),
             scratch_width=_scratch_width(whole, crosses),

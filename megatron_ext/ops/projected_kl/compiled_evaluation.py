@@ -174,14 +174,13 @@ def _side(side: ChunkedLogits, lse: LogSumExp, temperature: float) -> compiled.S
 
 
 def _columns(plan: ColumnPlan, row_mass: torch.Tensor, weight: torch.Tensor) -> compiled.Columns:
-    residual = (plan.partner < -1).nonzero()[:, 0].int().numpy()
+    residual = plan.residual[plan.residual >= 0].numpy()
     starts = np.arange(0, len(plan.partner) + BLOCK, BLOCK)
     return compiled.Columns(
         partner=plan.partner.numpy(),
         home=plan.home.numpy(),
         crossing=plan.crossing,
-        # Every entry of a summed column is in a residual row, whose number is its source here.
-        by_column=_sums(plan.by_column, weight, -2 - plan.partner),
+        by_column=_sums(plan.by_column, weight),
         by_row=_sums(plan.by_row, weight),
         residual=residual,
         residual_of_block=np.searchsorted(residual, starts).astype(np.int32),
@@ -189,11 +188,8 @@ def _columns(plan: ColumnPlan, row_mass: torch.Tensor, weight: torch.Tensor) -> 
     )
 
 
-def _sums(
-    segments: Segments, weight: torch.Tensor, number: torch.Tensor | None = None
-) -> compiled.Sums:
+def _sums(segments: Segments, weight: torch.Tensor) -> compiled.Sums:
     offsets, target, source, entry = segments[:4]
-    source = source if number is None else number[source.long()]
     weights = weight[entry.long()].float()
     return compiled.Sums(*(part.numpy() for part in (offsets, target, source, weights)))
 

@@ -16,7 +16,7 @@ from megatron_ext.errors import LossError
 from megatron_ext.ops.chunk_rows import ChunkedLogits, ChunkRows
 from megatron_ext.ops.divergence import probability_floor
 from megatron_ext.ops.launch import LaunchConfig, chosen_config, fitting_config, small_block
-from megatron_ext.ops.projected_kl.column_plan import ENTRIES, pair_block
+from megatron_ext.ops.projected_kl.column_plan import SUMS, Segments, pair_block
 from megatron_ext.ops.projected_kl.operands import (
     ProjectedKLOptions,
     ProjectedValues,
@@ -25,8 +25,17 @@ from megatron_ext.ops.projected_kl.operands import (
 )
 from megatron_ext.ops.projected_kl.statistics import ChunkStatistics, label_columns
 
-_SCRATCH_BYTES: Final = 1 << 27
+CHUNKS: Final = 64
+"""Chunks of a group, whose sums over columns are made together."""
+
+_SCRATCH_BYTES: Final = 1 << 28
 _SLOT_BLOCK: Final = 1024
+_COLUMNS: Final = 32
+_SLOTS: Final = 16
+"""Columns of a group of chunks that a program holds at once, alone and with what else it needs."""
+
+_WARPS: Final = 8
+
 _ENTRY_SHARES: Final = 16
 _FEW_PARTS: Final = 4
 """Programs for each chunk where most chunks are done by another kernel."""
@@ -46,7 +55,7 @@ class _ChunkTile(NamedTuple):
     first: int
     chunks: int
     scratch: torch.Tensor
-    """fp32 [C', D]: ``Q~``, then ``dD/dQ`` of summed columns."""
+    """fp32 [G, D, CHUNKS]: ``Q~``, then ``dD/dQ`` of summed columns, by groups of chunks."""
 
     residual: torch.Tensor
     """fp32 [C', R]: ``W f`` of residual rows."""
@@ -56,6 +65,11 @@ class _ChunkTile(NamedTuple):
 
     best: torch.Tensor
     """int32 [2, C', blocks]: columns of the largest P and Q~."""
+
+    @property
+    def groups(self) -> int:
+        """G, the last of which may be short of chunks."""
+        return len(self.scratch)
 
 
 class KernelEvaluation:
@@ -119,9 +133,10 @@ class KernelEvaluation:
         return ProjectedValues(sums[0], sums[1], agreement, torch.zeros_like(sums[0]))
 
     def _tile_chunks(self) -> int:
-        """C', chunks of a tile, the same on every rank."""
-        wide = self.plan.scratch_width + 6 * self.plan.crossing
-        return max(1, _SCRATCH_BYTES // (4 * max(wide, 1)))
+        """C', chunks of a tile, whole groups, the same on every rank."""
+        # Means and ``W f`` of residual rows, slopes of the others, and both sides of crossing ones.
+        wide = 2 * self.plan.scratch_width + 6 * self.plan.crossing
+        return max(1, _SCRATCH_BYTES // (4 * CHUNKS * max(wide, 1))) * CHUNKS
 
     def _tile(self, first: int, count: int, slot_blocks: int) -> _ChunkTile:
         device, blocks = self.mass.device, slot_blocks + self.column_blocks
@@ -131,7 +146,9 @@ class KernelEvaluation:
         return _ChunkTile(
             first,
             count,
-            torch.empty(count, len(self.plan.home), dtype=torch.float32, device=device),
+            torch.empty(
+                -(-count // CHUNKS), len(self.plan.home), CHUNKS, dtype=torch.float32, device=device
+            ),
             torch.empty(count, self.plan.residual_rows, dtype=torch.float32, device=device),
             partial,
             torch.zeros(2, count, blocks, dtype=torch.int32, device=device),
@@ -151,33 +168,35 @@ class KernelEvaluation:
             return
         from megatron_ext.ops.projected_kl import triton_kernels as kernels
 
-        by_column, by_row = self.plan.by_column, self.plan.by_row
-        blocks = len(by_column.blocks)
-        kernels.column_sums_kernel[(tile.chunks * blocks,)](
-            *self._read(self.student, self.carried_lse),
-            tile.first,
-            *by_column[:4],
-            self.weight,
-            by_column.blocks,
-            blocks,
-            tile.scratch,
-            tile.scratch.stride(0),
-            HAS_TEMPERATURE=self.tempered,
-            WIDEST=by_column.widest,
-            ENTRIES=ENTRIES,
-        )
+        residual_rows = self.plan.residual_rows
+        blocks = -(-residual_rows // _COLUMNS)
+        means = tile.scratch.new_empty(tile.groups, residual_rows, CHUNKS)
+        if blocks:
+            kernels.residual_means_kernel[(tile.groups * blocks,)](
+                *self._read(self.student, self.carried_lse),
+                tile.first,
+                tile.chunks,
+                self.plan.residual,
+                residual_rows,
+                blocks,
+                means,
+                HAS_TEMPERATURE=self.tempered,
+                CHUNKS=CHUNKS,
+                COLUMNS=_COLUMNS,
+                num_warps=_WARPS,
+            )
+        self._sparse_sums(tile, self.plan.by_column, means, tile.scratch, by_chunk=False)
         crossed = self._cross(tile)
-        kernels.slopes_kernel[(tile.chunks * self.slot_blocks,)](
+        kernels.slopes_kernel[(tile.groups * self.slot_blocks,)](
             *self._read(self.teacher, self.teacher_lse),
             tile.first,
             self.plan.home,
             len(self.plan.home),
             self.plan.crossing,
             crossed,
-            tile.chunks * self.plan.crossing,
+            0 if crossed is None else crossed[0].numel(),
             tile.chunks,
             tile.scratch,
-            tile.scratch.stride(0),
             self.mass,
             self.options.mixture,
             tile.partial,
@@ -188,42 +207,66 @@ class KernelEvaluation:
             HAS_CROSSING=crossed is not None,
             HAS_DIAGNOSTICS=self.options.diagnostics,
             HAS_TEMPERATURE=self.tempered,
+            CHUNKS=CHUNKS,
+            COLUMNS=_SLOTS,
             BLOCK=_SLOT_BLOCK,
+            num_warps=_WARPS,
         )
-        blocks = len(by_row.blocks)
-        if blocks and self._wants_gradient():
-            kernels.row_sums_kernel[(tile.chunks * blocks,)](
-                tile.scratch,
-                tile.scratch.stride(0),
-                *by_row[:4],
-                self.weight,
-                by_row.blocks,
-                blocks,
-                tile.residual,
-                tile.residual.stride(0),
-                WIDEST=by_row.widest,
-                ENTRIES=ENTRIES,
-            )
+        if self._wants_gradient():
+            self._sparse_sums(tile, self.plan.by_row, tile.scratch, tile.residual, by_chunk=True)
+
+    def _sparse_sums(
+        self,
+        tile: _ChunkTile,
+        sums: Segments,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        by_chunk: bool,
+    ) -> None:
+        """Sums over ``values`` [G, rows, CHUNKS] as ``out``, by groups or ``by_chunk``."""
+        blocks = len(sums.blocks)
+        if not blocks:
+            return
+        from megatron_ext.ops.projected_kl.triton_kernels import sparse_sums_kernel
+
+        sparse_sums_kernel[(tile.groups * blocks,)](
+            values,
+            values.shape[1],
+            *sums[:4],
+            self.weight,
+            sums.blocks,
+            blocks,
+            out,
+            out.shape[1],
+            tile.chunks,
+            BY_CHUNK=by_chunk,
+            CHUNKS=CHUNKS,
+            SUMS=SUMS,
+        )
 
     def _cross(self, tile: _ChunkTile) -> torch.Tensor | None:
-        """Q~ and P of the crossing columns over all ranks, [2, C', X]. One all-reduce."""
+        """Q~ and P of the crossing columns over all ranks, [2, G, X, CHUNKS]. One all-reduce."""
         crossing = self.plan.crossing
         if not crossing:
             return None
         from megatron_ext.ops.projected_kl.triton_kernels import crossing_teacher_kernel
 
-        both = tile.scratch.new_empty(2, tile.chunks, crossing)
+        both = tile.scratch.new_empty(2, tile.groups, crossing, CHUNKS)
         both[0] = tile.scratch[:, :crossing]
-        blocks = -(-crossing // _SLOT_BLOCK)
-        crossing_teacher_kernel[(tile.chunks * blocks,)](
+        blocks = -(-crossing // _COLUMNS)
+        crossing_teacher_kernel[(tile.groups * blocks,)](
             *self._read(self.teacher, self.teacher_lse),
             tile.first,
+            tile.chunks,
             self.plan.home,
             crossing,
             blocks,
             both[1],
             HAS_TEMPERATURE=self.tempered,
-            BLOCK=_SLOT_BLOCK,
+            CHUNKS=CHUNKS,
+            COLUMNS=_COLUMNS,
+            num_warps=_WARPS,
         )
         return all_reduce_sum(both, self.student.shard.group)
 
@@ -381,7 +424,7 @@ class KernelEvaluation:
             self.plan.slot,
             entries,
             tile.scratch,
-            tile.scratch.stride(0),
+            len(self.plan.home),
             dots,
             self.mass,
             self.grad_scale,
@@ -390,6 +433,7 @@ class KernelEvaluation:
             out,
             DIRECTION=self.options.direction,
             HAS_TEMPERATURE=self.tempered,
+            CHUNKS=CHUNKS,
             BLOCK=_SLOT_BLOCK,
         )
         total += self.options.temperature**2 * out.sum(dim=0)

@@ -90,60 +90,60 @@ def best_of(values, columns):
 
 
 @triton.jit
-def sum_columns(
-    logits_ptr,
-    order_ptr,
-    begin,
-    end,
-    row_stride,
-    lse_ptr,
-    rows,
-    temperature,
-    offsets_ptr,
-    target_ptr,
-    source_ptr,
-    entry_ptr,
-    weight_ptr,
-    first,
-    stop,
-    out_ptr,
-    HAS_TEMPERATURE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    sums = first + tl.arange(0, COLUMNS)
-    exists = sums < stop
-    start = tl.load(offsets_ptr + sums, mask=exists, other=0)
-    finish = tl.load(offsets_ptr + sums + 1, mask=exists, other=0)
-    total = tl.zeros((COLUMNS,), tl.float32)
-    longest = tl.max(finish - start, axis=0)
-    for step in range(0, longest, WIDTH):
-        places = start[:, None] + step + tl.arange(0, WIDTH)[None, :]
-        inside = places < finish[:, None]
-        source = tl.load(source_ptr + places, mask=inside, other=0)
-        entry = tl.load(entry_ptr + places, mask=inside, other=0)
-        weight = tl.load(weight_ptr + entry, mask=inside, other=0.0)
-        for place in range(begin, end):
-            row = tl.load(order_ptr + place)
-            log_q = probabilities(
-                logits_ptr,
-                row,
-                row_stride,
-                source,
-                inside,
-                inside,
-                lse_ptr,
-                rows,
-                temperature,
-                HAS_TEMPERATURE,
-            )
-            total += tl.sum(weight * tl.exp(log_q), axis=1)
-    target = tl.load(target_ptr + sums, mask=exists, other=0)
-    tl.store(out_ptr + target, total / tl.maximum(end - begin, 1), mask=exists)
+def better_of(best, column, values, columns):
+    """``best`` and its ``column`` [CHUNKS], or those of larger ``values`` [CHUNKS, COLUMNS].
+
+    Of equals the first column, whose ``columns`` need not ascend.
+    """
+    top = tl.max(values, axis=1)
+    first = tl.min(tl.where(values == top[:, None], columns[None, :], 2147483647), axis=1)
+    is_better = (top > best) | ((top == best) & (first < column))
+    return tl.where(is_better, top, best), tl.where(is_better, first, column)
 
 
 @triton.jit
-def column_sums_kernel(
+def group_means(
+    logits_ptr,
+    order_ptr,
+    chunk_ptr,
+    first,
+    stop,
+    row_stride,
+    columns,
+    inside,
+    lse_ptr,
+    rows,
+    temperature,
+    HAS_TEMPERATURE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """``chunk_mean`` of chunks from ``first`` on, [CHUNKS, COLUMNS]; 0 from ``stop`` on."""
+    chunk = first + tl.arange(0, CHUNKS)
+    begin = tl.load(chunk_ptr + chunk, mask=chunk < stop, other=0)
+    count = tl.load(chunk_ptr + chunk + 1, mask=chunk < stop, other=0) - begin
+    mean = tl.zeros((CHUNKS, COLUMNS), tl.float32)
+    log_mean = tl.full((CHUNKS, COLUMNS), -float("inf"), tl.float32)
+    for step in range(0, tl.max(count, axis=0)):
+        has_row = step < count
+        row = tl.load(order_ptr + begin + step, mask=has_row, other=0)
+        peak = tl.load(lse_ptr + row, mask=has_row, other=0.0)
+        log_sum = tl.load(lse_ptr + rows + row, mask=has_row, other=0.0)
+        place = logits_ptr + row.to(tl.int64)[:, None] * row_stride + columns[None, :]
+        wanted = has_row[:, None] & inside[None, :]
+        loaded = tl.load(place, mask=wanted, other=-float("inf"))
+        log_row = scaled(loaded, temperature, HAS_TEMPERATURE) - peak[:, None] - log_sum[:, None]
+        log_mean = tl.where(has_row[:, None], log_row, log_mean)
+        mean += tl.exp(log_row)
+    several = (count > 1)[:, None]
+    mean = tl.where(several, mean / tl.maximum(count, 1)[:, None], mean)
+    log_mean = tl.where(several, tl.log(tl.where(mean < FLOOR, FLOOR, mean)), log_mean)
+    # A comparison that NaN fails keeps NaN.
+    return mean, tl.where(log_mean < LOG_FLOOR, LOG_FLOOR, log_mean)
+
+
+@triton.jit
+def residual_means_kernel(
     logits_ptr,
     order_ptr,
     chunk_ptr,
@@ -152,6 +152,46 @@ def column_sums_kernel(
     rows,
     temperature,
     first_chunk,
+    chunks,
+    columns_ptr,
+    residual_rows,
+    block_count,
+    out_ptr,
+    HAS_TEMPERATURE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Means of the residual columns, groups of ``CHUNKS`` chunks side by side: [G, R, CHUNKS]."""
+    pid = tl.program_id(0)
+    group = pid // block_count
+    number = (pid % block_count) * COLUMNS + tl.arange(0, COLUMNS)
+    exists = number < residual_rows
+    columns = tl.load(columns_ptr + number, mask=exists, other=-1)
+    mean, _ = group_means(
+        logits_ptr,
+        order_ptr,
+        chunk_ptr,
+        first_chunk + group * CHUNKS,
+        first_chunk + chunks,
+        row_stride,
+        columns,
+        columns >= 0,
+        lse_ptr,
+        rows,
+        temperature,
+        HAS_TEMPERATURE,
+        CHUNKS,
+        COLUMNS,
+    )
+    place = (group.to(tl.int64) * residual_rows + number) * CHUNKS
+    place = out_ptr + place[None, :] + tl.arange(0, CHUNKS)[:, None]
+    tl.store(place, mean, mask=exists[None, :])
+
+
+@triton.jit
+def sparse_sums_kernel(
+    value_ptr,
+    value_rows,
     offsets_ptr,
     target_ptr,
     source_ptr,
@@ -160,118 +200,59 @@ def column_sums_kernel(
     blocks_ptr,
     block_count,
     out_ptr,
-    out_stride,
-    HAS_TEMPERATURE: tl.constexpr,
-    WIDEST: tl.constexpr,
-    ENTRIES: tl.constexpr,
-):
-    """``Q~`` of summed columns, [C', D]; one program for each chunk and block of ``by_column``."""
-    pid = tl.program_id(0)
-    chunk = pid // block_count
-    block = pid % block_count
-    begin = tl.load(chunk_ptr + first_chunk + chunk)
-    end = tl.load(chunk_ptr + first_chunk + chunk + 1)
-    width = tl.load(blocks_ptr + 3 * block)
-    first = tl.load(blocks_ptr + 3 * block + 1)
-    stop = tl.load(blocks_ptr + 3 * block + 2)
-    out_ptr += chunk.to(tl.int64) * out_stride
-    for log_width in tl.static_range(WIDEST + 1):
-        if width == log_width:
-            sum_columns(
-                logits_ptr,
-                order_ptr,
-                begin,
-                end,
-                row_stride,
-                lse_ptr,
-                rows,
-                temperature,
-                offsets_ptr,
-                target_ptr,
-                source_ptr,
-                entry_ptr,
-                weight_ptr,
-                first,
-                stop,
-                out_ptr,
-                HAS_TEMPERATURE,
-                1 << log_width,
-                ENTRIES >> log_width,
-            )
-
-
-@triton.jit
-def sum_slots(
-    slope_ptr,
-    offsets_ptr,
-    target_ptr,
-    source_ptr,
-    entry_ptr,
-    weight_ptr,
-    first,
-    stop,
-    out_ptr,
-    WIDTH: tl.constexpr,
+    out_rows,
+    chunks,
+    BY_CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    sums = first + tl.arange(0, SUMS)
-    exists = sums < stop
-    start = tl.load(offsets_ptr + sums, mask=exists, other=0)
-    finish = tl.load(offsets_ptr + sums + 1, mask=exists, other=0)
-    total = tl.zeros((SUMS,), tl.float32)
-    longest = tl.max(finish - start, axis=0)
-    for step in range(0, longest, WIDTH):
-        places = start[:, None] + step + tl.arange(0, WIDTH)[None, :]
-        inside = places < finish[:, None]
-        source = tl.load(source_ptr + places, mask=inside, other=0)
-        entry = tl.load(entry_ptr + places, mask=inside, other=0)
-        weight = tl.load(weight_ptr + entry, mask=inside, other=0.0)
-        slope = tl.load(slope_ptr + source, mask=inside, other=0.0)
-        total += tl.sum(weight * slope, axis=1)
-    target = tl.load(target_ptr + sums, mask=exists, other=0)
-    tl.store(out_ptr + target, total, mask=exists)
+    """Sums of weighted rows of ``value`` [G, rows, CHUNKS]: a sparse matrix times a dense one.
 
-
-@triton.jit
-def row_sums_kernel(
-    slope_ptr,
-    slope_stride,
-    offsets_ptr,
-    target_ptr,
-    source_ptr,
-    entry_ptr,
-    weight_ptr,
-    blocks_ptr,
-    block_count,
-    out_ptr,
-    out_stride,
-    WIDEST: tl.constexpr,
-    ENTRIES: tl.constexpr,
-):
-    """``W f`` of residual rows, [C', R]; one program for each chunk and block of ``by_row``."""
+    One program for each group and block of ``Segments``; an entry is read once for a whole group.
+    The result is [G, out_rows, CHUNKS], or ``BY_CHUNK`` [C', out_rows].
+    """
     pid = tl.program_id(0)
-    chunk = (pid // block_count).to(tl.int64)
+    group = (pid // block_count).to(tl.int64)
     block = pid % block_count
-    width = tl.load(blocks_ptr + 3 * block)
-    first = tl.load(blocks_ptr + 3 * block + 1)
-    stop = tl.load(blocks_ptr + 3 * block + 2)
-    slope_ptr += chunk * slope_stride
-    out_ptr += chunk * out_stride
-    for log_width in tl.static_range(WIDEST + 1):
-        if width == log_width:
-            sum_slots(
-                slope_ptr,
-                offsets_ptr,
-                target_ptr,
-                source_ptr,
-                entry_ptr,
-                weight_ptr,
-                first,
-                stop,
-                out_ptr,
-                1 << log_width,
-                ENTRIES >> log_width,
-            )
+    first = tl.load(blocks_ptr + 2 * block)
+    stop = tl.load(blocks_ptr + 2 * block + 1)
+    lane = tl.arange(0, CHUNKS)
+    step_of = tl.arange(0, SUMS)
+    value_ptr += group * value_rows * CHUNKS
+    sums = first + step_of
+    exists = sums < stop
+    begin = tl.load(offsets_ptr + sums, mask=exists, other=0)
+    end = tl.load(offsets_ptr + sums + 1, mask=exists, other=0)
+    longest = tl.max(end - begin, axis=0)
+    total = tl.zeros((SUMS, CHUNKS), tl.float32)
+    if longest <= SUMS:
+        for step in range(0, longest):
+            inside = begin + step < end
+            source = tl.load(source_ptr + begin + step, mask=inside, other=0)
+            entry = tl.load(entry_ptr + begin + step, mask=inside, other=0)
+            weight = tl.load(weight_ptr + entry, mask=inside, other=0.0)
+            place = value_ptr + source[:, None] * CHUNKS + lane[None, :]
+            total += weight[:, None] * tl.load(place, mask=inside[:, None], other=0.0)
+    else:
+        # One sum alone: every row of ``total`` takes each 32nd of its entries.
+        whole_begin = tl.load(offsets_ptr + first)
+        whole_end = tl.load(offsets_ptr + first + 1)
+        for start in range(whole_begin, whole_end, SUMS):
+            inside = start + step_of < whole_end
+            source = tl.load(source_ptr + start + step_of, mask=inside, other=0)
+            entry = tl.load(entry_ptr + start + step_of, mask=inside, other=0)
+            weight = tl.load(weight_ptr + entry, mask=inside, other=0.0)
+            place = value_ptr + source[:, None] * CHUNKS + lane[None, :]
+            total += weight[:, None] * tl.load(place, mask=inside[:, None], other=0.0)
+        total = tl.where((step_of == 0)[:, None], tl.sum(total, axis=0)[None, :], 0.0)
+    target = tl.load(target_ptr + sums, mask=exists, other=0).to(tl.int64)
+    chunk = group * CHUNKS + lane
+    if BY_CHUNK:
+        place = out_ptr + chunk[None, :] * out_rows + target[:, None]
+        tl.store(place, total, mask=exists[:, None] & (chunk < chunks)[None, :])
+    else:
+        place = out_ptr + (group * out_rows + target[:, None]) * CHUNKS + lane[None, :]
+        tl.store(place, total, mask=exists[:, None])
 
 
 @triton.jit
@@ -284,37 +265,40 @@ def crossing_teacher_kernel(
     rows,
     temperature,
     first_chunk,
+    chunks,
     home_ptr,
     crossing,
     block_count,
     out_ptr,
     HAS_TEMPERATURE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """``P`` of the crossing columns that this rank holds, 0 at others: [C', X]."""
+    """``P`` of the crossing columns that this rank holds, 0 at others: [G, X, CHUNKS]."""
     pid = tl.program_id(0)
-    chunk = pid // block_count
-    slots = (pid % block_count) * BLOCK + tl.arange(0, BLOCK)
+    group = pid // block_count
+    slots = (pid % block_count) * COLUMNS + tl.arange(0, COLUMNS)
     exists = slots < crossing
     home = tl.load(home_ptr + slots, mask=exists, other=-1)
-    begin = tl.load(chunk_ptr + first_chunk + chunk)
-    end = tl.load(chunk_ptr + first_chunk + chunk + 1)
-    p, _ = chunk_mean(
+    p, _ = group_means(
         logits_ptr,
         order_ptr,
-        begin,
-        end,
+        chunk_ptr,
+        first_chunk + group * CHUNKS,
+        first_chunk + chunks,
         row_stride,
         home,
-        home >= 0,
         home >= 0,
         lse_ptr,
         rows,
         temperature,
         HAS_TEMPERATURE,
-        BLOCK,
+        CHUNKS,
+        COLUMNS,
     )
-    tl.store(out_ptr + chunk.to(tl.int64) * crossing + slots, p, mask=exists)
+    place = (group.to(tl.int64) * crossing + slots) * CHUNKS
+    place = out_ptr + place[None, :] + tl.arange(0, CHUNKS)[:, None]
+    tl.store(place, p, mask=exists[None, :])
 
 
 @triton.jit
@@ -360,7 +344,6 @@ def slopes_kernel(
     crossed_plane,
     chunks,
     scratch_ptr,
-    scratch_stride,
     mass_ptr,
     mixture,
     partial_ptr,
@@ -371,62 +354,77 @@ def slopes_kernel(
     HAS_CROSSING: tl.constexpr,
     HAS_DIAGNOSTICS: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``dD/dQ`` of summed columns in place of their ``Q~``, and their terms of D.
+    """``dD/dQ`` of summed columns in place of their ``Q~`` [G, D, CHUNKS], and their terms of D.
 
-    ``crossed`` [2, C', X] holds ``Q~`` and ``P`` of the crossing ones, over all ranks.
+    One program for each group of chunks and ``BLOCK`` slots, of which it takes ``COLUMNS`` at once.
+    ``crossed`` [2, G, X, CHUNKS] holds ``Q~`` and ``P`` of the crossing ones, over all ranks.
     """
     pid = tl.program_id(0)
-    chunk = pid // block_count
+    group = pid // block_count
     block = pid % block_count
-    slot = block * BLOCK + tl.arange(0, BLOCK)
-    exists = slot < slots
-    home = tl.load(home_ptr + slot, mask=exists, other=-1)
-    begin = tl.load(chunk_ptr + first_chunk + chunk)
-    end = tl.load(chunk_ptr + first_chunk + chunk + 1)
-    is_own = (home >= 0) & (slot >= crossing)
-    p, log_p = chunk_mean(
-        logits_ptr,
-        order_ptr,
-        begin,
-        end,
-        row_stride,
-        home,
-        is_own,
-        is_own,
-        lse_ptr,
-        rows,
-        temperature,
-        HAS_TEMPERATURE,
-        BLOCK,
-    )
-    wide_chunk = chunk.to(tl.int64)
-    place = scratch_ptr + wide_chunk * scratch_stride + slot
-    projected = tl.load(place, mask=exists, other=0.0)
-    if HAS_CROSSING:
-        crosses = slot < crossing
-        crossed = crossed_ptr + wide_chunk * crossing + slot
-        projected = tl.where(crosses, tl.load(crossed, mask=crosses, other=0.0), projected)
-        p = tl.where(crosses, tl.load(crossed + crossed_plane, mask=crosses, other=0.0), p)
-        log_p = tl.where(crosses, tl.log(tl.where(p < FLOOR, FLOOR, p)), log_p)
-    log_projected = tl.log(tl.where(projected < FLOOR, FLOOR, projected))
-    mass = tl.load(mass_ptr + first_chunk + chunk)
-    value, slope = projected_terms(p, log_p, projected, log_projected, mass, mixture, DIRECTION)
-    tl.store(place, slope, mask=exists)
-    store_partials(
-        partial_ptr,
-        best_ptr,
-        chunk * partial_blocks + block,
-        chunks * partial_blocks,
-        value,
-        p,
-        log_p,
-        projected,
-        home,
-        home >= 0,
-        HAS_DIAGNOSTICS,
-    )
+    local = group * CHUNKS + tl.arange(0, CHUNKS)
+    is_chunk = local < chunks
+    lane = tl.arange(0, CHUNKS)[:, None]
+    mass = tl.load(mass_ptr + first_chunk + local, mask=is_chunk, other=1.0)[:, None]
+    total = tl.zeros((CHUNKS,), tl.float32)
+    entropy = tl.zeros((CHUNKS,), tl.float32)
+    best_p = tl.full((CHUNKS,), -1.0, tl.float32)
+    best_q = tl.full((CHUNKS,), -1.0, tl.float32)
+    column_p = tl.zeros((CHUNKS,), tl.int32)
+    column_q = tl.zeros((CHUNKS,), tl.int32)
+    for start in range(0, tl.minimum(BLOCK, slots - block * BLOCK), COLUMNS):
+        slot = block * BLOCK + start + tl.arange(0, COLUMNS)
+        exists = slot < slots
+        home = tl.load(home_ptr + slot, mask=exists, other=-1)
+        is_own = (home >= 0) & (slot >= crossing)
+        p, log_p = group_means(
+            logits_ptr,
+            order_ptr,
+            chunk_ptr,
+            first_chunk + group * CHUNKS,
+            first_chunk + chunks,
+            row_stride,
+            home,
+            is_own,
+            lse_ptr,
+            rows,
+            temperature,
+            HAS_TEMPERATURE,
+            CHUNKS,
+            COLUMNS,
+        )
+        place = (group.to(tl.int64) * slots + slot)[None, :] * CHUNKS + lane
+        projected = tl.load(scratch_ptr + place, mask=exists[None, :], other=0.0)
+        if HAS_CROSSING:
+            crosses = (slot < crossing)[None, :]
+            crossed = (group.to(tl.int64) * crossing + slot)[None, :] * CHUNKS + lane
+            arrived = tl.load(crossed_ptr + crossed, mask=crosses, other=0.0)
+            projected = tl.where(crosses, arrived, projected)
+            arrived = tl.load(crossed_ptr + crossed_plane + crossed, mask=crosses, other=0.0)
+            p = tl.where(crosses, arrived, p)
+            log_p = tl.where(crosses, tl.log(tl.where(p < FLOOR, FLOOR, p)), log_p)
+        log_projected = tl.log(tl.where(projected < FLOOR, FLOOR, projected))
+        value, slope = projected_terms(p, log_p, projected, log_projected, mass, mixture, DIRECTION)
+        tl.store(scratch_ptr + place, slope, mask=exists[None, :])
+        counted = (home >= 0)[None, :]
+        total += tl.sum(tl.where(counted, value, 0.0), axis=1)
+        if HAS_DIAGNOSTICS:
+            entropy += tl.sum(tl.where(counted, -p * log_p, 0.0), axis=1)
+            best_p, column_p = better_of(best_p, column_p, tl.where(counted, p, -1.0), home)
+            best_q, column_q = better_of(best_q, column_q, tl.where(counted, projected, -1.0), home)
+    place = local * partial_blocks + block
+    plane = chunks * partial_blocks
+    tl.store(partial_ptr + place, total, mask=is_chunk)
+    if HAS_DIAGNOSTICS:
+        tl.store(partial_ptr + plane + place, entropy, mask=is_chunk)
+        tl.store(partial_ptr + 2 * plane + place, best_p, mask=is_chunk)
+        tl.store(partial_ptr + 3 * plane + place, best_q, mask=is_chunk)
+        tl.store(best_ptr + place, column_p, mask=is_chunk)
+        tl.store(best_ptr + plane + place, column_q, mask=is_chunk)
 
 
 @triton.jit
@@ -736,7 +734,7 @@ def entry_gradient_kernel(
     slot_ptr,
     entries,
     slope_ptr,
-    slope_stride,
+    slots,
     dots_ptr,
     mass_ptr,
     grad_scale_ptr,
@@ -745,6 +743,7 @@ def entry_gradient_kernel(
     out_ptr,
     DIRECTION: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
+    CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Equation 11 without tau^2, of ``share`` chunks a program: [shares, N].
@@ -766,8 +765,8 @@ def entry_gradient_kernel(
         end = tl.load(chunk_ptr + first_chunk + chunk + 1)
         if grad_scale != 0.0:
             wide_chunk = tl.full((), 0, tl.int64) + chunk
-            place = slope_ptr + wide_chunk * slope_stride + slot
-            slope = tl.load(place, mask=has_slot, other=float("nan"))
+            place = (wide_chunk // CHUNKS * slots + slot) * CHUNKS + wide_chunk % CHUNKS
+            slope = tl.load(slope_ptr + place, mask=has_slot, other=float("nan"))
             mass = tl.load(mass_ptr + first_chunk + chunk)
             centre = -1.0
             if DIRECTION != "forward":
