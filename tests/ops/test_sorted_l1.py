@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.distributed import vocab_parallel
 from megatron_ext.ops.sorted_l1 import sorted_l1, sorted_l1_reference
+from megatron_ext.ops.sorted_l1.comparison import select_largest
 from megatron_ext.ops.top_columns import largest_columns
 from tests.ops.kernel_case import kept_for_backward
 
@@ -99,6 +100,34 @@ def test_the_selection_is_a_stable_sort_cut_off(seed, rows, width):
     ordered = values.masked_fill(excluded, -1.0).sort(dim=-1, descending=True, stable=True)
     assert torch.equal(chosen, ordered.values[:, :count])
     assert torch.equal(columns, ordered.indices[:, :count])
+
+
+WIDE = 20_000
+
+
+def _wide(kind, generator):
+    values = torch.rand(3, WIDE, generator=generator)
+    if kind == "tied":
+        return (values * 5).floor() / 7
+    if kind == "where samples are taken":
+        # The loops guess by every ninth value.
+        values[:, ::9] += 1.0
+    return torch.softmax(20 * values, dim=-1) if kind == "probabilities" else values
+
+
+@pytest.mark.parametrize("kind", ["probabilities", "tied", "where samples are taken"])
+@pytest.mark.parametrize("is_cut", [False, True], ids=["", "some excluded"])
+@pytest.mark.parametrize("count", [1, 700, 9_999, WIDE])
+def test_loops_select_what_a_stable_sort_does(kind, is_cut, count):
+    pytest.importorskip("numba")
+    generator = torch.Generator().manual_seed(count)
+    values = _wide(kind, generator)
+    excluded = torch.rand(WIDE, generator=generator) < 0.1 if is_cut else None
+    found = select_largest(values, count, excluded, by_loops=True)
+    expected = select_largest(values, count, excluded)
+    assert torch.equal(found.values, expected.values)
+    assert torch.equal(found.columns, expected.columns)
+    torch.testing.assert_close(found.rest, expected.rest, rtol=1e-5, atol=1e-6)
 
 
 @settings(max_examples=40, deadline=None)

@@ -33,6 +33,9 @@ class Largest(NamedTuple):
     rest: torch.Tensor
     """[C, 1] this rank's mass outside the candidates; exactly 0 where there is nothing outside."""
 
+    is_descending: bool = False
+    """Whether ``values`` are in descending order."""
+
 
 def select_largest(
     values: torch.Tensor, count: int, excluded: torch.Tensor | None, *, by_loops: bool = False
@@ -44,7 +47,7 @@ def select_largest(
     rest = values.scatter(-1, columns, 0.0)
     if excluded is not None:
         rest.masked_fill_(excluded, 0.0)
-    return Largest(chosen, columns, rest.sum(dim=-1, keepdim=True))
+    return Largest(chosen, columns, rest.sum(dim=-1, keepdim=True), is_descending=True)
 
 
 def _select_by_loops(values: torch.Tensor, count: int, excluded: torch.Tensor | None) -> Largest:
@@ -56,10 +59,13 @@ def _select_by_loops(values: torch.Tensor, count: int, excluded: torch.Tensor | 
         values.new_empty(rows, count),
         torch.empty(rows, count, dtype=torch.int64),
         values.new_empty(rows, 1),
+        is_descending=True,
     )
+    none = np.zeros(0, dtype=np.int32)
     arguments = (
         values.contiguous().numpy(),
-        np.zeros(0, dtype=np.bool_) if excluded is None else excluded.numpy(),
+        none if excluded is None else np.flatnonzero(~excluded.numpy()).astype(np.int32),
+        none if excluded is None else np.flatnonzero(excluded.numpy()).astype(np.int32),
         out.values.numpy(),
         out.columns.numpy(),
         out.rest[:, 0].numpy(),
@@ -93,8 +99,8 @@ def compare_sorted(
     packed = torch.cat([student.values, teacher.values, student.rest, teacher.rest], dim=-1)
     gathered = gather_columns(packed, group).unflatten(-1, (ranks, packed.shape[-1]))
     first, second, rest = gathered.split([*widths, 2], dim=-1)
-    a, origin, a_tail = _merged(first, places)
-    b, _, b_tail = _merged(second, places)
+    a, origin, a_tail = _merged(first, places, student.is_descending)
+    b, _, b_tail = _merged(second, places, teacher.is_descending)
     value, sign = _compare(a, b)
     left_out = rest.sum(dim=(1, 2)) + a_tail + b_tail
     spread = sign.new_zeros(a.shape[0], ranks * widths[0]).scatter_(1, origin, sign)
@@ -104,15 +110,19 @@ def compare_sorted(
 
 
 def _merged(
-    gathered: torch.Tensor, places: int | None
+    gathered: torch.Tensor, places: int | None, is_descending: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Largest of all ranks' values [C, ranks, K], descending, and the sum [C] of the others.
 
     Between the two come the origins of the largest values. A stable sort of candidates in the order
-    of ranks keeps ties in the order of columns.
+    of ranks keeps ties in the order of columns; those of one rank may be in it.
     """
-    ordered, origin = gathered.flatten(1).sort(dim=-1, descending=True, stable=True)
-    ordered = ordered.clamp_(min=0)
+    ordered = gathered.flatten(1)
+    if is_descending and gathered.shape[1] == 1:
+        origin = torch.arange(ordered.shape[1], device=ordered.device).expand_as(ordered)
+    else:
+        ordered, origin = ordered.sort(dim=-1, descending=True, stable=True)
+    ordered = ordered.clamp(min=0)
     kept = ordered.shape[1] if places is None else places
     return ordered[:, :kept], origin[:, :kept], ordered[:, kept:].sum(dim=-1)
 
