@@ -426,12 +426,20 @@ def _keep_from(kept, places, keys, count, least):
 
 
 @njit(fastmath=SUMS)
-def _sum_below(keys, values, count, least):
-    """Sum of the values whose keys are below ``least``."""
+def _sum_of_block(keys, values, count, least):
     total = _ZERO
     for i in range(count):
         if keys[i] < least:
             total += values[i]
+    return total
+
+
+@njit
+def _sum_below(keys, values, count, least):
+    """Sum of the values whose keys are below ``least``, in fp64."""
+    total = 0.0
+    for start in range(0, count, BLOCK):
+        total += _sum_of_block(keys[start:], values[start:], min(BLOCK, count - start), least)
     return total
 
 
