@@ -1,4 +1,4 @@
-"""Compiled loops over two distributions: statistics, divergence, gradient, and largest columns.
+"""Compiled loops over two distributions: statistics, divergence and gradient.
 
 T rows of one vocabulary, C chunks of two. Equations are those of ``ops/vocab_kl`` and
 ``ops/matched_divergence``; the terms are those of ``ops/divergence``.
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
-from numpy import float32, int32, uintp
+from numpy import float32, uintp
 
 from megatron_ext.ops.loop_math import FLOOR, exp, log
 from megatron_ext.ops.row_loops import (
@@ -35,9 +35,6 @@ from megatron_ext.ops.row_loops import (
 
 FORWARD, REVERSE, JENSEN_SHANNON = 0, 1, 2
 DIRECTIONS = {"forward": FORWARD, "reverse": REVERSE, "jensen_shannon": JENSEN_SHANNON}
-
-SAMPLED = 2048
-"""Keys of a row from which the least of its largest ones is guessed."""
 
 LOG_TINY = float32(np.log(np.float64(np.finfo(np.float32).tiny)))
 TINY = float32(np.finfo(np.float32).tiny)
@@ -366,140 +363,3 @@ def centre_slopes(first, stop, slope, own, centre, factor, outside):
         less, times, other = centre[chunk], factor[chunk], outside[chunk]
         for i in range(len(part)):
             part[i] = (part[i] - less) * times if own[i] >= 0 else other
-
-
-@njit(fastmath=SUMS)
-def _count_from(keys, count, least):
-    total = 0
-    for i in range(count):
-        total += 1 if keys[i] >= least else 0
-    return total
-
-
-@njit(fastmath=EACH)
-def _keys(out, bits, allowed, chooses):
-    """The order of numbers that are not negative, of all columns or, if it ``chooses``, the
-    ``allowed`` ones."""
-    if chooses:
-        for i in range(len(allowed)):
-            out[i] = bits[uintp(allowed[i])] & int32(0x7FFFFFFF)
-        return len(allowed)
-    for i in range(len(bits)):
-        out[i] = bits[i] & int32(0x7FFFFFFF)
-    return len(bits)
-
-
-@njit
-def _key_of_rank(keys, count, rank):
-    """The key that ``rank`` keys are not below, or 0."""
-    least = int32(0)
-    for bit in range(30, -1, -1):
-        tried = int32(least | (int32(1) << int32(bit)))
-        found = _count_from(keys, count, tried)
-        if found >= rank:
-            least = tried
-        if found == rank:
-            break
-    return least
-
-
-@njit
-def _likely_least(keys, count, rank):
-    """A key that hardly more than ``rank`` keys are not below, from some of them; 0 for all."""
-    step = count // SAMPLED
-    if step < 8:
-        return int32(0)
-    sample = keys[: SAMPLED * step : step].copy()
-    share = rank * SAMPLED / count
-    wanted = int(share + 4.0 * np.sqrt(share) + 8.0)
-    return _key_of_rank(sample, SAMPLED, wanted) if wanted < SAMPLED else int32(0)
-
-
-@njit
-def _keep_from(kept, places, keys, count, least):
-    """Keep keys from ``least`` on and their places; both have room for one more."""
-    found = 0
-    for i in range(count):
-        kept[found], places[found] = keys[i], i
-        found += 1 if keys[i] >= least else 0
-    return found
-
-
-@njit(fastmath=SUMS)
-def _sum_of_block(keys, values, count, least):
-    total = _ZERO
-    for i in range(count):
-        if keys[i] < least:
-            total += values[i]
-    return total
-
-
-@njit
-def _sum_below(keys, values, count, least):
-    """Sum of the values whose keys are below ``least``, in fp64."""
-    total = 0.0
-    for start in range(0, count, BLOCK):
-        total += _sum_of_block(keys[start:], values[start:], min(BLOCK, count - start), least)
-    return total
-
-
-@njit
-def _sort_by_digits(keys, places, count):
-    """Sort descending by 11 bits at a time; equal keys stay in their order."""
-    keys, places = keys[:count].copy(), places[:count].copy()
-    other_keys, other_places = np.empty_like(keys), np.empty_like(places)
-    for shift in (0, 11, 22):
-        ends = np.zeros(2049, dtype=np.int64)
-        for i in range(count):
-            ends[2048 - ((keys[i] >> shift) & 2047)] += 1
-        for digit in range(2048):
-            ends[digit + 1] += ends[digit]
-        for i in range(count):
-            digit = 2047 - ((keys[i] >> shift) & 2047)
-            other_keys[ends[digit]], other_places[ends[digit]] = keys[i], places[i]
-            ends[digit] += 1
-        keys, other_keys = other_keys, keys
-        places, other_places = other_places, places
-    return keys, places
-
-
-@entry_point
-def largest_places(first, stop, values, allowed, excluded, chosen, columns, rest):
-    """The largest values of rows ``first`` to ``stop``, descending, of equals the first.
-
-    Args:
-        values: fp32 [C, V], not negative.
-        allowed: int32 columns to choose from, ascending; all where none is excluded.
-        excluded: int32 the other columns, which come last, with the value -1.
-        chosen, columns: fp32 and int64 [C, K], written.
-        rest: fp32 [C], the sum of the values that are not chosen.
-    """
-    width, wanted, chooses = values.shape[1], chosen.shape[1], excluded.size > 0
-    keys = np.empty(width, dtype=np.int32)
-    kept, places = np.empty(width + 1, dtype=np.int32), np.empty(width + 1, dtype=np.int32)
-    for row in range(first, stop):
-        available = _keys(keys, values[row].view(np.int32), allowed, chooses)
-        count = min(wanted, available)
-        guess = _likely_least(keys, available, count) if count < available else int32(0)
-        found = _keep_from(kept, places, keys, available, guess)
-        if found < count:
-            found = _keep_from(kept, places, keys, available, int32(0))
-        least = _key_of_rank(kept, found, count)
-        ties = count - _count_from(kept, found, int32(least + 1))
-        total = _sum_below(keys, keys.view(np.float32), available, least)
-        taken = 0
-        for i in range(found):
-            key = kept[i]
-            if key > least or (key == least and ties > 0):
-                ties -= 1 if key == least else 0
-                kept[taken], places[taken] = key, places[i]
-                taken += 1
-            elif key == least:
-                total += values[row, allowed[places[i]] if chooses else places[i]]
-        rest[row] = total
-        ordered, origin = _sort_by_digits(kept, places, taken)
-        chosen[row, :taken] = ordered.view(np.float32)
-        for i in range(taken):
-            columns[row, i] = allowed[origin[i]] if chooses else origin[i]
-        for i in range(taken, wanted):
-            chosen[row, i], columns[row, i] = float32(-1), excluded[i - taken]

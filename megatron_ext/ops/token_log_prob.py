@@ -26,10 +26,10 @@ from megatron_ext.ops.chunk_rows import (
     token_exp_sums,
     token_log_probs,
 )
-from megatron_ext.ops.launch import Implementation, check_implementation
+from megatron_ext.ops.launch import Implementation, check_implementation, uses_compiled
 from megatron_ext.ops.softmax_statistics import row_statistics
 from megatron_ext.ops.token_likelihood import RowGradient, write_token_gradient
-from megatron_ext.ops.unit_gradient import kept_gradient
+from megatron_ext.ops.unit_gradient import kept_gradient, new_rows
 
 
 class CrossEntropy(NamedTuple):
@@ -187,7 +187,12 @@ def token_log_prob_reference(
 
 
 def selected_log_prob(
-    logits: torch.Tensor, token_id: torch.Tensor, shard: VocabShard, *, temperature: float = 1.0
+    logits: torch.Tensor,
+    token_id: torch.Tensor,
+    shard: VocabShard,
+    *,
+    temperature: float = 1.0,
+    implementation: Implementation = "auto",
 ) -> torch.Tensor:
     """``log_softmax(logits / temperature)`` at ``token_id``, and the logarithm of the rest's mass.
 
@@ -195,6 +200,7 @@ def selected_log_prob(
         logits: [T, Vp], any float dtype; neither copied whole nor overwritten.
         token_id: int64 [T, K], global and each once in a row; a negative id is no token and gives
             -inf. The same on every rank.
+        implementation: Loops or torch; there is no kernel.
 
     Returns:
         [T, K + 1] fp32 (fp64 for fp64 logits), replicated over the group, the rest last. The rest
@@ -202,7 +208,8 @@ def selected_log_prob(
         Forward: two all-reduces of [T] and one of [T, K]. Backward: none; keeps ``logits``, four
         vectors and two tensors [T, K]. A row that gets no gradient gives none.
     """
-    out: torch.Tensor = _SelectedLogProb.apply(logits, token_id, shard, temperature)
+    by_loops = uses_compiled(implementation, logits)
+    out: torch.Tensor = _SelectedLogProb.apply(logits, token_id, shard, temperature, by_loops)
     return out
 
 
@@ -214,9 +221,10 @@ class _SelectedLogProb(torch.autograd.Function):
         token_id: torch.Tensor,
         shard: VocabShard,
         temperature: float,
+        by_loops: bool,
     ) -> torch.Tensor:
-        excluded = shard.excluded_columns(logits.device)
-        picked, peak, total = _local(logits, token_id, shard, temperature, excluded)
+        local = _local_by_loops if by_loops else _local
+        picked, peak, total = local(logits.detach(), token_id, shard, temperature)
         rest = merge_log_sum_exp(peak, total, shard.group)
         picked = all_reduce_sum(picked, shard.group).masked_fill(token_id < 0, -torch.inf)
 
@@ -231,22 +239,25 @@ class _SelectedLogProb(torch.autograd.Function):
         log_prob = entries - log_total[:, None]
 
         ctx.save_for_backward(logits, token_id, *rest, top, log_total, log_prob)
-        ctx.shard, ctx.temperature = shard, temperature
+        ctx.shard, ctx.temperature, ctx.by_loops = shard, temperature, by_loops
         return log_prob
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         logits, token_id, rest_peak, rest_log_sum, top, log_total, log_prob = ctx.saved_tensors
         shard, temperature = ctx.shard, ctx.temperature
-        excluded = shard.excluded_columns(logits.device)
         # Tokens without mass get no gradient.
         grad = grad.masked_fill(log_prob == -torch.inf, 0.0).div(temperature)
-        total, of_rest = grad.sum(dim=-1, keepdim=True), grad[:, -1:]
-        unused = (grad == 0).all(dim=-1, keepdim=True)
         whole, rest = LogSumExp(top, log_total), LogSumExp(rest_peak, rest_log_sum)
         # An empty rest has no columns with mass: any finite number will do.
         rest = rest._replace(log_sum=rest_log_sum.masked_fill(rest_log_sum == -torch.inf, 0.0))
+        if ctx.by_loops:
+            out = _gradient_by_loops(logits, token_id, shard, temperature, grad, whole, rest)
+            return out, None, None, None, None
+        total, of_rest = grad.sum(dim=-1, keepdim=True), grad[:, -1:]
+        unused = (grad == 0).all(dim=-1, keepdim=True)
+        excluded = shard.excluded_columns(logits.device)
         out = torch.empty_like(logits)
         for rows in row_slices(*logits.shape, device=logits.device):
             scaled = scaled_logits(logits[rows], temperature, excluded)
@@ -257,7 +268,54 @@ class _SelectedLogProb(torch.autograd.Function):
             part.add_(shares.mul_(of_rest[rows]))
             part.scatter_add_(-1, column, torch.where(here, grad[rows, :-1], 0.0))
             out[rows] = part.masked_fill_(unused[rows], 0.0)
-        return out, None, None, None
+        return out, None, None, None, None
+
+
+def _local_by_loops(
+    logits: torch.Tensor, token_id: torch.Tensor, shard: VocabShard, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As ``_local``."""
+    from megatron_ext.ops import selection_loops as loops
+    from megatron_ext.ops.row_loops import flat_rows, in_threads
+
+    column = _own_columns(token_id, shard)
+    picked = torch.empty(column.shape)
+    peak, total = torch.empty(2, len(logits))
+    rows = flat_rows(logits, shard.valid_width, temperature)
+    arguments = rows, column.numpy(), picked.numpy(), peak.numpy(), total.numpy()
+    in_threads(lambda a, b: loops.selected_logits(a, b, *arguments), len(logits))
+    return picked, peak, total
+
+
+def _gradient_by_loops(
+    logits: torch.Tensor,
+    token_id: torch.Tensor,
+    shard: VocabShard,
+    temperature: float,
+    grad: torch.Tensor,
+    whole: LogSumExp,
+    rest: LogSumExp,
+) -> torch.Tensor:
+    from megatron_ext.ops import selection_loops as loops
+    from megatron_ext.ops.row_loops import flat_rows, in_threads, normaliser
+
+    out = new_rows(logits)
+    arguments = (
+        flat_rows(logits, shard.valid_width, temperature),
+        _own_columns(token_id, shard).numpy(),
+        normaliser(whole),
+        normaliser(rest),
+        grad.contiguous().numpy(),
+        flat_rows(out),
+    )
+    in_threads(lambda a, b: loops.selected_gradient(a, b, *arguments), len(logits))
+    return out
+
+
+def _own_columns(token_id: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    """This rank's column of each token, int64, -1 for those of other ranks."""
+    column, here = _columns(token_id, shard)
+    return column.masked_fill(~here, -1).contiguous()
 
 
 def _local(
@@ -265,9 +323,9 @@ def _local(
     token_id: torch.Tensor,
     shard: VocabShard,
     temperature: float,
-    excluded: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """This rank's selected logits [T, K], 0 for others; peak and sum [T] of its rest."""
+    excluded = shard.excluded_columns(logits.device)
     slices: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     for rows in row_slices(*logits.shape, device=logits.device):
         scaled = scaled_logits(logits[rows], temperature, excluded)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
+import numpy as np
 import torch
 
 from megatron_ext.distributed.shard_collectives import gather_columns, group_size
 from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard, row_slices
 from megatron_ext.errors import LossError
-from megatron_ext.ops.launch import Implementation, check_implementation
+from megatron_ext.ops.launch import Implementation, check_implementation, uses_compiled
 from megatron_ext.ops.softmax_statistics import row_statistics
 
 NO_KEY: Final = torch.iinfo(torch.int64).min
@@ -83,7 +84,12 @@ def largest_columns(
 
 
 def top_columns(
-    logits: torch.Tensor, k: int, shard: VocabShard, allowed: torch.Tensor | None = None
+    logits: torch.Tensor,
+    k: int,
+    shard: VocabShard,
+    allowed: torch.Tensor | None = None,
+    *,
+    implementation: Implementation = "auto",
 ) -> torch.Tensor:
     """Global columns of the ``k`` largest logits of each row, of equals the lowest columns.
 
@@ -92,12 +98,14 @@ def top_columns(
     Args:
         logits: [T, Vp], any float dtype, compared in fp32.
         allowed: bool [Vp], the columns to choose from; None: all real ones.
+        implementation: Loops or torch; there is no kernel.
 
     Returns:
         int64 [T, k], the largest first, -1 where fewer are allowed. The same on every rank. One
         all-gather of int64 [T, min(k, Vp)].
     """
-    everywhere = gather_columns(_local_keys(logits, k, shard, allowed), shard.group)
+    local = _local_keys(logits, k, shard, allowed, implementation)
+    everywhere = gather_columns(local, shard.group)
     keys = everywhere.topk(min(k, everywhere.shape[-1]), dim=-1).values
     columns = torch.where(keys == NO_KEY, -1, key_columns(keys))
     return torch.nn.functional.pad(columns, (0, k - columns.shape[-1]), value=-1)
@@ -136,7 +144,7 @@ def top_log_probs(
         logits: [T, Vp], any float dtype, compared and summed in fp32; contiguous in its columns.
         k: At most the real vocabulary.
         implementation: Implementation of the normaliser, one read of the logits by kernel. The
-            columns are found by ``torch.topk``.
+            columns are found by compiled loops or by ``torch.topk``.
 
     Collectives: one all-gather of int64 [T, min(k, Vp) + 1].
 
@@ -154,7 +162,8 @@ def top_log_probs(
     statistics = row_statistics(logits, shard, with_column=False, implementation=implementation)
     width = min(k, shard.width)
     packed = pack_pair(statistics.peak[0].float(), statistics.total[0].float())
-    local = torch.cat([_local_keys(logits, k, shard), packed[:, None]], dim=-1)
+    keys = _local_keys(logits, k, shard, None, implementation)
+    local = torch.cat([keys, packed[:, None]], dim=-1)
     everywhere = gather_columns(local, shard.group)
     everywhere = everywhere.unflatten(-1, (group_size(shard.group), width + 1))
     keys = everywhere[..., :width].flatten(1).topk(k, dim=-1).values
@@ -163,10 +172,16 @@ def top_log_probs(
 
 
 def _local_keys(
-    logits: torch.Tensor, k: int, shard: VocabShard, allowed: torch.Tensor | None = None
+    logits: torch.Tensor,
+    k: int,
+    shard: VocabShard,
+    allowed: torch.Tensor | None = None,
+    implementation: Implementation = "auto",
 ) -> torch.Tensor:
     """This rank's largest keys, int64 [T, min(k, Vp)], ``NO_KEY`` where it has fewer columns."""
     excluded = shard.excluded_columns(logits.device, allowed)
+    if uses_compiled(implementation, logits):
+        return _keys_by_loops(logits, min(k, shard.width), shard, excluded)
     ids = torch.arange(shard.start, shard.stop, device=logits.device)
     width = min(k, shard.width)
     local = torch.empty(len(logits), width, dtype=torch.int64, device=logits.device)
@@ -176,6 +191,19 @@ def _local_keys(
             keys.masked_fill_(excluded, NO_KEY)
         local[rows] = keys.topk(width, dim=-1).values
     return local
+
+
+def _keys_by_loops(
+    logits: torch.Tensor, count: int, shard: VocabShard, excluded: torch.Tensor | None
+) -> torch.Tensor:
+    from megatron_ext.ops import selection_loops as loops
+    from megatron_ext.ops.row_loops import flat_rows, in_threads
+
+    keys = torch.full((len(logits), count), NO_KEY)
+    chosen = np.arange(shard.width) if excluded is None else np.flatnonzero(~excluded.numpy())
+    arguments = flat_rows(logits), chosen.astype(np.int32), shard.start, keys.numpy()
+    in_threads(lambda a, b: loops.largest_logits(a, b, *arguments), len(logits))
+    return keys
 
 
 def _merged(peak: torch.Tensor, total: torch.Tensor) -> LogSumExp:

@@ -163,6 +163,38 @@ def test_slices_of_rows_change_no_selected_value(monkeypatch):
     )
 
 
+@pytest.mark.parametrize("vocab", [37, 20_000])
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_loops_select_as_torch_does(vocab, temperature):
+    pytest.importorskip("numba")
+    logits, ids = _selection(vocab=vocab)
+    logits = (8 * logits).round().div(8).float()
+    logits[4, 3] = 60.0
+    logits[5, : vocab // 2] = -torch.inf
+    padded = torch.nn.functional.pad(logits, (0, 3), value=80.0)
+    shard, weights = _shard(vocab, 3), torch.rand(9, ids.shape[1] + 1)
+    weights[6] = 0.0
+    padded[6] = torch.nan
+    found = []
+    for implementation in ("torch", "cpu"):
+        rows = padded.clone().requires_grad_()
+        value = selected_log_prob(
+            rows, ids, shard, temperature=temperature, implementation=implementation
+        )
+        found.append((value.detach(), *torch.autograd.grad(value, rows, weights)))
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=2e-6, atol=2e-6, equal_nan=True)
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-5, atol=1e-7)
+    assert not found[1][1][6].any()
+    allowed = torch.rand(vocab + 3) < 0.5
+    for k in (1, 30, 64):
+        for chosen in (None, allowed):
+            by_torch, by_loops = (
+                top_columns(padded, k, shard, chosen, implementation=implementation)
+                for implementation in ("torch", "cpu")
+            )
+            assert torch.equal(by_loops, by_torch)
+
+
 def test_top_columns_are_those_of_the_largest_logits_and_the_lowest_of_equals():
     logits = torch.tensor([[1.0, 3.0, 3.0, -2.0, 9.0], [-0.0, 0.0, -1.0, -torch.inf, 9.0]])
     shard = VocabShard(start=0, stop=5, vocab_size=4)

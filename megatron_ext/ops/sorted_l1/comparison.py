@@ -51,7 +51,7 @@ def select_largest(
 
 
 def _select_by_loops(values: torch.Tensor, count: int, excluded: torch.Tensor | None) -> Largest:
-    from megatron_ext.ops import divergence_loops as loops
+    from megatron_ext.ops import selection_loops as loops
     from megatron_ext.ops.row_loops import in_threads
 
     rows = len(values)

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Final, NamedTuple
 
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_ext.distributed import process_groups
+from megatron_ext.errors import DistributedError, MegatronExtError
+from megatron_ext.teachers.connection import Connection, connect, own_addresses
+from megatron_ext.teachers.remote_server import RemoteServer
+from megatron_ext.teachers.remote_teacher import RemoteTeacher
+from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.training.first_weights import frozen_teacher, teacher_vocab_shard
 from megatron_ext.training.learning_step import run_projection
+from megatron_ext.training.models import DTYPES
 from megatron_ext.training.objective import teacher_objective
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.teachers.cached_teacher import open_cached_teacher
+from megatron_ext.training.teachers.identity import launch_identity, server_identity, weights_on_all
 from megatron_ext.training.teachers.live_teacher import (
     LoadedTeacher,
     StudentParts,
@@ -17,8 +30,11 @@ from megatron_ext.training.teachers.live_teacher import (
     live_megatron_teacher,
     live_teacher,
 )
-from megatron_ext.training.teachers.remote import teacher_from_remote
+from megatron_ext.training.teachers.own_ranks import RoleStore
+from megatron_ext.training.teachers.target_checks import described, served_form
+from megatron_ext.training.teachers.teacher_process import TeacherProcess, server_token
 from megatron_ext.training.vocabulary_layout import lay_out
+from megatron_ext.training.watchdog import first_line
 
 
 def teacher_from_cache(teacher: TeacherPlan, run: StudentParts) -> LoadedTeacher:
@@ -65,6 +81,147 @@ def teacher_on_student_ranks(teacher: TeacherPlan, run: StudentParts) -> LoadedT
         laid_out = lay_out(run, projection, teacher.config.model, chunks, shard)
     live = live_megatron_teacher(chunks, shard, run.groups, offload=teacher.config.offload)
     return LoadedTeacher(teacher, shard, projection, live.head, live.teacher, laid_out=laid_out)
+
+
+class _Processes(NamedTuple):
+    """Processes of a teacher, on a rank that connects to them."""
+
+    addresses: Sequence[str]
+    token: str
+    root_certificate: Path | None = None
+    why_gone: Callable[[], str | None] = lambda: None
+    finish: Callable[[], None] = lambda: None
+    end: Callable[[], None] = lambda: None
+
+
+def teacher_from_remote(teacher: TeacherPlan, run: StudentParts) -> LoadedTeacher:
+    """Connect to a teacher in other processes, from the main rank of each replica.
+
+    Collectives: those of ``teacher_vocab_shard``, ``RemoteTeacher`` and ``run_projection``, and two
+    all-gathers of objects.
+
+    Raises:
+        MegatronExtError: It cannot be reached, or is not the configured one; on every rank.
+    """
+    groups, tokenizer, placement = run.groups, run.tokenizer(teacher), teacher.config.placement
+    form = served_form(teacher, tokenizer)
+    shard = teacher_vocab_shard(teacher, tokenizer, groups)
+    identity = _identity(teacher, run)
+    processes: _Processes | None = None
+    replicas: list[Connection] = []
+    error: Exception | None = None
+    if groups.is_replica_main:
+        try:
+            processes = _FINDERS[placement](teacher, run)
+            replicas = _connect(processes, teacher.name, run, form, identity)
+        except Exception as failure:
+            if processes is not None:
+                processes.end()
+            error = failure
+            if not isinstance(failure, MegatronExtError):
+                # An error that can be sent to the other ranks.
+                what = f"the teacher {teacher.name} cannot be reached"
+                error = DistributedError(what, got=first_line(failure))
+    process_groups.raise_on_all(error)
+    processes = processes or _Processes((), "")
+    remote = RemoteTeacher(
+        replicas,
+        form=form,
+        shard=shard,
+        groups=groups,
+        last_stage=parallel_state.get_tensor_and_context_parallel_group(),
+        dtype=DTYPES[teacher.training.precision],
+        prefetch=teacher.config.serving.prefetch,
+        finish=processes.finish,
+        end=processes.end,
+    )
+    if groups.is_main:
+        print(described(teacher.name, placement, form), flush=True)
+    projection = run_projection(teacher, run)
+    return LoadedTeacher(teacher, shard, projection, teacher=remote)
+
+
+def _connect(
+    processes: _Processes,
+    name: str,
+    run: StudentParts,
+    form: TargetForm,
+    identity: Mapping[str, str | int],
+) -> list[Connection]:
+    groups = run.groups
+    servers = [
+        RemoteServer(
+            name=name,
+            address=address,
+            token=processes.token,
+            root_certificate=processes.root_certificate,
+            timeout_s=_timeout(run).total_seconds(),
+            why_gone=processes.why_gone,
+        )
+        for address in own_addresses(
+            processes.addresses, client=groups.dp_rank, clients=groups.dp_size
+        )
+    ]
+    return connect(servers, form=form, identity=identity, device=groups.device)
+
+
+def _on_own_ranks(teacher: TeacherPlan, run: StudentParts) -> _Processes:
+    serving, store = teacher.config.serving, RoleStore(teacher.name)
+    assert serving.ranks is not None, "checked with the configuration"
+    replicas = serving.ranks // serving.replica_size
+    addresses = store.addresses(replicas, timeout=_timeout(run))
+    return _Processes(
+        [replica.address for replica in addresses],
+        addresses[0].token,
+        why_gone=store.why_gone,
+        finish=store.finish if run.groups.is_main else lambda: None,
+    )
+
+
+def _in_process(teacher: TeacherPlan, run: StudentParts) -> _Processes:
+    process = TeacherProcess(
+        teacher.name, run_dir=run.plan.run_dir, values=run.plan.values, rank=dist.get_rank()
+    )
+    try:
+        address = process.address(_timeout(run).total_seconds())
+    except BaseException:
+        process.close()
+        raise
+    # Every replica has started one for itself.
+    addresses = [address.address] * run.groups.dp_size
+    return _Processes(addresses, address.token, why_gone=process.why_gone, end=process.close)
+
+
+def _on_server(teacher: TeacherPlan, run: StudentParts) -> _Processes:
+    serving = teacher.config.serving
+    root = serving.root_certificate
+    return _Processes(
+        serving.address,
+        server_token(serving, serving.address[0]),
+        None if root is None else Path(root),
+    )
+
+
+_FINDERS: Final[Mapping[str, Callable[[TeacherPlan, StudentParts], _Processes]]] = {
+    "own_ranks": _on_own_ranks,
+    "process": _in_process,
+    "server": _on_server,
+}
+
+
+def _timeout(run: StudentParts) -> timedelta:
+    """Longest wait for an answer: shorter than the watchdog's, whose report says less about it."""
+    return 0.9 * timedelta(minutes=run.plan.parallel.distributed_timeout_minutes)
+
+
+def _identity(teacher: TeacherPlan, run: StudentParts) -> Mapping[str, str | int]:
+    """The identity that a teacher must report.
+
+    Collectives: those of ``weights_on_all`` for a server.
+    """
+    if teacher.config.placement != "server":
+        return launch_identity(teacher, run.tokenizer(teacher))
+    return server_identity(teacher, run.tokenizer(teacher), weights_on_all(teacher, run.groups))
 
 
 _MAKERS: Final[Mapping[str, Callable[[TeacherPlan, StudentParts], LoadedTeacher]]] = {

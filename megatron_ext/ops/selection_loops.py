@@ -1,0 +1,287 @@
+"""Compiled loops that choose: the largest columns of rows, and given tokens against the rest.
+
+T rows, C chunks, V columns, K chosen ones. Numbers are compared by keys, int32 in their order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy import float32, int32, int64, uintp
+
+from megatron_ext.ops.loop_math import bits_of_float, exp, float_of_bits
+from megatron_ext.ops.row_loops import (
+    BLOCK,
+    EACH,
+    MINUS_INFINITY,
+    SUMS,
+    clear_padding,
+    entry_point,
+    fill,
+    gather_block,
+    load_block,
+    peak_of,
+    store_block,
+    sum_of_exp,
+)
+
+SAMPLED = 2048
+"""Keys of a row from which the least of its largest ones is guessed."""
+
+EVERY_KEY = int32(-(2**31))
+"""No key is below it."""
+
+_ZERO = float32(0)
+
+
+@njit(fastmath=SUMS)
+def _count_from(keys, count, least):
+    total = 0
+    for i in range(count):
+        total += 1 if keys[i] >= least else 0
+    return total
+
+
+@njit(fastmath=EACH)
+def _keys(out, bits, allowed, chooses):
+    """The order of numbers that are not negative, of all columns or, if it ``chooses``, the
+    ``allowed`` ones."""
+    if chooses:
+        for i in range(len(allowed)):
+            out[i] = bits[uintp(allowed[i])] & int32(0x7FFFFFFF)
+        return len(allowed)
+    for i in range(len(bits)):
+        out[i] = bits[i] & int32(0x7FFFFFFF)
+    return len(bits)
+
+
+@njit
+def _key_of_rank(keys, count, rank):
+    """The key that ``rank`` keys are not below."""
+    least = EVERY_KEY
+    if _count_from(keys, count, int32(0)) >= rank:
+        least = int32(0)
+    for bit in range(30, -1, -1):
+        tried = int32(least | (int32(1) << int32(bit)))
+        found = _count_from(keys, count, tried)
+        if found >= rank:
+            least = tried
+        if found == rank:
+            break
+    return least
+
+
+@njit
+def _likely_least(keys, count, rank):
+    """A key that hardly more than ``rank`` keys are not below, from some of them."""
+    step = count // SAMPLED
+    if step < 8:
+        return EVERY_KEY
+    sample = keys[: SAMPLED * step : step].copy()
+    share = rank * SAMPLED / count
+    wanted = int(share + 4.0 * np.sqrt(share) + 8.0)
+    return _key_of_rank(sample, SAMPLED, wanted) if wanted < SAMPLED else EVERY_KEY
+
+
+@njit
+def _keep_from(kept, places, keys, count, least):
+    """Keep keys from ``least`` on and their places; both have room for one more."""
+    found = 0
+    for i in range(count):
+        kept[found], places[found] = keys[i], i
+        found += 1 if keys[i] >= least else 0
+    return found
+
+
+@njit(fastmath=SUMS)
+def _sum_of_block(keys, values, count, least):
+    total = _ZERO
+    for i in range(count):
+        if keys[i] < least:
+            total += values[i]
+    return total
+
+
+@njit
+def _sum_below(keys, values, count, least):
+    """Sum of the values whose keys are below ``least``, in fp64."""
+    total = 0.0
+    for start in range(0, count, BLOCK):
+        total += _sum_of_block(keys[start:], values[start:], min(BLOCK, count - start), least)
+    return total
+
+
+@njit
+def _digit(key, shift):
+    return ((int64(key) - int64(EVERY_KEY)) >> shift) & 2047
+
+
+@njit
+def _sort_by_digits(keys, places, count):
+    """Sort descending by 11 bits at a time; equal keys stay in their order."""
+    keys, places = keys[:count].copy(), places[:count].copy()
+    other_keys, other_places = np.empty_like(keys), np.empty_like(places)
+    for shift in (0, 11, 22):
+        ends = np.zeros(2049, dtype=np.int64)
+        for i in range(count):
+            ends[2048 - _digit(keys[i], shift)] += 1
+        for digit in range(2048):
+            ends[digit + 1] += ends[digit]
+        for i in range(count):
+            digit = 2047 - _digit(keys[i], shift)
+            other_keys[ends[digit]], other_places[ends[digit]] = keys[i], places[i]
+            ends[digit] += 1
+        keys, other_keys = other_keys, keys
+        places, other_places = other_places, places
+    return keys, places
+
+
+@njit
+def _choose(kept, places, keys, available, count):
+    """Keep the ``count`` largest keys and their places, of equals the first; return the least."""
+    guess = _likely_least(keys, available, count) if count < available else EVERY_KEY
+    found = _keep_from(kept, places, keys, available, guess)
+    if found < count:
+        found = _keep_from(kept, places, keys, available, EVERY_KEY)
+    least = _key_of_rank(kept, found, count)
+    above = 0
+    for i in range(found):
+        above += 1 if kept[i] > least else 0
+    ties, taken = count - above, 0
+    for i in range(found):
+        key = kept[i]
+        if key > least or (key == least and ties > 0):
+            ties -= 1 if key == least else 0
+            kept[taken], places[taken] = key, places[i]
+            taken += 1
+    return least
+
+
+@entry_point
+def largest_places(first, stop, values, allowed, excluded, chosen, columns, rest):
+    """The largest values of rows ``first`` to ``stop``, descending, of equals the first.
+
+    Args:
+        values: fp32 [C, V], not negative.
+        allowed: int32 columns to choose from, ascending; all where none is excluded.
+        excluded: int32 the other columns, which come last, with the value -1.
+        chosen, columns: fp32 and int64 [C, K], written.
+        rest: fp32 [C], the sum of the values that are not chosen.
+    """
+    width, wanted, chooses = values.shape[1], chosen.shape[1], excluded.size > 0
+    keys = np.empty(width, dtype=np.int32)
+    kept, places = np.empty(width + 1, dtype=np.int32), np.empty(width + 1, dtype=np.int32)
+    for row in range(first, stop):
+        available = _keys(keys, values[row].view(np.int32), allowed, chooses)
+        count = min(wanted, available)
+        least = _choose(kept, places, keys, available, count)
+        tied = 0
+        for i in range(available):
+            tied += 1 if keys[i] == least else 0
+        for i in range(count):
+            tied -= 1 if kept[i] == least else 0
+        total = _sum_below(keys, keys.view(np.float32), available, least)
+        rest[row] = total + tied * float(float_of_bits(least)) if tied else total
+        ordered, origin = _sort_by_digits(kept, places, count)
+        chosen[row, :count] = ordered.view(np.float32)
+        for i in range(count):
+            columns[row, i] = allowed[origin[i]] if chooses else origin[i]
+        for i in range(count, wanted):
+            chosen[row, i], columns[row, i] = float32(-1), excluded[i - count]
+
+
+@njit(fastmath=EACH)
+def _logit_keys(out, values, count):
+    """The order of any numbers, in which 0.0 and -0.0 are equal."""
+    for i in range(count):
+        bits = bits_of_float(values[i] + _ZERO)
+        # The bits of negative numbers grow with their magnitude.
+        out[i] = int32(bits ^ (int32(bits >> int32(31)) & int32(0x7FFFFFFF)))
+
+
+@entry_point
+def largest_logits(first, stop, rows, allowed, id_of_first, out):
+    """Keys of the largest logits of rows ``first`` to ``stop``, descending: ``sort_keys``.
+
+    Args:
+        allowed: int32 columns to choose from, ascending.
+        id_of_first: Id of column 0.
+        out: int64 [T, K], written as far as there are columns.
+    """
+    available = len(allowed)
+    values = np.empty(available, dtype=np.float32)
+    keys = np.empty(available, dtype=np.int32)
+    kept, places = np.empty(available + 1, np.int32), np.empty(available + 1, np.int32)
+    count = min(out.shape[1], available)
+    for row in range(first, stop):
+        gather_block(values, rows, row, allowed, available)
+        _logit_keys(keys, values, available)
+        _choose(kept, places, keys, available, count)
+        ordered, origin = _sort_by_digits(kept, places, count)
+        for i in range(count):
+            token = int64(id_of_first) + int64(allowed[origin[i]])
+            out[row, i] = (int64(ordered[i]) << 32) | (int64(0xFFFFFFFF) - token)
+
+
+@entry_point
+def selected_logits(first, stop, rows, columns, picked, peak, total):
+    """Logits of selected columns, and peaks and sums of exponentials of all others.
+
+    Args:
+        columns: int64 [T, K], each once in a row, -1 for none.
+        picked: fp32 [T, K], written, 0 for none; so are ``peak`` and ``total`` [T].
+    """
+    values = np.empty(rows.width, dtype=np.float32)
+    for row in range(first, stop):
+        load_block(values, rows, row, 0, rows.width)
+        for i in range(columns.shape[1]):
+            column = columns[row, i]
+            picked[row, i] = values[column] if column >= 0 else _ZERO
+        for i in range(columns.shape[1]):
+            if columns[row, i] >= 0:
+                values[columns[row, i]] = MINUS_INFINITY
+        top, _ = peak_of(values, rows.width)
+        peak[row] = top if top != MINUS_INFINITY else _ZERO
+        total[row] = sum_of_exp(values, rows.width, peak[row])
+
+
+@njit(fastmath=EACH)
+def _weighted_probs(out, values, count, peak, log_sum, weight):
+    for i in range(count):
+        out[i] = weight * exp(values[i] - peak - log_sum)
+
+
+@entry_point
+def selected_gradient(first, stop, rows, columns, whole, rest, grad, gradient):
+    """Gradient of ``selected_log_prob`` for rows ``first`` to ``stop``.
+
+    Args:
+        columns: As of ``selected_logits``.
+        whole, rest: ``Normaliser`` of all columns and of those that are not selected.
+        grad: fp32 [T, K + 1], over the temperature. A row of zeros gives zeros, whatever it holds.
+        gradient: Rows that are written.
+    """
+    values, out = np.empty(BLOCK, dtype=np.float32), np.empty(BLOCK, dtype=np.float32)
+    for row in range(first, stop):
+        total, used = _ZERO, False
+        for i in range(grad.shape[1]):
+            total += grad[row, i]
+            used |= grad[row, i] != 0
+        of_rest = rest.peak[row] - whole.peak[row] + (rest.log_sum[row] - whole.log_sum[row])
+        weight = grad[row, columns.shape[1]] - total * exp(of_rest)
+        for start in range(0, rows.width, BLOCK):
+            count = min(BLOCK, rows.width - start)
+            if used:
+                load_block(values, rows, row, start, count)
+                _weighted_probs(out, values, count, rest.peak[row], rest.log_sum[row], weight)
+            else:
+                fill(out, count, _ZERO)
+            store_block(gradient, row, start, out, count)
+        for i in range(columns.shape[1] if used else 0):
+            column = columns[row, i]
+            if column >= 0:
+                load_block(values, rows, row, column, 1)
+                q = exp(values[0] - whole.peak[row] - whole.log_sum[row])
+                out[0] = grad[row, i] - total * q
+                store_block(gradient, row, column, out, 1)
+        clear_padding(gradient, row, rows.width)
