@@ -20,6 +20,7 @@ from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, Objective, Targe
 from megatron_ext.losses.targets import TeacherTargets, check_tail_temperature, topk_log_probs
 from megatron_ext.losses.vocabulary_match import VocabularyMatch
 from megatron_ext.ops.divergence import Divergence, check_divergence, divergence
+from megatron_ext.ops.launch import Implementation, check_implementation
 from megatron_ext.ops.token_log_prob import selected_log_prob
 from megatron_ext.ops.top_columns import sort_keys, top_columns
 
@@ -74,7 +75,12 @@ class StrictTopKLoss(Objective):
     """``bucket``: the rest of either model is one more token, so that the student also learns the
     total mass of the top tokens. ``renormalise``: only their proportions count."""
 
+    implementation: Implementation = "auto"
+    """Implementation of the choice of tokens and of the student's log-probabilities, by torch where
+    kernels are asked for: it has none."""
+
     def __post_init__(self) -> None:
+        check_implementation("strict_topk", self.implementation)
         check_divergence(
             "strict_topk",
             temperature=self.temperature,
@@ -129,8 +135,14 @@ class StrictTopKLoss(Objective):
         allowed[: shard.valid_width] = (
             student_of[shard.start : shard.start + shard.valid_width] >= 0
         )
-        ids = top_columns(logits, self.top_k, shard, allowed)
-        log_prob = selected_log_prob(logits.detach(), ids, shard, temperature=self.temperature)
+        ids = top_columns(logits, self.top_k, shard, allowed, implementation=self.implementation)
+        log_prob = selected_log_prob(
+            logits.detach(),
+            ids,
+            shard,
+            temperature=self.temperature,
+            implementation=self.implementation,
+        )
         student_id = torch.where(ids >= 0, student_of[ids.clamp(min=0)], -1)
         return _TopTokens(student_id, log_prob)
 
@@ -162,7 +174,11 @@ class StrictTopKLoss(Objective):
         rows = alignment.student_spans[:, 0]
         of_row = ids.new_full((logits.shape[0], ids.shape[1]), -1).index_copy_(0, rows, ids)
         log_q = selected_log_prob(
-            logits, of_row, inputs.student_shard, temperature=self.temperature
+            logits,
+            of_row,
+            inputs.student_shard,
+            temperature=self.temperature,
+            implementation=self.implementation,
         )
         return log_q[rows]
 

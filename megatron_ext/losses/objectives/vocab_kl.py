@@ -150,7 +150,7 @@ class VocabKLLoss(FusedObjective):
         logits, shard = inputs.student_logits.flatten(0, 1), inputs.student_shard
         assert teacher.topk_ids is not None
         ids = teacher.topk_ids.flatten(0, 1)
-        log_q = selected_log_prob(logits, ids, shard)
+        log_q = selected_log_prob(logits, ids, shard, implementation=self.implementation)
         log_p = topk_log_probs(teacher).to(log_q.dtype)
         row_loss = divergence(log_p, log_q, self.direction, self.mixture)
         p = log_p.exp()
