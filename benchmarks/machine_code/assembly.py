@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 _INSTRUCTION: Final = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", re.MULTILINE)
 _BRANCH: Final = re.compile(r"\bBRA\b.*?(0x[0-9a-f]+)")
 _PREDICATE: Final = re.compile(r"^@!?U?P\w+\s+")
+_AHEAD: Final = re.compile(r"^LDGSTS\.\S*128")
 _WIDE: Final = re.compile(r"^(LDG\.\S*128|LDGSTS\.\S*128)")
 
 _PROCESSOR: Final = {80: 164, 90: 228, 100: 228}
@@ -23,6 +24,9 @@ class Loop(NamedTuple):
     instructions: int
     wide_loads: int
     """Loads of 128 bits, to registers or to shared memory."""
+
+    is_ahead: bool
+    """Whether it loads to shared memory what later iterations need."""
 
 
 def resources(ptxas: Path, ptx: str) -> dict[str, int]:
@@ -75,14 +79,16 @@ def loops(listing: list[tuple[int, str]]) -> list[Loop]:
         begin = place.get(int(branch[1], 16)) if branch else None
         if begin is not None and begin < end:
             inside = [instruction for _, instruction in listing[begin : end + 1]]
-            found.append(Loop(len(inside), sum(map(bool, map(_WIDE.match, inside)))))
+            wide = sum(map(bool, map(_WIDE.match, inside)))
+            found.append(Loop(len(inside), wide, any(map(_AHEAD.match, inside))))
     return found
 
 
 def counted(listing: list[tuple[int, str]], columns: int) -> dict[str, Any]:
     """Instructions a column of the loop over columns, or of the whole code where that is not clear.
 
-    Only one loop with wide loads is taken for it. A kernel without a loop, or with loops in loops
+    Only one loop with wide loads is taken for it, and of several only one that loads ahead of time:
+    the others are for a row's last columns. A kernel without a loop, or with loops in loops
     or several passes, is counted as a whole: each instruction once, whether or not it is executed
     or repeated. That shows a change, and is no number of what a column costs.
 
@@ -90,7 +96,9 @@ def counted(listing: list[tuple[int, str]], columns: int) -> dict[str, Any]:
         columns: Columns of a thread in one iteration.
     """
     repeated = loops(listing)
-    streaming = [loop.instructions for loop in repeated if loop.wide_loads]
+    wide = [loop for loop in repeated if loop.wide_loads]
+    ahead = [loop for loop in wide if loop.is_ahead]
+    streaming = [loop.instructions for loop in (ahead if len(wide) > 1 else wide)]
     is_clear = len(streaming) == 1
     length = streaming[0] if is_clear else len(listing)
     return {

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from megatron_ext.ops.launch import ROW_CONFIGS, LaunchConfig
+from megatron_ext.ops.launch import PAIR_CONFIGS, ROW_CONFIGS, LaunchConfig
 
 _POINTERS: Final = {
     "*bf16": "logits student teacher gradient kept",
@@ -73,6 +73,7 @@ _SWEEP: Final = (LaunchConfig(2048, 4), LaunchConfig(2048, 8), LaunchConfig(4096
 _PLAIN: Final = {"HAS_TEMPERATURE": False}
 _NO_READ: Final = {"read_ptr": None, "HAS_READ": False, **_PLAIN}
 _WHOLE: Final = {"HAS_LABELS": True, "HAS_GRADIENT": True, **_PLAIN}
+_VOCAB: Final = {"HAS_SUMS": True, **_WHOLE}
 _PROJECTED: Final = {"HAS_DOTS": True, **_WHOLE}
 _SINGLE: Final = {"STORES_SUMS": True, "STORES_GRADIENT": True, "HAS_LABELS": True, **_PLAIN}
 _MATCHED: Final = {"moved_ptr": None, "MOVED": False, "DIRECTION": "forward", **_PLAIN}
@@ -114,7 +115,7 @@ _ROWS: Final[tuple[tuple[str, str, str, dict[str, Any], tuple[LaunchConfig, ...]
         _SWEEP,
     ),
     (
-        "token_likelihood_kernels",
+        "chunk_kernels",
         "token_gradient_kernel",
         "plain",
         {"members_ptr": None, "HAS_MEMBERS": False, **_PLAIN},
@@ -125,14 +126,35 @@ _ROWS: Final[tuple[tuple[str, str, str, dict[str, Any], tuple[LaunchConfig, ...]
         "pair_statistics_kernel",
         "plain",
         {"HAS_PLAIN": False, **_NO_READ},
-        ROW_CONFIGS,
+        PAIR_CONFIGS,
     ),
     (
         "vocab_kl.triton_kernels",
         "vocab_kl_kernel",
         "forward",
-        {"DIRECTION": "forward", "HAS_SUMS": True, **_WHOLE},
-        ROW_CONFIGS,
+        {**_VOCAB, "DIRECTION": "forward"},
+        PAIR_CONFIGS,
+    ),
+    (
+        "vocab_kl.triton_kernels",
+        "vocab_kl_kernel",
+        "reverse sums",
+        {**_VOCAB, "DIRECTION": "reverse", "HAS_GRADIENT": False},
+        PAIR_CONFIGS,
+    ),
+    (
+        "vocab_kl.triton_kernels",
+        "vocab_kl_kernel",
+        "reverse gradient",
+        {**_VOCAB, "DIRECTION": "reverse", "HAS_SUMS": False},
+        PAIR_CONFIGS,
+    ),
+    (
+        "vocab_kl.triton_kernels",
+        "vocab_kl_kernel",
+        "jensen_shannon gradient at a temperature",
+        {**_VOCAB, "DIRECTION": "jensen_shannon", "HAS_SUMS": False, "HAS_TEMPERATURE": True},
+        PAIR_CONFIGS,
     ),
     (
         "partition_kl.triton_kernels",

@@ -149,6 +149,10 @@ ROW_CONFIGS: Final = (
 )
 """Candidates for kernels that stream rows of a vocabulary."""
 
+PAIR_CONFIGS: Final = (LaunchConfig(2048, 8), LaunchConfig(1024, 4), LaunchConfig(4096, 16))
+"""Candidates for kernels that stream rows of two models: 8 columns of each a thread, in at most 64
+registers, and in fp32 less than 99 KiB of shared memory, which is what the smaller GPUs have."""
+
 _COLUMNS_A_WARP: Final = 256
 """Columns that the threads of a warp load at once, 16 bytes each."""
 
@@ -195,7 +199,10 @@ _TIMED_ROWS: Final = 512
 
 
 def launch_rows(
-    key: Hashable, launch: Callable[[LaunchConfig, torch.Tensor], None], output: torch.Tensor
+    key: Hashable,
+    launch: Callable[[LaunchConfig, torch.Tensor], None],
+    output: torch.Tensor,
+    candidates: Sequence[LaunchConfig] = ROW_CONFIGS,
 ) -> None:
     """Run ``launch(config, output)`` with the fastest configuration, timed on a scratch output.
 
@@ -211,4 +218,4 @@ def launch_rows(
     def time(config: LaunchConfig) -> None:
         launch(fitting_config(config, width), torch.empty_like(output[:_TIMED_ROWS]))
 
-    launch(fitting_config(chosen_config((key, width), ROW_CONFIGS, time), width), output)
+    launch(fitting_config(chosen_config((key, width), candidates, time), width), output)

@@ -9,6 +9,12 @@ LOG_TINY: tl.constexpr = tl.constexpr(-87.33654475055310898657)
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 """Factor from nats to bits: ``exp2`` is one instruction, ``exp`` a product more."""
 
+LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+"""Factor from bits to nats, of what has been added up."""
+
+FAR_BELOW: tl.constexpr = tl.constexpr(-1e30)
+"""A finite logarithm in the place of -inf, where a probability of 0 is its factor."""
+
 LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
 """A peak before the first value, the smallest finite number: -inf less itself would be NaN."""
 
@@ -21,7 +27,8 @@ def scaled(logits, temperature, HAS_TEMPERATURE: tl.constexpr):
     """Logits in fp32, over the temperature."""
     wide = logits.to(tl.float32)
     if HAS_TEMPERATURE:
-        wide = wide / temperature
+        # One division a row.
+        wide = wide * (1.0 / temperature)
     return wide
 
 
@@ -96,6 +103,12 @@ def finite_peak(peak):
 def floored(log_probs):
     """Log-probabilities with ``LOG_TINY`` in the place of -inf."""
     return tl.where(log_probs == -float("inf"), LOG_TINY, log_probs)
+
+
+@triton.jit
+def floored_bits(log_probs):
+    """Logarithms to base 2 with that of the smallest normal number in the place of -inf."""
+    return tl.where(log_probs == -float("inf"), -126.0, log_probs)
 
 
 @triton.jit

@@ -47,7 +47,7 @@ def test_a_broken_bound_is_named():
 def test_only_a_loop_with_wide_loads_is_taken_for_that_over_columns():
     body = ["LDG.E.128 R4, [R2]", "FADD R4, R4, R5", "BRA 0x10", "NOP", "BRA 0x50"]
     listing = [(16 * place, text) for place, text in enumerate(["MOV R1, R2", *body])]
-    assert assembly.loops(listing) == [assembly.Loop(3, 1)]
+    assert assembly.loops(listing) == [assembly.Loop(3, 1, False)]
     assert assembly.counted(listing, 2)["instructions_a_column"] == 1.5
 
 
