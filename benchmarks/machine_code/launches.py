@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from megatron_ext.ops.launch import PAIR_CONFIGS, ROW_CONFIGS, LaunchConfig
+from megatron_ext.ops.launch import LANE_CONFIGS, ROW_CONFIGS, LaunchConfig
 
 _POINTERS: Final = {
     "*bf16": "logits student teacher gradient kept",
@@ -126,35 +126,35 @@ _ROWS: Final[tuple[tuple[str, str, str, dict[str, Any], tuple[LaunchConfig, ...]
         "pair_statistics_kernel",
         "plain",
         {"HAS_PLAIN": False, **_NO_READ},
-        PAIR_CONFIGS,
+        LANE_CONFIGS,
     ),
     (
         "vocab_kl.triton_kernels",
         "vocab_kl_kernel",
         "forward",
         {**_VOCAB, "DIRECTION": "forward"},
-        PAIR_CONFIGS,
+        LANE_CONFIGS,
     ),
     (
         "vocab_kl.triton_kernels",
         "vocab_kl_kernel",
         "reverse sums",
         {**_VOCAB, "DIRECTION": "reverse", "HAS_GRADIENT": False},
-        PAIR_CONFIGS,
+        LANE_CONFIGS,
     ),
     (
         "vocab_kl.triton_kernels",
         "vocab_kl_kernel",
         "reverse gradient",
         {**_VOCAB, "DIRECTION": "reverse", "HAS_SUMS": False},
-        PAIR_CONFIGS,
+        LANE_CONFIGS,
     ),
     (
         "vocab_kl.triton_kernels",
         "vocab_kl_kernel",
         "jensen_shannon gradient at a temperature",
         {**_VOCAB, "DIRECTION": "jensen_shannon", "HAS_SUMS": False, "HAS_TEMPERATURE": True},
-        PAIR_CONFIGS,
+        LANE_CONFIGS,
     ),
     (
         "partition_kl.triton_kernels",
@@ -175,7 +175,7 @@ _ROWS: Final[tuple[tuple[str, str, str, dict[str, Any], tuple[LaunchConfig, ...]
         "select_kernel",
         "plain",
         {"excluded_ptr": None, "HAS_EXCLUDED": False, **_PLAIN},
-        ROW_CONFIGS,
+        LANE_CONFIGS,
     ),
     ("sorted_l1.triton_kernels", "spread_kernel", "plain", _PLAIN, ROW_CONFIGS),
     ("matched_divergence.triton_kernels", "compare_kernel", "forward", _MATCHED, ROW_CONFIGS),

@@ -149,9 +149,10 @@ ROW_CONFIGS: Final = (
 )
 """Candidates for kernels that stream rows of a vocabulary."""
 
-PAIR_CONFIGS: Final = (LaunchConfig(2048, 8), LaunchConfig(1024, 4), LaunchConfig(4096, 16))
-"""Candidates for kernels that stream rows of two models: 8 columns of each a thread, in at most 64
-registers, and in fp32 less than 99 KiB of shared memory, which is what the smaller GPUs have."""
+LANE_CONFIGS: Final = (LaunchConfig(2048, 8), LaunchConfig(1024, 4), LaunchConfig(4096, 16))
+"""Candidates for kernels with more to do for a column: a thread has 8 of each row, which leaves
+room for half of a multiprocessor's warps, and two rows in fp32 take less shared memory than the
+99 KiB of smaller GPUs."""
 
 _COLUMNS_A_WARP: Final = 256
 """Columns that the threads of a warp load at once, 16 bytes each."""

@@ -75,7 +75,6 @@ def _both_sides(
         common,
         temperature,
         HAS_TEMPERATURE,
-        BLOCK,
     )
     if MOVED:
         p = tl.where(common, tl.load(moved_row_ptr + columns, mask=held, other=0.0), 0.0)
@@ -93,7 +92,6 @@ def _both_sides(
             common,
             temperature,
             HAS_TEMPERATURE,
-            BLOCK,
         )
     return p / teacher_used, q / student_used, common
 
