@@ -178,8 +178,8 @@ _ROWS: Final[tuple[tuple[str, str, str, dict[str, Any], tuple[LaunchConfig, ...]
         LANE_CONFIGS,
     ),
     ("sorted_l1.triton_kernels", "spread_kernel", "plain", _PLAIN, ROW_CONFIGS),
-    ("matched_divergence.triton_kernels", "compare_kernel", "forward", _MATCHED, ROW_CONFIGS),
-    ("matched_divergence.triton_kernels", "gradient_kernel", "forward", _MATCHED, ROW_CONFIGS),
+    ("matched_divergence.triton_kernels", "compare_kernel", "forward", _MATCHED, LANE_CONFIGS),
+    ("matched_divergence.triton_kernels", "gradient_kernel", "forward", _MATCHED, LANE_CONFIGS[:1]),
     ("chunk_kernels", "chunk_means_kernel", "plain", _PLAIN, ROW_CONFIGS),
 )
 """Module, kernel, launch, constants besides the block, and candidate configurations."""
