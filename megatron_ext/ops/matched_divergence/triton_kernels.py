@@ -33,9 +33,14 @@ def _terms(p, q, mixture, DIRECTION: tl.constexpr):
 
 @triton.jit
 def _bits(values, peak, log_sum):
-    """Logarithms to base 2, at least -126, that of the smallest normal number; NaN stays."""
+    """Logarithms to base 2; ``log_sum`` is to base 2 too."""
     # The difference first, which is exact for large logits where their product is not.
-    bits = (values - peak) * LOG2_E - log_sum
+    return (values - peak) * LOG2_E - log_sum
+
+
+@triton.jit
+def _normal(bits):
+    """Logarithms to base 2, at least -126, that of the smallest normal number; NaN stays."""
     return tl.maximum(bits, -126.0, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -55,7 +60,7 @@ def _single_pair(
     """Logarithms of P^ and Q^ to base 2 at columns that are all real, and which are common.
 
     The logarithms of the sums are to base 2 and hold those of the used masses. Where a column is
-    not common, P^ is 0 in fp32, and Q^ is the row's probability over the used mass.
+    not common, P^ is 0, and Q^ is the row's probability over the used mass.
     """
     pair = tl.load(pairs_ptr + columns)
     common = pair >= 0
@@ -68,8 +73,10 @@ def _single_pair(
 @triton.jit
 def _single_terms(log_p, log_q, common, mixture, DIRECTION: tl.constexpr):
     """Terms of the divergence to base 2, and of ``q f_q``, as ``_terms`` has them; and Q^."""
-    p = tl.where(common, tl.exp2(log_p), 0.0)
+    p = tl.exp2(log_p)
     q = tl.exp2(log_q)
+    log_p = _normal(log_p)
+    log_q = _normal(log_q)
     # 1 but where Q is less than 1024 times the smallest normal number, as in torch.
     share = tl.minimum(q * (1.0 / 1.2037062e-35), 1.0)
     if DIRECTION == "forward":
@@ -80,8 +87,7 @@ def _single_terms(log_p, log_q, common, mixture, DIRECTION: tl.constexpr):
             value = q * (log_q - log_p)
             slope = (value * LN_2 + q) * share
         else:
-            log_mix = tl.log2(mixture * p + (1.0 - mixture) * q)
-            log_mix = tl.maximum(log_mix, -126.0, propagate_nan=tl.PropagateNan.ALL)
+            log_mix = _normal(tl.log2(mixture * p + (1.0 - mixture) * q))
             of_q = q * (log_q - log_mix) * (1.0 - mixture)
             value = mixture * p * (log_p - log_mix) + of_q
             slope = of_q * share * LN_2
@@ -252,7 +258,7 @@ def compare_kernel(
             value, slope, _ = _single_terms(log_p, log_q, common, mixture, DIRECTION)
             values += tl.sum(value, axis=1)
             wholes += tl.sum(slope, axis=1)
-            top = tl.max(tl.where(common, log_p, LOWEST), axis=1)
+            top = tl.max(log_p, axis=1)
             p_first = tl.where(top > p_peak, start, p_first)
             p_peak = tl.maximum(p_peak, top)
             top = tl.max(tl.where(common, log_q, LOWEST), axis=1)
