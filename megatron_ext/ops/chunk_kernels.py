@@ -65,7 +65,7 @@ def mean_probabilities(
     return sums / tl.maximum(end - begin, 1).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_chunk"])
 def chunk_means_kernel(
     logits_ptr,
     order_ptr,
@@ -103,7 +103,7 @@ def chunk_means_kernel(
     tl.store(out_ptr + place * width + columns, means, mask=columns < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def token_gradient_kernel(
     logits_ptr,
     members_ptr,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from collections.abc import Callable, Hashable, Sequence
 from typing import Final, Literal, NamedTuple, get_args
@@ -168,17 +169,38 @@ def chosen_config(
     """The fastest candidate for ``key``: kernel, dtypes, widths and flags, never a number of rows.
 
     Each is timed once a process, by ``run`` with tensors of its own or with outputs that may be
-    written many times. The interpreter takes the first; so does a run that asks torch for
-    deterministic algorithms, since another block size adds in another order.
+    written many times; one that asks for more than this GPU has is left out. The interpreter takes
+    the first; so does a run that asks torch for deterministic algorithms, since another block size
+    adds in another order, and one with ``MEGATRON_EXT_AUTOTUNE=0`` in its environment.
+
+    Raises:
+        LossError: No candidate fits this GPU.
     """
-    if interpreted() or torch.are_deterministic_algorithms_enabled():
+    is_off = os.environ.get("MEGATRON_EXT_AUTOTUNE") == "0"
+    if is_off or interpreted() or torch.are_deterministic_algorithms_enabled():
         return candidates[0]
     if key not in _CHOSEN:
-        from triton.testing import do_bench
-
-        times = [do_bench(lambda c=c: run(c), warmup=5, rep=20) for c in candidates]
+        times = [_milliseconds(run, config) for config in candidates]
+        if min(times) == math.inf:
+            raise LossError(
+                "no launch configuration of a kernel fits this GPU",
+                got=f"{key} in {', '.join(f'{c.block} x {c.num_warps} warps' for c in candidates)}",
+                expected="99 KiB of shared memory a block, as GPUs of sm_80 and later have",
+                fix="take implementation 'torch'",
+            )
         _CHOSEN[key] = candidates[times.index(min(times))]
     return _CHOSEN[key]
+
+
+def _milliseconds(run: Callable[[LaunchConfig], object], config: LaunchConfig) -> float:
+    """Time of a launch, infinity where it needs more than the GPU has."""
+    from triton.runtime.errors import OutOfResources
+    from triton.testing import do_bench
+
+    try:
+        return float(do_bench(lambda: run(config), warmup=5, rep=20))
+    except OutOfResources:
+        return math.inf
 
 
 def small_block(width: int, block: int) -> int:

@@ -161,7 +161,7 @@ def _both_sides(
     return p / teacher_used, q / student_used, common
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_chunk"])
 def compare_kernel(
     student_ptr,
     student_order_ptr,
@@ -379,7 +379,7 @@ def compare_kernel(
         tl.store(column_ptr + tl.num_programs(0) + program, (column_start + q_column).to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_chunk"])
 def gradient_kernel(
     student_ptr,
     gradient_ptr,

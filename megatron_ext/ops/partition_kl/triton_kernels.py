@@ -16,7 +16,7 @@ from megatron_ext.ops.triton_math import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def split_statistics_kernel(
     logits_ptr,
     set_ptr,
@@ -125,7 +125,7 @@ def divergence_of(log_p, log_q, p, q, mixture, DIRECTION: tl.constexpr):
     return divergence_terms(p, q, log_p, log_q, no_mass, mixture, DIRECTION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def masked_mass_kernel(
     logits_ptr,
     teacher_ptr,
@@ -168,7 +168,7 @@ def masked_mass_kernel(
     tl.store(lost_ptr + chunk, lost)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks", "rows"])
 def single_rows_kernel(
     logits_ptr,
     teacher_ptr,
@@ -272,7 +272,7 @@ def single_rows_kernel(
         tl.store(sums_ptr + chunks + chunk, slopes)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def other_rows_kernel(
     logits_ptr,
     set_ptr,
@@ -324,7 +324,7 @@ def other_rows_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def store_entries_kernel(
     gradient_ptr, row_ptr, column_ptr, value_ptr, gradient_stride, count, BLOCK: tl.constexpr
 ):

@@ -144,7 +144,7 @@ def _store_chosen(
     return rest, surely + (total & 0xFFFF), above + (total >> 16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_chunk"])
 def select_kernel(
     logits_ptr,
     order_ptr,
@@ -307,7 +307,7 @@ def select_kernel(
     tl.store(rest_ptr + program, tl.sum(rest, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_chunk"])
 def keep_chosen_kernel(
     logits_ptr,
     order_ptr,
@@ -351,7 +351,7 @@ def keep_chosen_kernel(
         tl.store(centre_ptr + row, centre)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_chunk"])
 def spread_kernel(
     logits_ptr,
     gradient_ptr,
@@ -402,7 +402,7 @@ def spread_kernel(
             tl.store(place_of, slope.to(gradient_ptr.dtype.element_ty), mask=held)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_chunk"])
 def write_chosen_kernel(
     kept_ptr,
     gradient_ptr,

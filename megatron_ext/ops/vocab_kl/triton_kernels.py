@@ -17,7 +17,7 @@ from megatron_ext.ops.triton_math import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def pair_statistics_kernel(
     student_ptr,
     teacher_ptr,
@@ -205,7 +205,7 @@ def _pair_block(
     return value, slope, information, gradient
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def vocab_kl_kernel(
     student_ptr,
     teacher_ptr,
