@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from megatron_ext.ops.launch import LANE_CONFIGS, ROW_CONFIGS, LaunchConfig
+from megatron_ext.ops.partition_kl.single_chunks import SINGLE_CONFIGS
 
 _POINTERS: Final = {
     "*bf16": "logits student teacher gradient kept",
@@ -161,14 +162,14 @@ _ROWS: Final[tuple[tuple[str, str, str, dict[str, Any], tuple[LaunchConfig, ...]
         "split_statistics_kernel",
         "every row",
         {"HAS_UNSCALED": False, "EVERY_ROW": True, **_PLAIN},
-        ROW_CONFIGS,
+        LANE_CONFIGS,
     ),
     (
         "partition_kl.triton_kernels",
         "single_rows_kernel",
         "forward",
         {"DIRECTION": "forward", "HAS_ARRIVED": False, **_SINGLE},
-        ROW_CONFIGS,
+        SINGLE_CONFIGS,
     ),
     (
         "sorted_l1.triton_kernels",

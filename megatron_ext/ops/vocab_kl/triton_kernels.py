@@ -4,14 +4,16 @@ import triton
 import triton.language as tl
 
 from megatron_ext.ops.triton_math import (
-    FAR_BELOW,
     LN_2,
     LOG2_E,
     LOWEST,
     first_column,
-    floored_bits,
     lane_sums,
     merged_lanes,
+    row_bits,
+    row_divergence,
+    row_gradient,
+    row_terms,
     row_values,
     scaled,
 )
@@ -108,68 +110,6 @@ def pair_statistics_kernel(
 
 
 @triton.jit
-def row_terms(log_p, log_q, mixture, DIRECTION: tl.constexpr):
-    """``q``, ``slope`` and what a row adds up, from logarithms to base 2, which may be -inf.
-
-    ``value`` and ``slope`` are ``p (log p - log q)`` and p where the student has mass (forward),
-    nothing and ``log q/p`` (reverse), ``p log p/m`` and ``log q/m``; ``row_divergence`` and
-    ``row_gradient`` make D and its gradient of them. The last are ``p log p``.
-    """
-    p = tl.exp2(log_p)
-    q = tl.exp2(log_q)
-    information = tl.maximum(log_p, FAR_BELOW)
-    value = 0.0 * p
-    if DIRECTION == "forward":
-        value = p * (information - floored_bits(log_q))
-        slope = tl.where(log_q == -float("inf"), 0.0, p)
-    elif DIRECTION == "reverse":
-        slope = tl.maximum(log_q, FAR_BELOW) - floored_bits(log_p)
-    else:
-        # log(P / M) and log(Q / M) from the smaller of the two ratios, which cannot overflow.
-        ratio = floored_bits(log_q) - floored_bits(log_p)
-        of_larger = tl.where(ratio <= 0.0, mixture, 1.0 - mixture)
-        log_share = tl.log2(of_larger + (1.0 - of_larger) * tl.exp2(-tl.abs(ratio)))
-        value = -p * (log_share + tl.maximum(ratio, 0.0))
-        slope = tl.minimum(ratio, 0.0) - log_share
-    return value, slope, q, p * information
-
-
-@triton.jit
-def row_divergence(value, slope, mixture, DIRECTION: tl.constexpr):
-    """D and the sum of its slopes, from sums of ``value`` and of ``q slope`` (forward: of p).
-
-    The slope of the reverse KL leaves out Q, which (3) takes out again.
-    """
-    if DIRECTION == "forward":
-        divergence = value * LN_2
-        total = -slope
-    else:
-        total = slope * LN_2
-        divergence = total
-        if DIRECTION == "jensen_shannon":
-            total = total * (1.0 - mixture)
-            divergence = mixture * value * LN_2 + total
-    return divergence, total
-
-
-@triton.jit
-def row_gradient(q, slope, on_q, on_slope, DIRECTION: tl.constexpr):
-    """Gradient of D and of ``on_q`` times the sum of q, by two factors of the row."""
-    if DIRECTION == "forward":
-        gradient = q * on_q - slope * on_slope
-    else:
-        gradient = q * (slope * on_slope + on_q)
-    return gradient
-
-
-@triton.jit
-def _row_bits(values, peak, log_sum):
-    """Log-probabilities to base 2; ``log_sum`` is to base 2 too."""
-    # The difference first, which is exact for large logits where their product is not.
-    return (values - peak) * LOG2_E - log_sum
-
-
-@triton.jit
 def _pair_block(
     student,
     teacher,
@@ -191,14 +131,14 @@ def _pair_block(
     MAY_BE_LEFT_OUT: tl.constexpr,
 ):
     """What logits add to the sums of a row, and their gradient without that at the label."""
-    log_q = _row_bits(scaled(student, temperature, HAS_TEMPERATURE), student_peak, student_log_sum)
-    log_p = _row_bits(scaled(teacher, temperature, HAS_TEMPERATURE), teacher_peak, teacher_log_sum)
+    log_q = row_bits(scaled(student, temperature, HAS_TEMPERATURE), student_peak, student_log_sum)
+    log_p = row_bits(scaled(teacher, temperature, HAS_TEMPERATURE), teacher_peak, teacher_log_sum)
     value, slope, q, information = row_terms(log_p, log_q, mixture, DIRECTION)
     if MAY_BE_LEFT_OUT:
         slope = tl.where(weight == 0.0, 0.0, slope)
     gradient = row_gradient(q, slope, on_q, on_slope, DIRECTION)
     if HAS_LABELS and HAS_TEMPERATURE:
-        plain = tl.exp2(_row_bits(student.to(tl.float32), plain_peak, plain_log_sum))
+        plain = tl.exp2(row_bits(student.to(tl.float32), plain_peak, plain_log_sum))
         gradient += plain * label_weight
     if DIRECTION != "forward":
         slope = q * slope
