@@ -267,6 +267,7 @@ def write_measured(path: Path, checked: list[dict[str, Any]], seconds: float) ->
         "rows": rows,
         "not_run": not_run,
     }
+    write_results(path, results)
     for found in (measured_rows(deadline - 0.2 * seconds, not_run), head_rows(deadline, not_run)):
         for row in found:
             rows.append(row)

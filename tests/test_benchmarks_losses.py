@@ -249,25 +249,34 @@ def test_times_are_refused_without_a_gpu(script, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("gpu", [True, False], ids=["gpu", "no gpu"])
-@pytest.mark.parametrize("failing", [True, False], ids=["tests fail", "tests pass"])
-def test_one_command_tests_and_then_measures(script, monkeypatch, tmp_path, gpu, failing):
+@pytest.mark.parametrize("status", [1, 0, 124], ids=["fail", "pass", "take too long"])
+def test_one_command_tests_and_then_measures(script, monkeypatch, tmp_path, gpu, status):
     command = importlib.import_module("gpu")
     ran = []
 
-    def run(*arguments, gpu, timeout=None):
+    def run(*arguments, gpu, timeout=None, times_launches=True):
         ran.append(arguments)
-        return int(failing)
+        assert times_launches == (len(ran) == 2)
+        return status if len(ran) == 1 else 0
 
     monkeypatch.setattr(command, "has_gpu", lambda: gpu)
     monkeypatch.setattr(command, "run", run)
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--results", str(tmp_path)])
-    assert command.main() == int(failing)
+    assert command.main() == status
     assert ran[0][:2] == ("-m", "pytest")
-    assert len(ran) == (1 if failing else 2)
-    if not failing:
+    assert len(ran) == (1 if status == 1 else 2)
+    if status != 1:
         written = "losses.json" if gpu else "losses_counted.json"
         option = "--output" if gpu else "--counted"
         assert ran[1][:3] == ("benchmarks/losses.py", option, str(tmp_path / written))
+
+
+def test_a_child_that_takes_too_long_is_stopped(script):
+    command = importlib.import_module("gpu")
+    endless = ("-c", "import time; time.sleep(60)")
+    assert command.run(*endless, gpu=False, timeout=0.1) == command.TIMED_OUT
+    off = "import os; raise SystemExit(int(os.environ['MEGATRON_EXT_AUTOTUNE']) + 3)"
+    assert command.run("-c", off, gpu=False, times_launches=False) == 3
 
 
 def test_results_have_a_row_a_line(tmp_path):

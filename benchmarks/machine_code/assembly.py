@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 _INSTRUCTION: Final = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", re.MULTILINE)
 _BRANCH: Final = re.compile(r"\bBRA\b.*?(0x[0-9a-f]+)")
 _PREDICATE: Final = re.compile(r"^@!?U?P\w+\s+")
+_AHEAD: Final = re.compile(r"^LDGSTS\.\S*128")
 _WIDE: Final = re.compile(r"^(LDG\.\S*128|LDGSTS\.\S*128)")
 
 _PROCESSOR: Final = {80: 164, 90: 228, 100: 228}
@@ -26,6 +27,9 @@ class Loop(NamedTuple):
     instructions: int
     wide_loads: int
     """Loads of 128 bits, to registers or to shared memory."""
+
+    is_ahead: bool
+    """Whether it loads to shared memory what later iterations need."""
 
 
 def resources(ptxas: Path, ptx: str) -> dict[str, int]:
@@ -78,7 +82,8 @@ def loops(listing: list[tuple[int, str]]) -> list[Loop]:
         begin = place.get(int(branch[1], 16)) if branch else None
         if begin is not None and begin < end:
             inside = [instruction for _, instruction in listing[begin : end + 1]]
-            found.append(Loop(begin, len(inside), sum(map(bool, map(_WIDE.match, inside)))))
+            wide = sum(map(bool, map(_WIDE.match, inside)))
+            found.append(Loop(begin, len(inside), wide, any(map(_AHEAD.match, inside))))
     return found
 
 
@@ -91,9 +96,9 @@ def counted(listing: list[tuple[int, str]], columns: int) -> dict[str, Any]:
     """Instructions a column of the longest loop over columns, or of the whole code.
 
     A loop with wide loads goes over columns; of several, each goes over a part of them, or over all
-    again. A kernel without one, or with loops in one, is counted as a whole: each instruction once,
-    whether or not it is executed or repeated. That shows a change, and is no number of what a
-    column costs.
+    again, and those that load nothing ahead of time are for what few rows need. A kernel without
+    one, or with loops in one, is counted as a whole: each instruction once, whether or not it is
+    executed or repeated. That shows a change, and is no number of what a column costs.
 
     Args:
         columns: Columns of a thread in one iteration.
@@ -102,6 +107,7 @@ def counted(listing: list[tuple[int, str]], columns: int) -> dict[str, Any]:
     streaming = [loop for loop in repeated if loop.wide_loads]
     if any(_holds(loop, other) for loop in streaming for other in repeated):
         streaming = []
+    streaming = [loop for loop in streaming if loop.is_ahead] or streaming
     length = max((loop.instructions for loop in streaming), default=len(listing))
     return {
         "instructions": len(listing),

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from megatron_ext.ops.launch import ROW_CONFIGS, LaunchConfig
+from megatron_ext.ops.launch import LANE_CONFIGS, ROW_CONFIGS, LaunchConfig
+from megatron_ext.ops.partition_kl.single_chunks import SINGLE_CONFIGS
 
 _POINTERS: Final = {
     "*bf16": "logits student teacher gradient kept",
@@ -73,6 +74,7 @@ _SWEEP: Final = (LaunchConfig(2048, 4), LaunchConfig(2048, 8), LaunchConfig(4096
 _PLAIN: Final = {"HAS_TEMPERATURE": False}
 _NO_READ: Final = {"read_ptr": None, "HAS_READ": False, **_PLAIN}
 _WHOLE: Final = {"HAS_LABELS": True, "HAS_GRADIENT": True, **_PLAIN}
+_VOCAB: Final = {"HAS_SUMS": True, **_WHOLE}
 _PROJECTED: Final = {"HAS_DOTS": True, **_WHOLE}
 _SINGLE: Final = {"STORES_SUMS": True, "STORES_GRADIENT": True, "HAS_LABELS": True, **_PLAIN}
 _MATCHED: Final = {"moved_ptr": None, "MOVED": False, "DIRECTION": "forward", **_PLAIN}
@@ -143,7 +145,7 @@ _ROWS: Final[tuple[tuple[str, str, str, dict[str, Any], tuple[LaunchConfig, ...]
         _SWEEP,
     ),
     (
-        "token_likelihood_kernels",
+        "chunk_kernels",
         "token_gradient_kernel",
         "plain",
         {"members_ptr": None, "HAS_MEMBERS": False, **_PLAIN},
@@ -154,39 +156,60 @@ _ROWS: Final[tuple[tuple[str, str, str, dict[str, Any], tuple[LaunchConfig, ...]
         "pair_statistics_kernel",
         "plain",
         {"HAS_PLAIN": False, **_NO_READ},
-        ROW_CONFIGS,
+        LANE_CONFIGS,
     ),
     (
         "vocab_kl.triton_kernels",
         "vocab_kl_kernel",
         "forward",
-        {"DIRECTION": "forward", "HAS_SUMS": True, **_WHOLE},
-        ROW_CONFIGS,
+        {**_VOCAB, "DIRECTION": "forward"},
+        LANE_CONFIGS,
+    ),
+    (
+        "vocab_kl.triton_kernels",
+        "vocab_kl_kernel",
+        "reverse sums",
+        {**_VOCAB, "DIRECTION": "reverse", "HAS_GRADIENT": False},
+        LANE_CONFIGS,
+    ),
+    (
+        "vocab_kl.triton_kernels",
+        "vocab_kl_kernel",
+        "reverse gradient",
+        {**_VOCAB, "DIRECTION": "reverse", "HAS_SUMS": False},
+        LANE_CONFIGS,
+    ),
+    (
+        "vocab_kl.triton_kernels",
+        "vocab_kl_kernel",
+        "jensen_shannon gradient at a temperature",
+        {**_VOCAB, "DIRECTION": "jensen_shannon", "HAS_SUMS": False, "HAS_TEMPERATURE": True},
+        LANE_CONFIGS,
     ),
     (
         "partition_kl.triton_kernels",
         "split_statistics_kernel",
         "every row",
         {"HAS_UNSCALED": False, "EVERY_ROW": True, **_PLAIN},
-        ROW_CONFIGS,
+        LANE_CONFIGS,
     ),
     (
         "partition_kl.triton_kernels",
         "single_rows_kernel",
         "forward",
         {"DIRECTION": "forward", "HAS_ARRIVED": False, **_SINGLE},
-        ROW_CONFIGS,
+        SINGLE_CONFIGS,
     ),
     (
         "sorted_l1.triton_kernels",
         "select_kernel",
         "plain",
         {"excluded_ptr": None, "HAS_EXCLUDED": False, **_PLAIN},
-        ROW_CONFIGS,
+        LANE_CONFIGS,
     ),
     ("sorted_l1.triton_kernels", "spread_kernel", "plain", _PLAIN, ROW_CONFIGS),
-    ("matched_divergence.triton_kernels", "compare_kernel", "forward", _MATCHED, ROW_CONFIGS),
-    ("matched_divergence.triton_kernels", "gradient_kernel", "forward", _MATCHED, ROW_CONFIGS),
+    ("matched_divergence.triton_kernels", "compare_kernel", "forward", _MATCHED, LANE_CONFIGS),
+    ("matched_divergence.triton_kernels", "gradient_kernel", "forward", _MATCHED, LANE_CONFIGS[:1]),
     ("chunk_kernels", "chunk_means_kernel", "plain", _PLAIN, ROW_CONFIGS),
 )
 """Module, kernel, launch, constants besides the block, and candidate configurations."""

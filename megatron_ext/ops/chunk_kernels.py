@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from megatron_ext.ops.triton_math import row_values, scaled
+from megatron_ext.ops.triton_math import LOG2_E, row_values, scaled
 
 SMALL_MASS = tl.constexpr(-20.0)
 """Log-mass below which shares are computed from logits, since dividing by it loses digits."""
@@ -25,7 +25,9 @@ def row_probabilities(
     """Softmax of a row at ``columns``, 0 where not ``inside``. ``row`` is int64."""
     loaded = row_values(logits_ptr + row * row_stride, columns, held, inside)
     values = scaled(loaded, temperature, HAS_TEMPERATURE)
-    probabilities = tl.exp(values - tl.load(peak_ptr + row) - tl.load(log_sum_ptr + row))
+    log_sum = tl.load(log_sum_ptr + row) * LOG2_E
+    # The difference first, which is exact for large logits where their product is not.
+    probabilities = tl.exp2((values - tl.load(peak_ptr + row)) * LOG2_E - log_sum)
     return tl.where(inside, probabilities, 0.0)
 
 
@@ -43,10 +45,9 @@ def mean_probabilities(
     inside,
     temperature,
     HAS_TEMPERATURE: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Mean softmax of the rows ``order[begin:end]`` at ``columns``; 0 without rows."""
-    sums = tl.zeros([BLOCK], tl.float32)
+    sums = tl.zeros(columns.shape, tl.float32)
     for place in range(begin, end):
         row = tl.load(order_ptr + place).to(tl.int64)
         sums += row_probabilities(
@@ -64,7 +65,7 @@ def mean_probabilities(
     return sums / tl.maximum(end - begin, 1).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_chunk"])
 def chunk_means_kernel(
     logits_ptr,
     order_ptr,
@@ -98,12 +99,11 @@ def chunk_means_kernel(
         columns < valid_width,
         temperature,
         HAS_TEMPERATURE,
-        BLOCK,
     )
     tl.store(out_ptr + place * width + columns, means, mask=columns < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def token_gradient_kernel(
     logits_ptr,
     members_ptr,

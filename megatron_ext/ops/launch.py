@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from collections.abc import Callable, Hashable, Sequence
 from typing import Final, Literal, NamedTuple, get_args
@@ -149,6 +150,11 @@ ROW_CONFIGS: Final = (
 )
 """Candidates for kernels that stream rows of a vocabulary."""
 
+LANE_CONFIGS: Final = (LaunchConfig(2048, 8), LaunchConfig(1024, 4), LaunchConfig(4096, 16))
+"""Candidates for kernels with more to do for a column: a thread has 8 of each row, which leaves
+room for half of a multiprocessor's warps, and two rows in fp32 take less shared memory than the
+99 KiB of smaller GPUs."""
+
 _COLUMNS_A_WARP: Final = 256
 """Columns that the threads of a warp load at once, 16 bytes each."""
 
@@ -163,17 +169,38 @@ def chosen_config(
     """The fastest candidate for ``key``: kernel, dtypes, widths and flags, never a number of rows.
 
     Each is timed once a process, by ``run`` with tensors of its own or with outputs that may be
-    written many times. The interpreter takes the first; so does a run that asks torch for
-    deterministic algorithms, since another block size adds in another order.
+    written many times; one that asks for more than this GPU has is left out. The interpreter takes
+    the first; so does a run that asks torch for deterministic algorithms, since another block size
+    adds in another order, and one with ``MEGATRON_EXT_AUTOTUNE=0`` in its environment.
+
+    Raises:
+        LossError: No candidate fits this GPU.
     """
-    if interpreted() or torch.are_deterministic_algorithms_enabled():
+    is_off = os.environ.get("MEGATRON_EXT_AUTOTUNE") == "0"
+    if is_off or interpreted() or torch.are_deterministic_algorithms_enabled():
         return candidates[0]
     if key not in _CHOSEN:
-        from triton.testing import do_bench
-
-        times = [do_bench(lambda c=c: run(c), warmup=5, rep=20) for c in candidates]
+        times = [_milliseconds(run, config) for config in candidates]
+        if min(times) == math.inf:
+            raise LossError(
+                "no launch configuration of a kernel fits this GPU",
+                got=f"{key} in {', '.join(f'{c.block} x {c.num_warps} warps' for c in candidates)}",
+                expected="99 KiB of shared memory a block, as GPUs of sm_80 and later have",
+                fix="take implementation 'torch'",
+            )
         _CHOSEN[key] = candidates[times.index(min(times))]
     return _CHOSEN[key]
+
+
+def _milliseconds(run: Callable[[LaunchConfig], object], config: LaunchConfig) -> float:
+    """Time of a launch, infinity where it needs more than the GPU has."""
+    from triton.runtime.errors import OutOfResources
+    from triton.testing import do_bench
+
+    try:
+        return float(do_bench(lambda: run(config), warmup=5, rep=20))
+    except OutOfResources:
+        return math.inf
 
 
 def small_block(width: int, block: int) -> int:
@@ -195,7 +222,10 @@ _TIMED_ROWS: Final = 512
 
 
 def launch_rows(
-    key: Hashable, launch: Callable[[LaunchConfig, torch.Tensor], None], output: torch.Tensor
+    key: Hashable,
+    launch: Callable[[LaunchConfig, torch.Tensor], None],
+    output: torch.Tensor,
+    candidates: Sequence[LaunchConfig] = ROW_CONFIGS,
 ) -> None:
     """Run ``launch(config, output)`` with the fastest configuration, timed on a scratch output.
 
@@ -211,4 +241,4 @@ def launch_rows(
     def time(config: LaunchConfig) -> None:
         launch(fitting_config(config, width), torch.empty_like(output[:_TIMED_ROWS]))
 
-    launch(fitting_config(chosen_config((key, width), ROW_CONFIGS, time), width), output)
+    launch(fitting_config(chosen_config((key, width), candidates, time), width), output)

@@ -38,7 +38,7 @@ def _members_alone(
     return peak, tl.sum(total, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def row_statistics_kernel(
     logits_ptr,
     members_ptr,

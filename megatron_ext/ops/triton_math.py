@@ -9,6 +9,12 @@ LOG_TINY: tl.constexpr = tl.constexpr(-87.33654475055310898657)
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 """Factor from nats to bits: ``exp2`` is one instruction, ``exp`` a product more."""
 
+LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+"""Factor from bits to nats, of what has been added up."""
+
+FAR_BELOW: tl.constexpr = tl.constexpr(-1e30)
+"""A finite logarithm in the place of -inf, where a probability of 0 is its factor."""
+
 LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
 """A peak before the first value, the smallest finite number: -inf less itself would be NaN."""
 
@@ -21,7 +27,8 @@ def scaled(logits, temperature, HAS_TEMPERATURE: tl.constexpr):
     """Logits in fp32, over the temperature."""
     wide = logits.to(tl.float32)
     if HAS_TEMPERATURE:
-        wide = wide / temperature
+        # One division a row.
+        wide = wide * (1.0 / temperature)
     return wide
 
 
@@ -96,6 +103,74 @@ def finite_peak(peak):
 def floored(log_probs):
     """Log-probabilities with ``LOG_TINY`` in the place of -inf."""
     return tl.where(log_probs == -float("inf"), LOG_TINY, log_probs)
+
+
+@triton.jit
+def floored_bits(log_probs):
+    """Logarithms to base 2 with that of the smallest normal number in the place of -inf."""
+    return tl.where(log_probs == -float("inf"), -126.0, log_probs)
+
+
+@triton.jit
+def row_terms(log_p, log_q, mixture, DIRECTION: tl.constexpr):
+    """``q``, ``slope`` and what a row adds up, from logarithms to base 2, which may be -inf.
+
+    ``value`` and ``slope`` are ``p (log p - log q)`` and p where the student has mass (forward),
+    nothing and ``log q/p`` (reverse), ``p log p/m`` and ``log q/m``; ``row_divergence`` and
+    ``row_gradient`` make D and its gradient of them. The last are ``p log p``.
+    """
+    p = tl.exp2(log_p)
+    q = tl.exp2(log_q)
+    information = tl.maximum(log_p, FAR_BELOW)
+    value = 0.0 * p
+    if DIRECTION == "forward":
+        value = p * (information - floored_bits(log_q))
+        slope = tl.where(log_q == -float("inf"), 0.0, p)
+    elif DIRECTION == "reverse":
+        slope = tl.maximum(log_q, FAR_BELOW) - floored_bits(log_p)
+    else:
+        # log(P / M) and log(Q / M) from the smaller of the two ratios, which cannot overflow.
+        ratio = floored_bits(log_q) - floored_bits(log_p)
+        of_larger = tl.where(ratio <= 0.0, mixture, 1.0 - mixture)
+        log_share = tl.log2(of_larger + (1.0 - of_larger) * tl.exp2(-tl.abs(ratio)))
+        value = -p * (log_share + tl.maximum(ratio, 0.0))
+        slope = tl.minimum(ratio, 0.0) - log_share
+    return value, slope, q, p * information
+
+
+@triton.jit
+def row_divergence(value, slope, mixture, DIRECTION: tl.constexpr):
+    """D and the sum of its slopes, from sums of ``value`` and of ``q slope`` (forward: of p).
+
+    The slope of the reverse KL leaves out Q, which (3) takes out again.
+    """
+    if DIRECTION == "forward":
+        divergence = value * LN_2
+        total = -slope
+    else:
+        total = slope * LN_2
+        divergence = total
+        if DIRECTION == "jensen_shannon":
+            total = total * (1.0 - mixture)
+            divergence = mixture * value * LN_2 + total
+    return divergence, total
+
+
+@triton.jit
+def row_gradient(q, slope, on_q, on_slope, DIRECTION: tl.constexpr):
+    """Gradient of D and of ``on_q`` times the sum of q, by two factors of the row."""
+    if DIRECTION == "forward":
+        gradient = q * on_q - slope * on_slope
+    else:
+        gradient = q * (slope * on_slope + on_q)
+    return gradient
+
+
+@triton.jit
+def row_bits(values, peak, log_sum):
+    """Log-probabilities to base 2; ``log_sum`` is to base 2 too."""
+    # The difference first, which is exact for large logits where their product is not.
+    return (values - peak) * LOG2_E - log_sum
 
 
 @triton.jit

@@ -1,7 +1,8 @@
 """Compile kernels for a GPU that need not be there: ``python compile_kernel.py``.
 
 It reads a module and its variants from a line of JSON, and answers with a line: the error, or
-nothing. A process of its own, since Triton decides as it is imported whether it interprets.
+nothing; or a module and sizes, and answers with the number of variants that they make. A process
+of its own, since Triton decides as it is imported whether it interprets.
 """
 
 import importlib
@@ -52,6 +53,16 @@ def compiles(module, variants, *, containing=""):
     assert not error, error[-3000:]
 
 
+def compiled_variants(module, sizes):
+    """By kernel of a module, how many variants calls with these counts and offsets compile."""
+    pytest.importorskip("triton")
+    compiler = _compiler()
+    print(json.dumps([module, sizes]), file=compiler.stdin, flush=True)
+    found = json.loads(compiler.stdout.readline())
+    assert isinstance(found, dict), found
+    return found
+
+
 @cache
 def _compiler():
     """One for all kernels: to import torch takes longer than to compile. Ends with its input."""
@@ -72,14 +83,43 @@ def _main():
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         error = ""
+        request = json.loads(line)
+        if len(request) == 2:
+            print(json.dumps(_variants(*request)), file=answers, flush=True)
+            continue
         if not list(Path(triton.__file__).parent.glob("backends/nvidia/bin/ptxas*")):
             error = "CANNOT: this build of triton has no assembler for NVIDIA GPUs"
         else:
             try:
-                _compile(*json.loads(line))
+                _compile(*request)
             except Exception:
                 error = traceback.format_exc()
         print(json.dumps(error), file=answers, flush=True)
+
+
+COUNTS = ("rows", "chunks", "first_chunk", "count")
+"""Arguments that are another number in each microbatch."""
+
+
+def _variants(module, sizes):
+    import torch
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import JITFunction, create_function_from_signature
+
+    backend, pointer = make_backend(GPUTarget(*HOPPER)), torch.empty(16)
+    found = {}
+    for name, kernel in vars(importlib.import_module(f"megatron_ext.ops.{module}")).items():
+        if not isinstance(kernel, JITFunction) or not {*COUNTS} & {*kernel.arg_names}:
+            continue
+        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        keys = set()
+        for size in sizes:
+            given = {each: pointer if each.endswith("_ptr") else 48 for each in kernel.arg_names}
+            given |= {each: size for each in COUNTS if each in given}
+            keys.add(str(bind(**given)[1]))
+        found[name] = len(keys)
+    return found
 
 
 def _compile(module, variants, containing):

@@ -107,8 +107,8 @@ def _selected(logits, places, excluded):
 
 
 ROWS = {
-    "random": lambda: 3 * torch.randn(2, 1500),
-    "bf16, with many ties": lambda: (3 * torch.randn(2, 1500)).bfloat16().float(),
+    "random": lambda: 3 * torch.randn(2, 2500),
+    "bf16, with many ties": lambda: (3 * torch.randn(2, 2500)).bfloat16().float(),
     "all equal": lambda: torch.zeros(1, 900),
     "one token": lambda: torch.full((1, 700), -200.0).index_fill_(1, torch.tensor([3]), 0.0),
     "two levels": lambda: torch.where(torch.arange(800) % 3 == 0, 1.0, 0.0)[None],

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.ops.compile_kernel import arguments, compiles
+from tests.ops.compile_kernel import arguments, compiled_variants, compiles
 from tests.ops.projected_kl_variants import single_variants, sum_variants, sweep_variants
 from tests.ops.wide_load_variants import wide_variants
 
@@ -191,3 +191,21 @@ def test_projected_kl_of_single_rows():
 def test_rows_are_read_16_bytes_at_once(module, variant):
     # To registers, or ahead of time to shared memory, which .cg does by 16 bytes alone.
     compiles(module, [variant], containing=r"ld\.global\.v4|cp\.async\.cg")
+
+
+@pytest.mark.parametrize(
+    ("module", "kernels"),
+    [
+        ("softmax_kernels", 1),
+        ("chunk_kernels", 2),
+        ("vocab_kl.triton_kernels", 2),
+        ("partition_kl.triton_kernels", 5),
+        ("sorted_l1.triton_kernels", 4),
+        ("matched_divergence.triton_kernels", 2),
+    ],
+)
+def test_microbatches_of_other_sizes_compile_nothing_again(module, kernels):
+    # Triton specialises numbers that are 1 or divide by 16, unless it is told not to.
+    variants = compiled_variants(module, [1, 16, 17, 8192])
+    assert variants == dict.fromkeys(variants, 1)
+    assert len(variants) == kernels

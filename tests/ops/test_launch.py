@@ -86,3 +86,39 @@ def test_loops_of_a_cpu_are_for_wide_rows_where_numba_is(monkeypatch):
     assert not uses_compiled("auto", wide)
     with pytest.raises(MissingDependencyError, match=r"numba.*megatron-ext\[train\]"):
         uses_compiled("cpu", wide)
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Choices as on a GPU, whose clock is the block: the least is the fastest."""
+    testing = pytest.importorskip("triton.testing")
+    monkeypatch.delenv("MEGATRON_EXT_AUTOTUNE", raising=False)
+    monkeypatch.setattr(launch, "interpreted", lambda: False)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
+    monkeypatch.setattr(launch, "_CHOSEN", {})
+    monkeypatch.setattr(testing, "do_bench", lambda run, **_: run())
+
+
+def _with_memory_for(block):
+    from triton.runtime.errors import OutOfResources
+
+    def run(config):
+        if config.block > block:
+            raise OutOfResources(131072, 101376, "shared memory")
+        return 1 / config.block
+
+    return run
+
+
+@pytest.mark.usefixtures("timed")
+def test_a_candidate_that_a_gpu_has_no_memory_for_is_left_out():
+    assert launch.chosen_config("roomy", ROW_CONFIGS, _with_memory_for(1 << 20)).block == 16384
+    assert launch.chosen_config("small", ROW_CONFIGS, _with_memory_for(4096)).block == 4096
+    with pytest.raises(LossError, match="no launch configuration"):
+        launch.chosen_config("none", ROW_CONFIGS, _with_memory_for(0))
+
+
+@pytest.mark.usefixtures("timed")
+def test_nothing_is_timed_where_the_environment_says_so(monkeypatch):
+    monkeypatch.setenv("MEGATRON_EXT_AUTOTUNE", "0")
+    assert launch.chosen_config("any", ROW_CONFIGS, None) == ROW_CONFIGS[0]

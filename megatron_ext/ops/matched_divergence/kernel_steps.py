@@ -8,7 +8,13 @@ import torch
 
 from megatron_ext.distributed.shard_collectives import all_reduce_sum, group_size
 from megatron_ext.distributed.vocab_parallel import row_slices
-from megatron_ext.ops.launch import LaunchConfig, chosen_config, small_block
+from megatron_ext.ops.launch import (
+    LANE_CONFIGS,
+    LaunchConfig,
+    chosen_config,
+    fitting_config,
+    small_block,
+)
 from megatron_ext.ops.matched_divergence.matching import (
     MatchedOptions,
     MatchedTask,
@@ -23,13 +29,6 @@ from megatron_ext.ops.sorted_l1.kernel_steps import (
     keep_chosen,
     select_by_kernel,
     write_chosen,
-)
-
-_CONFIGS = (
-    LaunchConfig(2048, 8),
-    LaunchConfig(4096, 8),
-    LaunchConfig(4096, 16),
-    LaunchConfig(8192, 16),
 )
 
 
@@ -139,7 +138,7 @@ def compare_by_kernel(pair: MatchedPair, chunks: slice, moved: torch.Tensor | No
     if count:
         logits = (student.logits.dtype, pair.teacher.logits.dtype)
         flags = (pair.options.direction, moved is None, pair.options.temperature != 1.0)
-        launch(chosen_config(("matched", logits, width, flags), _CONFIGS, launch))
+        launch(chosen_config(("matched", logits, width, flags), LANE_CONFIGS, launch))
     if not width:
         column.fill_(torch.iinfo(torch.int64).max)
     return SliceValues(value, row_slope, best, column)
@@ -167,6 +166,7 @@ def write_gradient(
     from megatron_ext.ops.matched_divergence.triton_kernels import gradient_kernel
 
     shard = pair.student.shard
+    config = fitting_config(LANE_CONFIGS[0], shard.width)
     if chunks.stop > chunks.start:
         gradient_kernel[(chunks.stop - chunks.start,)](
             gradient_ptr=gradient,
@@ -178,8 +178,8 @@ def write_gradient(
             first_chunk=chunks.start,
             width=shard.width,
             valid_width=shard.valid_width,
-            BLOCK=small_block(shard.width, 4096),
-            num_warps=8,
+            BLOCK=config.block,
+            num_warps=config.num_warps,
             **pair.arguments(moved),
         )
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from megatron_ext.ops.chunk_kernels import mean_probabilities, row_probabilities
-from megatron_ext.ops.triton_math import divergence_terms
+from megatron_ext.ops.triton_math import LN_2, LOG2_E, LOWEST, divergence_terms, scaled
 
 SUMS: tl.constexpr = tl.constexpr(16)
 """Rows of a chunk that a program holds at once."""
@@ -29,6 +29,71 @@ def _terms(p, q, mixture, DIRECTION: tl.constexpr):
     value, slope = divergence_terms(p, q, log_p, log_q, no_mass, mixture, DIRECTION)
     # 1024 times the smallest normal number, as in torch.
     return value, slope / tl.where(q < 1.2037062e-35, 1.2037062e-35, q)
+
+
+@triton.jit
+def _bits(values, peak, log_sum):
+    """Logarithms to base 2; ``log_sum`` is to base 2 too."""
+    # The difference first, which is exact for large logits where their product is not.
+    return (values - peak) * LOG2_E - log_sum
+
+
+@triton.jit
+def _normal(bits):
+    """Logarithms to base 2, at least -126, that of the smallest normal number; NaN stays."""
+    return tl.maximum(bits, -126.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _single_pair(
+    start_of_student,
+    start_of_teacher,
+    pairs_ptr,
+    columns,
+    student_peak,
+    student_log_sum,
+    teacher_peak,
+    teacher_log_sum,
+    temperature,
+    HAS_TEMPERATURE: tl.constexpr,
+):
+    """Logarithms of P^ and Q^ to base 2 at columns that are all real, and which are common.
+
+    The logarithms of the sums are to base 2 and hold those of the used masses. Where a column is
+    not common, P^ is 0, and Q^ is the row's probability over the used mass.
+    """
+    pair = tl.load(pairs_ptr + columns)
+    common = pair >= 0
+    own = scaled(tl.load(start_of_student + columns), temperature, HAS_TEMPERATURE)
+    other = tl.load(start_of_teacher + pair, mask=common, other=-float("inf"))
+    log_p = _bits(scaled(other, temperature, HAS_TEMPERATURE), teacher_peak, teacher_log_sum)
+    return log_p, _bits(own, student_peak, student_log_sum), common
+
+
+@triton.jit
+def _single_terms(log_p, log_q, common, mixture, DIRECTION: tl.constexpr):
+    """Terms of the divergence to base 2, and of ``q f_q``, as ``_terms`` has them; and Q^."""
+    p = tl.exp2(log_p)
+    q = tl.exp2(log_q)
+    log_p = _normal(log_p)
+    log_q = _normal(log_q)
+    # 1 but where Q is less than 1024 times the smallest normal number, as in torch.
+    share = tl.minimum(q * (1.0 / 1.2037062e-35), 1.0)
+    if DIRECTION == "forward":
+        value = p * (log_p - log_q)
+        slope = -p * tl.where(log_q > -126.0, share, 0.0)
+    else:
+        if DIRECTION == "reverse":
+            value = q * (log_q - log_p)
+            slope = (value * LN_2 + q) * share
+        else:
+            log_mix = _normal(tl.log2(mixture * p + (1.0 - mixture) * q))
+            of_q = q * (log_q - log_mix) * (1.0 - mixture)
+            value = mixture * p * (log_p - log_mix) + of_q
+            slope = of_q * share * LN_2
+        value = tl.where(common, value, 0.0)
+        slope = tl.where(common, slope, 0.0)
+    return value, slope, q
 
 
 @triton.jit
@@ -75,7 +140,6 @@ def _both_sides(
         common,
         temperature,
         HAS_TEMPERATURE,
-        BLOCK,
     )
     if MOVED:
         p = tl.where(common, tl.load(moved_row_ptr + columns, mask=held, other=0.0), 0.0)
@@ -93,12 +157,11 @@ def _both_sides(
             common,
             temperature,
             HAS_TEMPERATURE,
-            BLOCK,
         )
     return p / teacher_used, q / student_used, common
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_chunk"])
 def compare_kernel(
     student_ptr,
     student_order_ptr,
@@ -135,7 +198,8 @@ def compare_kernel(
     """One program for each chunk: value, slope of each row, and largest columns.
 
     ``value`` [C'] over this rank's columns; ``row_slope`` [T] of its rows, ``sum_v q_i f_q``;
-    ``best`` and ``column`` [2, C'], the largest P^ and Q^ and their columns.
+    ``best`` and ``column`` [2, C'], the largest P^ and Q^ and their columns. Whole blocks of a
+    row a side, whose logarithms are known, are loaded ahead of time.
     """
     program = tl.program_id(0).to(tl.int64)
     chunk = first_chunk + program
@@ -151,16 +215,104 @@ def compare_kernel(
     lanes = tl.arange(0, SUMS)
     # A single row is the mean itself and is not read again.
     alone = end - begin == 1
+    single_value = 0.0
+    single_whole = 0.0
+    single_p = -float("inf")
+    single_q = -float("inf")
+    single_p_column = 0
+    single_q_column = 0
+    whole_end = 0
+    if not MOVED:
+        K: tl.constexpr = 8
+        LANES: tl.constexpr = BLOCK // K
+        single = alone & (teacher_end - teacher_begin == 1)
+        whole_end = tl.where(single, width // BLOCK * BLOCK, 0)
+        own_row = tl.load(student_order_ptr + begin, mask=single, other=0).to(tl.int64)
+        other_row = tl.load(teacher_order_ptr + teacher_begin, mask=single, other=0).to(tl.int64)
+        own_peak = tl.load(student_peak_ptr + own_row)
+        own_log_sum = tl.load(student_log_sum_ptr + own_row) * LOG2_E + tl.log2(student_used)
+        other_peak = tl.load(teacher_peak_ptr + other_row)
+        other_log_sum = tl.load(teacher_log_sum_ptr + other_row) * LOG2_E + tl.log2(teacher_used)
+        start_of_own = student_ptr + own_row * student_stride
+        start_of_other = teacher_ptr + other_row * teacher_stride
+        block = tl.arange(0, LANES)[:, None] * K + tl.arange(0, K)[None, :]
+        values = tl.zeros((LANES,), tl.float32)
+        wholes = tl.zeros((LANES,), tl.float32)
+        p_peak = tl.full((LANES,), LOWEST, tl.float32)
+        q_peak = tl.full((LANES,), LOWEST, tl.float32)
+        p_first = tl.zeros((LANES,), tl.int32)
+        q_first = tl.zeros((LANES,), tl.int32)
+        for start in tl.range(0, whole_end, BLOCK, num_stages=3):
+            log_p, log_q, common = _single_pair(
+                start_of_own,
+                start_of_other,
+                pairs_ptr,
+                start + block,
+                own_peak,
+                own_log_sum,
+                other_peak,
+                other_log_sum,
+                temperature,
+                HAS_TEMPERATURE,
+            )
+            value, slope, _ = _single_terms(log_p, log_q, common, mixture, DIRECTION)
+            values += tl.sum(value, axis=1)
+            wholes += tl.sum(slope, axis=1)
+            top = tl.max(log_p, axis=1)
+            p_first = tl.where(top > p_peak, start, p_first)
+            p_peak = tl.maximum(p_peak, top)
+            top = tl.max(tl.where(common, log_q, LOWEST), axis=1)
+            q_first = tl.where(top > q_peak, start, q_first)
+            q_peak = tl.maximum(q_peak, top)
+        if whole_end > 0:
+            single_value = tl.sum(values, axis=0) * LN_2
+            single_whole = tl.sum(wholes, axis=0)
+            p_top = tl.max(p_peak, axis=0)
+            q_top = tl.max(q_peak, axis=0)
+            lanes_start = tl.arange(0, LANES) * K
+            p_lane = tl.min(tl.where(p_peak == p_top, p_first + lanes_start, width), axis=0)
+            q_lane = tl.min(tl.where(q_peak == q_top, q_first + lanes_start, width), axis=0)
+            places = tl.arange(0, K)
+            p_at, _, common = _single_pair(
+                start_of_own,
+                start_of_other,
+                pairs_ptr,
+                p_lane + places,
+                own_peak,
+                own_log_sum,
+                other_peak,
+                other_log_sum,
+                temperature,
+                HAS_TEMPERATURE,
+            )
+            p_hit = tl.where((p_at == p_top) & common, p_lane + places, width)
+            _, q_at, common = _single_pair(
+                start_of_own,
+                start_of_other,
+                pairs_ptr,
+                q_lane + places,
+                own_peak,
+                own_log_sum,
+                other_peak,
+                other_log_sum,
+                temperature,
+                HAS_TEMPERATURE,
+            )
+            q_hit = tl.where((q_at == q_top) & common, q_lane + places, width)
+            single_p = tl.exp2(p_top)
+            single_q = tl.exp2(q_top)
+            single_p_column = tl.min(p_hit, axis=0) % width
+            single_q_column = tl.min(q_hit, axis=0) % width
     for first in range(begin, tl.maximum(end, begin + 1), SUMS):
         last = tl.where(alone, first, tl.minimum(first + SUMS, end))
-        value = 0.0
-        whole = 0.0
+        value = single_value
+        whole = single_whole
         slopes = tl.zeros([SUMS], tl.float32)
-        p_best = -float("inf")
-        q_best = -float("inf")
-        p_column = 0
-        q_column = 0
-        for start in range(0, width, BLOCK):
+        p_best = single_p
+        q_best = single_q
+        p_column = single_p_column
+        q_column = single_q_column
+        for start in range(whole_end, width, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < width
             held = columns < padded_width
@@ -227,7 +379,7 @@ def compare_kernel(
         tl.store(column_ptr + tl.num_programs(0) + program, (column_start + q_column).to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_chunk"])
 def gradient_kernel(
     student_ptr,
     gradient_ptr,
@@ -280,8 +432,44 @@ def gradient_kernel(
     moved_row_ptr = moved_ptr
     if MOVED:
         moved_row_ptr = moved_ptr + program * moved_stride
+    whole_end = 0
+    if not MOVED:
+        K: tl.constexpr = 8
+        LANES: tl.constexpr = BLOCK // K
+        single = (end - begin == 1) & (teacher_end - teacher_begin == 1) & (scale != 0.0)
+        whole_end = tl.where(single, valid_width // BLOCK * BLOCK, 0)
+        own_row = tl.load(student_order_ptr + begin, mask=single, other=0).to(tl.int64)
+        other_row = tl.load(teacher_order_ptr + teacher_begin, mask=single, other=0).to(tl.int64)
+        own_peak = tl.load(student_peak_ptr + own_row)
+        own_log_sum = tl.load(student_log_sum_ptr + own_row) * LOG2_E + tl.log2(student_used)
+        other_peak = tl.load(teacher_peak_ptr + other_row)
+        other_log_sum = tl.load(teacher_log_sum_ptr + other_row) * LOG2_E + tl.log2(teacher_used)
+        start_of_own = student_ptr + own_row * student_stride
+        start_of_other = teacher_ptr + other_row * teacher_stride
+        start_of_gradient = gradient_ptr + own_row * gradient_stride
+        centre = tl.load(centre_ptr + own_row)
+        # Q^ is the row's probability over the used mass.
+        on_common = -(shift + centre) * student_used * scale
+        on_others = (base - centre) * student_used * scale
+        block = tl.arange(0, LANES)[:, None] * K + tl.arange(0, K)[None, :]
+        for start in tl.range(0, whole_end, BLOCK, num_stages=3):
+            log_p, log_q, common = _single_pair(
+                start_of_own,
+                start_of_other,
+                pairs_ptr,
+                start + block,
+                own_peak,
+                own_log_sum,
+                other_peak,
+                other_log_sum,
+                temperature,
+                HAS_TEMPERATURE,
+            )
+            _, slope, q = _single_terms(log_p, log_q, common, mixture, DIRECTION)
+            out = q * tl.where(common, on_common, on_others) + slope * scale
+            tl.store(start_of_gradient + start + block, out.to(gradient_ptr.dtype.element_ty))
     # Chunks without rows have nothing to write.
-    for start in range(0, tl.where(end > begin, width, 0), BLOCK):
+    for start in range(whole_end, tl.where(end > begin, width, 0), BLOCK):
         columns = start + tl.arange(0, BLOCK)
         held = columns < width
         valid = columns < valid_width

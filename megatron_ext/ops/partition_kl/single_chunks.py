@@ -16,7 +16,7 @@ from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.distributed.vocab_parallel import LogSumExp, row_slices, scaled_logits
 from megatron_ext.ops.divergence import divergence_terms
 from megatron_ext.ops.launch import (
-    ROW_CONFIGS,
+    LANE_CONFIGS,
     LaunchConfig,
     chosen_config,
     fitting_config,
@@ -232,6 +232,9 @@ def _single_work(chunks: SingleChunks, part: slice) -> SingleWork:
     )
 
 
+SINGLE_CONFIGS: Final = LANE_CONFIGS[:2]
+"""With 16 warps, the compiler takes more than 64 registers."""
+
 _TIMED_ROWS: Final = 256
 """Number of rows that block sizes are timed on: more than a GPU runs at once, yet few to copy."""
 
@@ -303,8 +306,8 @@ class _SingleEvaluation:
             plan.options.temperature,
             HAS_TEMPERATURE=plan.options.temperature != 1.0,
             HAS_ARRIVED=self._arrived.shape[1] > 0,
-            BLOCK=small_block(width, ROW_CONFIGS[0].block),
-            num_warps=ROW_CONFIGS[0].num_warps,
+            BLOCK=small_block(width, LANE_CONFIGS[0].block),
+            num_warps=LANE_CONFIGS[0].num_warps,
         )
         return lost
 
@@ -357,7 +360,7 @@ class _SingleEvaluation:
 
         return chosen_config(
             key,
-            ROW_CONFIGS,
+            SINGLE_CONFIGS,
             lambda config: self._launch(config, first, factors, scratch(), out),
         )
 

@@ -19,7 +19,7 @@ from megatron_ext.distributed.vocab_parallel import (
 )
 from megatron_ext.ops.chunk_rows import ExpSums
 from megatron_ext.ops.launch import (
-    ROW_CONFIGS,
+    LANE_CONFIGS,
     Implementation,
     LaunchConfig,
     chosen_config,
@@ -238,7 +238,7 @@ def _by_kernel(
 
     if rows:
         key = ("split_statistics", logits.dtype, width, temperature != 1.0, has_unscaled)
-        launch(chosen_config(key, ROW_CONFIGS, launch))
+        launch(chosen_config(key, LANE_CONFIGS, launch))
     unscaled = sums[2] if has_unscaled else sums[0]
     return SplitStatistics(
         ExpSums(*sums[0]), ExpSums(*sums[1]), ExpSums(*unscaled), column, is_masked

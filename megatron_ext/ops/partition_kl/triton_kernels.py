@@ -8,15 +8,21 @@ import triton
 import triton.language as tl
 
 from megatron_ext.ops.triton_math import (
-    divergence_terms,
-    finite_peak,
-    floored,
+    LN_2,
+    LOG2_E,
+    LOWEST,
+    lane_sums,
+    merged_lanes,
+    row_bits,
+    row_divergence,
+    row_gradient,
+    row_terms,
     row_values,
     scaled,
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def split_statistics_kernel(
     logits_ptr,
     set_ptr,
@@ -35,67 +41,81 @@ def split_statistics_kernel(
     EVERY_ROW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Peaks and sums of members and others; ``sums`` is [3, 2, T], see ``split_statistics``."""
+    """Peaks and sums of members and others; ``sums`` is [3, 2, T], see ``split_statistics``.
+
+    Each lane of 8 columns has peaks and sums of its own until the row has ended, and a byte that
+    says which of them are members.
+    """
+    K: tl.constexpr = 8
+    LANES: tl.constexpr = BLOCK // K
     row = tl.program_id(0).to(tl.int64)
     own_set = tl.load(set_ptr + row)
     start_of_row = logits_ptr + row * row_stride
     start_of_bits = bits_ptr + own_set.to(tl.int64) * words
     has_members = own_set >= 0
-    peak = -float("inf")
-    total = 0.0
-    other_peak = -float("inf")
-    other_total = 0.0
-    raw_peak = -float("inf")
-    raw_total = 0.0
-    lowest = float("inf")
-    column = 0
+    lane_start = tl.arange(0, LANES) * K
+    block = lane_start[:, None] + tl.arange(0, K)[None, :]
+    peak = tl.full((LANES,), LOWEST, tl.float32)
+    total = tl.zeros((LANES,), tl.float32)
+    other_peak = tl.full((LANES,), LOWEST, tl.float32)
+    other_total = tl.zeros((LANES,), tl.float32)
+    raw_peak = tl.full((LANES,), LOWEST, tl.float32)
+    raw_total = tl.zeros((LANES,), tl.float32)
+    lowest = tl.full((LANES,), float("inf"), tl.float32)
+    first = tl.zeros((LANES,), tl.int32)
     end = width
     if not EVERY_ROW:
         end = tl.where(has_members, width, 0)
-    for start in range(0, end, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        inside = columns < width
-        held = columns < padded_width
-        logits = row_values(start_of_row, columns, held, inside)
-        word = tl.load(start_of_bits + columns // 32, mask=inside & has_members, other=0)
-        is_member = ((word >> (columns % 32)) & 1) != 0
-        values = tl.where(is_member, scaled(logits, temperature, HAS_TEMPERATURE), logits)
-        chosen = tl.where(is_member, values, -float("inf"))
-        best, place = tl.max(chosen, axis=0, return_indices=True)
-        column = tl.where(best > peak, start + place, column)
-        lowest = tl.minimum(lowest, tl.min(tl.where(is_member, logits, float("inf")), axis=0))
-        top = tl.maximum(peak, best)
-        other_top = tl.maximum(
-            other_peak, tl.max(tl.where(is_member, -float("inf"), values), axis=0)
-        )
-        reference = finite_peak(top)
-        other_reference = finite_peak(other_top)
+    for start in tl.range(0, end, BLOCK, num_stages=3):
+        columns = start + block
+        logits = row_values(start_of_row, columns, columns < padded_width, columns < width)
+        places = start + lane_start
+        word = tl.load(start_of_bits + places // 32, mask=(places < width) & has_members, other=0)
+        byte = (word >> (places % 32)) & 0xFF
+        is_member = ((byte[:, None] >> tl.arange(0, K)[None, :]) & 1) != 0
+        values = logits
+        if HAS_TEMPERATURE:
+            values = tl.where(is_member, scaled(logits, temperature, True), logits)
+        before = peak
+        peak = tl.maximum(peak, tl.max(tl.where(is_member, values, LOWEST), axis=1))
+        first = tl.where(peak > before, start, first)
+        other_before = other_peak
+        other_peak = tl.maximum(other_peak, tl.max(tl.where(is_member, LOWEST, values), axis=1))
+        lowest = tl.minimum(lowest, tl.min(tl.where(is_member, logits, float("inf")), axis=1))
         # One exponential an element, since each belongs to one of the sums.
-        mass = tl.exp(values - tl.where(is_member, reference, other_reference))
-        total = total * tl.exp(peak - reference) + tl.sum(tl.where(is_member, mass, 0.0), axis=0)
-        other_total = other_total * tl.exp(other_peak - other_reference) + tl.sum(
-            tl.where(is_member, 0.0, mass), axis=0
+        reference = tl.where(is_member, peak[:, None], other_peak[:, None])
+        mass = tl.exp2((values - reference) * LOG2_E)
+        total = total * tl.exp2((before - peak) * LOG2_E) + tl.sum(
+            tl.where(is_member, mass, 0.0), axis=1
         )
-        peak = top
-        other_peak = other_top
+        other_total = other_total * tl.exp2((other_before - other_peak) * LOG2_E) + tl.sum(
+            tl.where(is_member, 0.0, mass), axis=1
+        )
         if HAS_UNSCALED:
             raw = tl.where(is_member, logits, -float("inf"))
-            raw_top = tl.maximum(raw_peak, tl.max(raw, axis=0))
-            raw_reference = finite_peak(raw_top)
-            raw_total = raw_total * tl.exp(raw_peak - raw_reference) + tl.sum(
-                tl.exp(raw - raw_reference), axis=0
-            )
-            raw_peak = raw_top
+            raw_peak, raw_total, _ = lane_sums(raw_peak, raw_total, raw_total, raw, True, False)
+    # The first column of the members' peak, in the first lane that has it.
+    best, members, _ = merged_lanes(peak, total, total)
+    lane = tl.min(tl.where(peak == best, first + lane_start, end), axis=0)
+    columns = lane + tl.arange(0, K)
+    inside = columns < end
+    logits = tl.load(start_of_row + columns, mask=inside, other=-float("inf"))
+    word = tl.load(start_of_bits + columns // 32, mask=inside & has_members, other=0)
+    is_best = scaled(logits, temperature, HAS_TEMPERATURE) == best
+    is_best = is_best & (((word >> (columns % 32)) & 1) != 0)
+    column = tl.min(tl.where(is_best, columns, end), axis=0)
+    tl.store(column_ptr + row, tl.where(column < end, column, 0))
     lane = sums_ptr + row
-    tl.store(lane, finite_peak(peak))
-    tl.store(lane + rows, total)
-    tl.store(lane + 2 * rows, finite_peak(other_peak))
-    tl.store(lane + 3 * rows, other_total)
+    tl.store(lane, tl.where(members == 0.0, 0.0, best))
+    tl.store(lane + rows, members)
+    best, others, _ = merged_lanes(other_peak, other_total, other_total)
+    tl.store(lane + 2 * rows, tl.where(others == 0.0, 0.0, best))
+    tl.store(lane + 3 * rows, others)
     if HAS_UNSCALED:
-        tl.store(lane + 4 * rows, finite_peak(raw_peak))
-        tl.store(lane + 5 * rows, raw_total)
-    tl.store(column_ptr + row, column)
-    tl.store(masked_ptr + row, lowest == -float("inf"))
+        best, raw_sum, _ = merged_lanes(raw_peak, raw_total, raw_total)
+        tl.store(lane + 4 * rows, tl.where(raw_sum == 0.0, 0.0, best))
+        tl.store(lane + 5 * rows, raw_sum)
+    tl.store(masked_ptr + row, tl.min(lowest, axis=0) == -float("inf"))
 
 
 @triton.jit
@@ -110,22 +130,73 @@ def partner_logits(start_of_teacher, start_of_arrived, partner, HAS_ARRIVED: tl.
 
 
 @triton.jit
-def divergence_of(log_p, log_q, p, q, mixture, DIRECTION: tl.constexpr):
-    """Terms of the value and slopes, as in ``ops/divergence``."""
-    no_mass = log_q == -float("inf")
-    log_p = floored(log_p)
-    log_q = floored(log_q)
-    if DIRECTION == "jensen_shannon":
-        first = log_p + tl.log(mixture)
-        second = log_q + tl.log(1.0 - mixture)
-        apart = tl.exp(-tl.abs(first - second))
-        log_mix = tl.maximum(first, second) + tl.log(1.0 + apart)
-        log_p -= log_mix
-        log_q -= log_mix
-    return divergence_terms(p, q, log_p, log_q, no_mass, mixture, DIRECTION)
+def _single_block(
+    logits,
+    partner,
+    start_of_teacher,
+    start_of_arrived,
+    q_peak,
+    q_log_sum,
+    p_peak,
+    p_log_sum,
+    rest_peak,
+    rest_log_sum,
+    on_shared,
+    on_rest,
+    on_slope,
+    weight,
+    token_weight,
+    rest_mass,
+    whole_peak,
+    whole_log_sum,
+    temperature,
+    mixture,
+    DIRECTION: tl.constexpr,
+    HAS_TOKENS: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
+    HAS_ARRIVED: tl.constexpr,
+    MAY_BE_LEFT_OUT: tl.constexpr,
+):
+    """Terms of the value and of the slope of fp32 logits, and their gradient but for the label's.
+
+    Logarithms of sums are to base 2. ``MAY_BE_LEFT_OUT`` where a weight may be 0: then what it
+    weighs may be NaN.
+    """
+    is_shared = partner != -1
+    loaded = partner_logits(start_of_teacher, start_of_arrived, partner, HAS_ARRIVED)
+    log_p = row_bits(scaled(loaded, temperature, HAS_TEMPERATURE), p_peak, p_log_sum)
+    # A shared token's Q, and another token's share of the rest.
+    values = logits
+    if HAS_TEMPERATURE:
+        values = tl.where(is_shared, scaled(logits, temperature, True), logits)
+    log_q = row_bits(
+        values,
+        tl.where(is_shared, q_peak, rest_peak),
+        tl.where(is_shared, q_log_sum, rest_log_sum),
+    )
+    value, slope, q, _ = row_terms(log_p, log_q, mixture, DIRECTION)
+    if DIRECTION == "reverse":
+        value = tl.where(is_shared, q * slope, 0.0)
+        # That of q log q is 1 more, in bits: the rest's slope, which is added to these, has it.
+        slope = tl.where(is_shared, slope + LOG2_E, 0.0)
+    elif DIRECTION == "jensen_shannon":
+        slope = tl.where(is_shared, slope, 0.0)
+        value = tl.where(is_shared, value, 0.0)
+    gradient = row_gradient(q, slope, tl.where(is_shared, on_shared, on_rest), on_slope, DIRECTION)
+    if MAY_BE_LEFT_OUT:
+        gradient = tl.where(weight == 0.0, 0.0, gradient)
+    if HAS_TOKENS:
+        if HAS_TEMPERATURE:
+            token = tl.exp2(row_bits(logits, whole_peak, whole_log_sum)) * token_weight
+        else:
+            token = q * tl.where(is_shared, token_weight, rest_mass * token_weight)
+        gradient += tl.where(token_weight == 0.0, 0.0, token)
+    if DIRECTION != "forward":
+        slope = q * slope
+    return value, slope, gradient
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def masked_mass_kernel(
     logits_ptr,
     teacher_ptr,
@@ -168,7 +239,7 @@ def masked_mass_kernel(
     tl.store(lost_ptr + chunk, lost)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks", "rows"])
 def single_rows_kernel(
     logits_ptr,
     teacher_ptr,
@@ -214,11 +285,18 @@ def single_rows_kernel(
     start_of_arrived = arrived_ptr + chunk * arrived_stride
     norm = norms_ptr + chunk
     q_peak = tl.load(norm)
-    q_log_sum = tl.load(norm + chunks)
+    q_log_sum = tl.load(norm + chunks) * LOG2_E
     p_peak = tl.load(norm + 2 * chunks)
-    p_log_sum = tl.load(norm + 3 * chunks)
+    p_log_sum = tl.load(norm + 3 * chunks) * LOG2_E
     rest_peak = tl.load(norm + 4 * chunks)
-    rest_log_sum = tl.load(norm + 5 * chunks)
+    rest_log_sum = tl.load(norm + 5 * chunks) * LOG2_E
+    rest_mass = 0.0
+    whole_peak = 0.0
+    whole_log_sum = 0.0
+    token_weight = 0.0
+    slope_sum = 0.0
+    rest_slope = 0.0
+    weight = 1.0
     if STORES_GRADIENT:
         start_of_gradient = gradient_ptr + row * gradient_stride
         slope_sum = tl.load(factors_ptr + chunk)
@@ -226,53 +304,155 @@ def single_rows_kernel(
         weight = tl.load(factors_ptr + 2 * chunks + chunk)
         if HAS_LABELS:
             rest_mass = tl.load(norm + 6 * chunks)
-            label = tl.load(label_ptr + row)
             whole_peak = tl.load(tokens_ptr + row)
-            whole_log_sum = tl.load(tokens_ptr + rows + row)
+            whole_log_sum = tl.load(tokens_ptr + rows + row) * LOG2_E
             token_weight = tl.load(tokens_ptr + 2 * rows + row)
-    value_sum = 0.0
-    slopes = 0.0
+            label = tl.load(label_ptr + row).to(tl.int32)
+            has_label = (label >= 0) & (token_weight != 0.0)
+            # Read before the gradient, which may be the student's logits, is written.
+            label_logit = tl.load(start_of_row + label, mask=has_label, other=0.0).to(tl.float32)
+            label_partner = tl.load(partner_ptr + label, mask=has_label, other=-1)
+            tl.debug_barrier()
+    K: tl.constexpr = 8
+    LANES: tl.constexpr = BLOCK // K
+    block = tl.arange(0, LANES)[:, None] * K + tl.arange(0, K)[None, :]
+    value_sum = tl.zeros((LANES,), tl.float32)
+    slopes = tl.zeros((LANES,), tl.float32)
+    # What is not asked for may be NaN: a factor of 0 would not do.
+    whole = tl.where(weight != 0.0, width // BLOCK * BLOCK, 0)
+    on_shared = -slope_sum * weight
+    on_rest = rest_slope * weight
+    on_slope = weight
+    if DIRECTION != "forward":
+        on_slope = weight * LN_2
+    if DIRECTION == "jensen_shannon":
+        on_slope = on_slope * (1.0 - mixture)
+    with_shared = on_shared
+    with_rest = on_rest
+    if HAS_LABELS and not HAS_TEMPERATURE:
+        with_shared = on_shared + token_weight
+        with_rest = on_rest + tl.where(token_weight == 0.0, 0.0, rest_mass * token_weight)
+    for start in tl.range(0, whole, BLOCK, num_stages=3):
+        columns = start + block
+        value, slope, gradient = _single_block(
+            tl.load(start_of_row + columns).to(tl.float32),
+            tl.load(partner_ptr + columns),
+            start_of_teacher,
+            start_of_arrived,
+            q_peak,
+            q_log_sum,
+            p_peak,
+            p_log_sum,
+            rest_peak,
+            rest_log_sum,
+            with_shared,
+            with_rest,
+            on_slope,
+            weight,
+            token_weight,
+            rest_mass,
+            whole_peak,
+            whole_log_sum,
+            temperature,
+            mixture,
+            DIRECTION,
+            HAS_LABELS and HAS_TEMPERATURE,
+            HAS_TEMPERATURE,
+            HAS_ARRIVED,
+            False,
+        )
+        if STORES_SUMS:
+            value_sum += tl.sum(value, axis=1)
+            slopes += tl.sum(slope, axis=1)
+        if STORES_GRADIENT:
+            tl.store(start_of_gradient + columns, gradient.to(gradient_ptr.dtype.element_ty))
     end = width
     if STORES_GRADIENT:
         end = padded_width
-    for start in range(0, end, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
+    for start in range(whole, end, BLOCK):
+        columns = start + block
         inside = columns < width
         held = columns < padded_width
-        logits = row_values(start_of_row, columns, held, inside)
         partner = tl.where(inside, tl.load(partner_ptr + columns, mask=held, other=-1), -1)
-        is_shared = partner != -1
-        loaded = partner_logits(start_of_teacher, start_of_arrived, partner, HAS_ARRIVED)
-        log_p = scaled(loaded, temperature, HAS_TEMPERATURE) - p_peak - p_log_sum
-        log_q = scaled(logits, temperature, HAS_TEMPERATURE) - q_peak - q_log_sum
-        # A shared token's Q, and another token's share of the rest.
-        q = tl.exp(tl.where(is_shared, log_q, logits - rest_peak - rest_log_sum))
-        value, slope = divergence_of(log_p, log_q, tl.exp(log_p), q, mixture, DIRECTION)
+        value, slope, gradient = _single_block(
+            row_values(start_of_row, columns, held, inside),
+            partner,
+            start_of_teacher,
+            start_of_arrived,
+            q_peak,
+            q_log_sum,
+            p_peak,
+            p_log_sum,
+            rest_peak,
+            rest_log_sum,
+            on_shared,
+            on_rest,
+            on_slope,
+            weight,
+            token_weight,
+            rest_mass,
+            whole_peak,
+            whole_log_sum,
+            temperature,
+            mixture,
+            DIRECTION,
+            HAS_LABELS,
+            HAS_TEMPERATURE,
+            HAS_ARRIVED,
+            True,
+        )
         if STORES_SUMS:
-            value_sum += tl.sum(tl.where(is_shared, value, 0.0), axis=0)
-            slopes += tl.sum(tl.where(is_shared, slope, 0.0), axis=0)
+            value_sum += tl.sum(value, axis=1)
+            slopes += tl.sum(slope, axis=1)
         if STORES_GRADIENT:
-            gradient = tl.where(is_shared, slope - q * slope_sum, q * rest_slope) * weight
-            gradient = tl.where(weight == 0.0, 0.0, gradient)
-            if HAS_LABELS:
-                if HAS_TEMPERATURE:
-                    probability = tl.exp(logits - whole_peak - whole_log_sum)
-                else:
-                    probability = tl.where(is_shared, q, q * rest_mass)
-                hit = tl.where(columns == label, 1.0, 0.0)
-                token = (probability - hit) * token_weight
-                gradient += tl.where(token_weight == 0.0, 0.0, token)
             tl.store(
                 start_of_gradient + columns,
                 tl.where(inside, gradient, 0.0).to(gradient_ptr.dtype.element_ty),
                 mask=held,
             )
     if STORES_SUMS:
-        tl.store(sums_ptr + chunk, value_sum)
-        tl.store(sums_ptr + chunks + chunk, slopes)
+        divergence, total = row_divergence(
+            tl.sum(value_sum, axis=0), tl.sum(slopes, axis=0), mixture, DIRECTION
+        )
+        if DIRECTION == "reverse":
+            divergence = tl.sum(value_sum, axis=0) * LN_2
+        tl.store(sums_ptr + chunk, divergence)
+        tl.store(sums_ptr + chunks + chunk, total)
+    if HAS_LABELS:
+        _, _, gradient = _single_block(
+            label_logit,
+            label_partner,
+            start_of_teacher,
+            start_of_arrived,
+            q_peak,
+            q_log_sum,
+            p_peak,
+            p_log_sum,
+            rest_peak,
+            rest_log_sum,
+            on_shared,
+            on_rest,
+            on_slope,
+            weight,
+            token_weight,
+            rest_mass,
+            whole_peak,
+            whole_log_sum,
+            temperature,
+            mixture,
+            DIRECTION,
+            HAS_LABELS,
+            HAS_TEMPERATURE,
+            HAS_ARRIVED,
+            True,
+        )
+        # After what all threads have written there.
+        tl.debug_barrier()
+        gradient = (gradient - token_weight).to(gradient_ptr.dtype.element_ty)
+        tl.store(start_of_gradient + label, gradient, mask=has_label)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def other_rows_kernel(
     logits_ptr,
     set_ptr,
@@ -324,7 +504,7 @@ def other_rows_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def store_entries_kernel(
     gradient_ptr, row_ptr, column_ptr, value_ptr, gradient_stride, count, BLOCK: tl.constexpr
 ):

@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-from megatron_ext.ops.launch import ROW_CONFIGS, LaunchConfig, chosen_config, small_block
+from megatron_ext.ops.launch import LANE_CONFIGS, LaunchConfig, chosen_config, small_block
 from megatron_ext.ops.model_rows import ModelRows
 from megatron_ext.ops.sorted_l1.comparison import Largest
 
@@ -67,7 +67,7 @@ def select_by_kernel(
     if count:
         dtype, has_temperature = model.logits.dtype, model.temperature != 1.0
         key = ("select", dtype, width, capacity, excluded is not None, has_temperature)
-        launch(chosen_config(key, ROW_CONFIGS, launch))
+        launch(chosen_config(key, LANE_CONFIGS, launch))
     return Largest(values, columns, rest)
 
 

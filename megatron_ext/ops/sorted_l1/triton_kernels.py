@@ -4,15 +4,23 @@ import triton
 import triton.language as tl
 
 from megatron_ext.ops.chunk_kernels import mean_probabilities, row_probabilities
-from megatron_ext.ops.triton_math import scaled
+from megatron_ext.ops.triton_math import LOG2_E, scaled
+
+START: tl.constexpr = tl.constexpr(0x30000000)
+"""Key of 2^-31, the least that is looked for at first: 16 bins of two octaves end at 2."""
+
+LAST_KEY: tl.constexpr = tl.constexpr(0x3FFFFFFF)
+"""Key of NaN, above that of any probability."""
+
+NIBBLES: tl.constexpr = tl.constexpr(0x000F000F000F000F)
+"""Every fourth of the 16 counters of 4 bits in a word."""
 
 
 @triton.jit
-def _keys(probabilities, counted):
-    """Bits of probabilities as ordered keys: 0 to 2^30 - 1, which is NaN; -1: left out."""
-    bits = probabilities.to(tl.int32, bitcast=True)
-    bits = tl.where(probabilities == probabilities, tl.minimum(bits, 0x3FFFFFFF), 0x3FFFFFFF)
-    return tl.where(counted, bits, -1)
+def _keys(probabilities):
+    """Bits of probabilities as ordered keys: 0 to 2^30 - 1, which is NaN."""
+    bits = probabilities.to(tl.uint32, bitcast=True)
+    return tl.minimum(bits, LAST_KEY).to(tl.int32)
 
 
 @triton.jit
@@ -24,6 +32,119 @@ def _counted(excluded_ptr, columns, held, width, HAS_EXCLUDED: tl.constexpr):
 
 
 @triton.jit
+def _single_block(
+    start_of_row,
+    excluded_ptr,
+    columns,
+    peak,
+    log_sum,
+    temperature,
+    HAS_EXCLUDED: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
+):
+    """Probabilities of a row at columns that are all real, and which are counted."""
+    values = scaled(tl.load(start_of_row + columns), temperature, HAS_TEMPERATURE)
+    probabilities = tl.exp2((values - peak) * LOG2_E - log_sum)
+    counted = columns >= 0
+    if HAS_EXCLUDED:
+        counted = tl.load(excluded_ptr + columns) == 0
+    return probabilities, counted
+
+
+@triton.jit
+def _count(counters, keys, counted, low, span, HAS_EXCLUDED: tl.constexpr):
+    """Counters [LANES] after keys [LANES, 8] in 16 bins from ``low``, 2^``span`` wide.
+
+    A lane has four words of four counters of 16 bits: bin b is in word b % 4 at place b // 4.
+    """
+    first, second, third, fourth = counters
+    bins = (keys - low).to(tl.uint32, bitcast=True) >> span
+    fits = bins < 16
+    if HAS_EXCLUDED:
+        fits = fits & counted
+    nibbles = tl.sum(fits.to(tl.int64) << ((bins & 15) * 4).to(tl.int64), axis=1)
+    first += nibbles & NIBBLES
+    second += (nibbles >> 4) & NIBBLES
+    third += (nibbles >> 8) & NIBBLES
+    fourth += (nibbles >> 12) & NIBBLES
+    return first, second, third, fourth
+
+
+@triton.jit
+def _word_counts(word):
+    """Counts [4] of a word's counters in all lanes."""
+    shifts = (tl.arange(0, 4)[None, :] * 16).to(tl.int64)
+    return tl.sum((word[:, None] >> shifts).to(tl.int32) & 0xFFFF, axis=0)
+
+
+@triton.jit
+def _chosen_bin(counters, above, places):
+    """Bin with the ``places``-th largest key, how many are in it, above it, and in all bins."""
+    first, second, third, fourth = counters
+    of_0 = _word_counts(first)
+    of_1 = _word_counts(second)
+    of_2 = _word_counts(third)
+    of_3 = _word_counts(fourth)
+    fours = of_0 + of_1 + of_2 + of_3
+    bins = 4 * tl.arange(0, 4)
+    # Keys from the lower end of each bin on.
+    from_3 = above + tl.cumsum(fours, axis=0, reverse=True) - fours + of_3
+    from_2 = from_3 + of_2
+    from_1 = from_2 + of_1
+    from_0 = from_1 + of_0
+    found = tl.where(from_0 >= places, bins, 0)
+    found = tl.where(from_1 >= places, bins + 1, found)
+    found = tl.where(from_2 >= places, bins + 2, found)
+    found = tl.where(from_3 >= places, bins + 3, found)
+    chosen = tl.max(found, axis=0)
+    counts = tl.where(chosen % 4 < 2, of_0, of_2)
+    from_here = tl.where(chosen % 4 < 2, from_0, from_2)
+    if chosen % 2 == 1:
+        counts = tl.where(chosen % 4 < 2, of_1, of_3)
+        from_here = tl.where(chosen % 4 < 2, from_1, from_3)
+    is_chosen = bins == chosen // 4 * 4
+    within = tl.sum(tl.where(is_chosen, counts, 0), axis=0)
+    beyond = tl.sum(tl.where(is_chosen, from_here, 0), axis=0) - within
+    return chosen, within, beyond, tl.sum(fours, axis=0)
+
+
+@triton.jit
+def _store_chosen(
+    values_ptr,
+    columns_ptr,
+    columns,
+    probabilities,
+    counted,
+    low,
+    edge,
+    surely,
+    above,
+    capacity,
+):
+    """Store the candidates of a block [LANES, 8]; count them, and add up the others by lane.
+
+    Those from ``edge`` on have the places before ``above``, and those from ``low`` on the
+    places after it, each in the order of columns.
+    """
+    keys = _keys(probabilities)
+    is_sure = (keys >= edge) & counted
+    is_open = (keys >= low) & (keys < edge) & counted
+    # Both counts in one word: a block has less than 2^16 columns.
+    ones = tl.where(is_sure, 1, tl.where(is_open, 1 << 16, 0))
+    within = tl.cumsum(ones, axis=1)
+    of_lane = tl.sum(ones, axis=1)
+    until = tl.cumsum(of_lane, axis=0)
+    places = within + (until - of_lane)[:, None]
+    place = tl.where(is_sure, surely + (places & 0xFFFF), above + (places >> 16))
+    taken = (ones > 0) & (place <= capacity)
+    tl.store(values_ptr + (place - 1), probabilities, mask=taken)
+    tl.store(columns_ptr + (place - 1), columns, mask=taken)
+    rest = tl.sum(tl.where(counted & (taken == 0), probabilities, 0.0), axis=1)
+    total = tl.sum(of_lane, axis=0)
+    return rest, surely + (total & 0xFFFF), above + (total >> 16)
+
+
+@triton.jit(do_not_specialize=["first_chunk"])
 def select_kernel(
     logits_ptr,
     order_ptr,
@@ -48,21 +169,51 @@ def select_kernel(
     """One program for each chunk: ``places`` to ``capacity`` of its largest mean probabilities.
 
     ``values`` [C', capacity] is filled with -1 before. An interval of keys that contains the
-    ``places``-th largest is cut in 32 by counting, until the keys from its lower end on fit into
-    ``capacity``, or are all equal.
+    ``places``-th largest is cut in 16 by counting, until the keys from its lower end on fit into
+    ``capacity``, or are all equal. The whole blocks of a single row are loaded ahead of time.
     """
+    K: tl.constexpr = 8
+    LANES: tl.constexpr = BLOCK // K
     program = tl.program_id(0).to(tl.int64)
     begin = tl.load(offsets_ptr + first_chunk + program)
     end = tl.load(offsets_ptr + first_chunk + program + 1)
-    bins = tl.arange(0, 32)
-    low = 0
-    span = 25
+    is_single = end - begin == 1
+    row = tl.load(order_ptr + begin, mask=is_single, other=0).to(tl.int64)
+    start_of_row = logits_ptr + row * row_stride
+    peak = tl.load(peak_ptr + row, mask=is_single, other=0.0)
+    log_sum = tl.load(log_sum_ptr + row, mask=is_single, other=0.0) * LOG2_E
+    whole = tl.where(is_single, width // BLOCK * BLOCK, 0)
+    block = tl.arange(0, LANES)[:, None] * K + tl.arange(0, K)[None, :]
+    low = tl.where(begin < end, START, 0)
+    span = 24
     above = 0
     searching = begin < end
     while searching:
-        counts = tl.zeros([32], tl.int32)
-        for start in range(0, width, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
+        first = tl.zeros((LANES,), tl.int64)
+        second = tl.zeros((LANES,), tl.int64)
+        third = tl.zeros((LANES,), tl.int64)
+        fourth = tl.zeros((LANES,), tl.int64)
+        for start in tl.range(0, whole, BLOCK, num_stages=3):
+            probabilities, counted = _single_block(
+                start_of_row,
+                excluded_ptr,
+                start + block,
+                peak,
+                log_sum,
+                temperature,
+                HAS_EXCLUDED,
+                HAS_TEMPERATURE,
+            )
+            first, second, third, fourth = _count(
+                (first, second, third, fourth),
+                _keys(probabilities),
+                counted,
+                low,
+                span,
+                HAS_EXCLUDED,
+            )
+        for start in range(whole, width, BLOCK):
+            columns = start + block
             held = columns < padded_width
             counted = _counted(excluded_ptr, columns, held, width, HAS_EXCLUDED)
             probabilities = mean_probabilities(
@@ -78,24 +229,52 @@ def select_kernel(
                 counted,
                 temperature,
                 HAS_TEMPERATURE,
-                BLOCK,
             )
-            keys = _keys(probabilities, counted)
-            bucket = (keys - low) >> span
-            fits = (keys >= low) & (bucket < 32)
-            counts += tl.histogram(tl.where(fits, bucket, 0), 32, mask=fits)
-        from_here = tl.cumsum(counts, axis=0, reverse=True)
-        chosen = tl.max(tl.where(above + from_here >= places, bins, 0), axis=0)
-        within = tl.sum(tl.where(bins == chosen, counts, 0), axis=0)
-        above += tl.sum(tl.where(bins > chosen, counts, 0), axis=0)
-        low += chosen << span
-        searching = (above + within > capacity) & (span > 0)
-        span = tl.where(searching, span - 5, span)
+            first, second, third, fourth = _count(
+                (first, second, third, fourth), _keys(probabilities), counted, low, span, True
+            )
+        chosen, within, beyond, counted = _chosen_bin((first, second, third, fourth), above, places)
+        if (low == START) & (span == 24) & (counted < places):
+            # Fewer keys than places are that large: all of them, in bins of 2^28.
+            low = 0
+            span = 28
+        else:
+            above = beyond
+            low += chosen << span
+            searching = (above + within > capacity) & (span > 0)
+            span = tl.where(searching, span - 4, span)
     edge = low + (1 << span)
     surely = 0
-    rest = 0.0
-    for start in range(0, width, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
+    rest = tl.zeros((LANES,), tl.float32)
+    values_ptr += program * capacity
+    columns_ptr += program * capacity
+    for start in tl.range(0, whole, BLOCK, num_stages=3):
+        columns = start + block
+        probabilities, counted = _single_block(
+            start_of_row,
+            excluded_ptr,
+            columns,
+            peak,
+            log_sum,
+            temperature,
+            HAS_EXCLUDED,
+            HAS_TEMPERATURE,
+        )
+        others, surely, above = _store_chosen(
+            values_ptr,
+            columns_ptr,
+            columns,
+            probabilities,
+            counted,
+            low,
+            edge,
+            surely,
+            above,
+            capacity,
+        )
+        rest += others
+    for start in range(whole, width, BLOCK):
+        columns = start + block
         held = columns < padded_width
         counted = _counted(excluded_ptr, columns, held, width, HAS_EXCLUDED)
         probabilities = mean_probabilities(
@@ -111,27 +290,24 @@ def select_kernel(
             counted,
             temperature,
             HAS_TEMPERATURE,
-            BLOCK,
         )
-        keys = _keys(probabilities, counted)
-        is_sure = (keys >= edge).to(tl.int32)
-        is_open = ((keys >= low) & (keys < edge)).to(tl.int32)
-        place = tl.where(
-            is_sure > 0,
-            surely + tl.cumsum(is_sure, axis=0),
-            above + tl.cumsum(is_open, axis=0),
+        others, surely, above = _store_chosen(
+            values_ptr,
+            columns_ptr,
+            columns,
+            probabilities,
+            counted,
+            low,
+            edge,
+            surely,
+            above,
+            capacity,
         )
-        taken = (is_sure + is_open > 0) & (place <= capacity)
-        slot = program * capacity + place - 1
-        tl.store(values_ptr + slot, probabilities, mask=taken)
-        tl.store(columns_ptr + slot, columns, mask=taken)
-        rest += tl.sum(tl.where(taken | (keys < 0), 0.0, probabilities), axis=0)
-        surely += tl.sum(is_sure, axis=0)
-        above += tl.sum(is_open, axis=0)
-    tl.store(rest_ptr + program, rest)
+        rest += others
+    tl.store(rest_ptr + program, tl.sum(rest, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_chunk"])
 def keep_chosen_kernel(
     logits_ptr,
     order_ptr,
@@ -175,7 +351,7 @@ def keep_chosen_kernel(
         tl.store(centre_ptr + row, centre)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_chunk"])
 def spread_kernel(
     logits_ptr,
     gradient_ptr,
@@ -226,7 +402,7 @@ def spread_kernel(
             tl.store(place_of, slope.to(gradient_ptr.dtype.element_ty), mask=held)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_chunk"])
 def write_chosen_kernel(
     kept_ptr,
     gradient_ptr,

@@ -19,7 +19,7 @@ from megatron_ext.distributed.vocab_parallel import (
 from megatron_ext.ops.chunk_rows import ExpSums
 from megatron_ext.ops.divergence import DivergenceOptions, divergence_terms
 from megatron_ext.ops.launch import (
-    ROW_CONFIGS,
+    LANE_CONFIGS,
     Implementation,
     LaunchConfig,
     chosen_config,
@@ -181,7 +181,7 @@ def _by_kernel(
 
     flags = (with_plain, read is not None, temperature != 1.0)
     key = ("vocab_kl_statistics", student.dtype, teacher.dtype, width, held_width, *flags)
-    launch(chosen_config(key, ROW_CONFIGS, launch))
+    launch(chosen_config(key, LANE_CONFIGS, launch))
     return peak, total, column
 
 
@@ -357,7 +357,8 @@ class PairEvaluation(NamedTuple):
 
         flags = (direction, with_sums, gradient is not None, label is not None, temperature != 1.0)
         key = ("vocab_kl", self.student.dtype, self.teacher.dtype, width, self.held_width, *flags)
-        launch_rows(key, launch, self.student if gradient is None else gradient)
+        output = self.student if gradient is None else gradient
+        launch_rows(key, launch, output, LANE_CONFIGS)
 
 
 def _terms(

@@ -4,18 +4,22 @@ import triton
 import triton.language as tl
 
 from megatron_ext.ops.triton_math import (
+    LN_2,
+    LOG2_E,
     LOWEST,
-    divergence_terms,
     first_column,
-    floored,
     lane_sums,
     merged_lanes,
+    row_bits,
+    row_divergence,
+    row_gradient,
+    row_terms,
     row_values,
     scaled,
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def pair_statistics_kernel(
     student_ptr,
     teacher_ptr,
@@ -106,31 +110,42 @@ def pair_statistics_kernel(
 
 
 @triton.jit
-def row_terms(log_p, log_q, mixture, DIRECTION: tl.constexpr):
-    """Terms of D and of its slope, q, and terms of the teacher's entropy.
+def _pair_block(
+    student,
+    teacher,
+    student_peak,
+    student_log_sum,
+    teacher_peak,
+    teacher_log_sum,
+    weight,
+    on_q,
+    on_slope,
+    plain_peak,
+    plain_log_sum,
+    label_weight,
+    temperature,
+    mixture,
+    DIRECTION: tl.constexpr,
+    HAS_LABELS: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
+    MAY_BE_LEFT_OUT: tl.constexpr,
+):
+    """What logits add to the sums of a row, and their gradient without that at the label."""
+    log_q = row_bits(scaled(student, temperature, HAS_TEMPERATURE), student_peak, student_log_sum)
+    log_p = row_bits(scaled(teacher, temperature, HAS_TEMPERATURE), teacher_peak, teacher_log_sum)
+    value, slope, q, information = row_terms(log_p, log_q, mixture, DIRECTION)
+    if MAY_BE_LEFT_OUT:
+        slope = tl.where(weight == 0.0, 0.0, slope)
+    gradient = row_gradient(q, slope, on_q, on_slope, DIRECTION)
+    if HAS_LABELS and HAS_TEMPERATURE:
+        plain = tl.exp2(row_bits(student.to(tl.float32), plain_peak, plain_log_sum))
+        gradient += plain * label_weight
+    if DIRECTION != "forward":
+        slope = q * slope
+    return value, slope, information, gradient
 
-    The slope of the reverse KL leaves out Q, which (3) takes out again. Logarithms may be -inf.
-    """
-    p = tl.exp(log_p)
-    q = tl.exp(log_q)
-    no_mass = log_q == -float("inf")
-    log_p = floored(log_p)
-    log_q = floored(log_q)
-    information = log_p
-    if DIRECTION == "jensen_shannon":
-        # log(P / M) and log(Q / M) from the smaller of the two ratios, which cannot overflow.
-        ratio = log_q - log_p
-        of_larger = tl.where(ratio <= 0.0, mixture, 1.0 - mixture)
-        log_share = tl.log(of_larger + (1.0 - of_larger) * tl.exp(-tl.abs(ratio)))
-        log_p = -log_share - tl.maximum(ratio, 0.0)
-        log_q = tl.minimum(ratio, 0.0) - log_share
-    value, slope = divergence_terms(p, q, log_p, log_q, no_mass, mixture, DIRECTION)
-    if DIRECTION == "reverse":
-        slope = value
-    return value, slope, q, -p * information
 
-
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def vocab_kl_kernel(
     student_ptr,
     teacher_ptr,
@@ -165,55 +180,145 @@ def vocab_kl_kernel(
     row = tl.program_id(0).to(tl.int64)
     vectors = vectors_ptr + row
     student_peak = tl.load(vectors)
-    student_log_sum = tl.load(vectors + rows)
+    student_log_sum = tl.load(vectors + rows) * LOG2_E
     teacher_peak = tl.load(vectors + 2 * rows)
-    teacher_log_sum = tl.load(vectors + 3 * rows)
+    teacher_log_sum = tl.load(vectors + 3 * rows) * LOG2_E
     centre = tl.load(vectors + 4 * rows)
     weight = tl.load(vectors + 5 * rows)
-    label_weight = 0.0
-    if HAS_LABELS:
-        plain_peak = tl.load(vectors + 6 * rows)
-        plain_log_sum = tl.load(vectors + 7 * rows)
-        label_weight = tl.load(vectors + 8 * rows)
-        label_column = tl.load(column_ptr + row).to(tl.int32)
     student_row = student_ptr + row * student_stride
     teacher_row = teacher_ptr + row * teacher_stride
-    value_sum = 0.0
-    slope_sum = 0.0
-    entropy = 0.0
+    label_weight = 0.0
+    plain_peak = 0.0
+    plain_log_sum = 0.0
+    label_column = -1
+    # Read before the gradient, which may be the student's logits, is written.
+    label_student = 0.0
+    label_teacher = 0.0
+    if HAS_LABELS:
+        plain_peak = tl.load(vectors + 6 * rows)
+        plain_log_sum = tl.load(vectors + 7 * rows) * LOG2_E
+        label_weight = tl.load(vectors + 8 * rows)
+        label_column = tl.load(column_ptr + row).to(tl.int32)
+        has_label = (label_column >= 0) & (label_weight != 0.0)
+        label_student = tl.load(student_row + label_column, mask=has_label, other=0.0)
+        label_teacher = tl.load(teacher_row + label_column, mask=has_label, other=0.0)
+        if HAS_GRADIENT:
+            tl.debug_barrier()
+    # What is not asked for may be NaN: a factor of 0 would not do.
+    on_q = tl.where(weight == 0.0, 0.0, -centre * weight)
+    if not HAS_TEMPERATURE:
+        on_q += label_weight
+    on_slope = weight
+    if DIRECTION != "forward":
+        on_slope = weight * LN_2
+    if DIRECTION == "jensen_shannon":
+        on_slope = on_slope * (1.0 - mixture)
+    K: tl.constexpr = 8
+    LANES: tl.constexpr = BLOCK // K
+    places = tl.arange(0, LANES)[:, None] * K + tl.arange(0, K)[None, :]
+    value_sum = tl.zeros((LANES,), tl.float32)
+    slope_sum = tl.zeros((LANES,), tl.float32)
+    information_sum = tl.zeros((LANES,), tl.float32)
     if HAS_GRADIENT:
         place = gradient_ptr + row * gradient_stride
     # A row without a weight is not read.
-    used = tl.where((weight != 0.0) | (label_weight != 0.0), padded_width, 0)
-    for start in range(0, used, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
+    end = tl.where((weight != 0.0) | (label_weight != 0.0), width, 0)
+    # One without that of D is read with care: what the teacher says there may be NaN.
+    whole = tl.where(weight == 0.0, 0, end // BLOCK * BLOCK)
+    for start in tl.range(0, whole, BLOCK, num_stages=3):
+        value, slope, information, gradient = _pair_block(
+            tl.load(student_row + start + places),
+            tl.load(teacher_row + start + places),
+            student_peak,
+            student_log_sum,
+            teacher_peak,
+            teacher_log_sum,
+            weight,
+            on_q,
+            on_slope,
+            plain_peak,
+            plain_log_sum,
+            label_weight,
+            temperature,
+            mixture,
+            DIRECTION,
+            HAS_LABELS,
+            HAS_TEMPERATURE,
+            False,
+        )
+        if HAS_SUMS:
+            value_sum += tl.sum(value, axis=1)
+            slope_sum += tl.sum(slope, axis=1)
+            information_sum += tl.sum(information, axis=1)
+        if HAS_GRADIENT:
+            tl.store(place + start + places, gradient.to(place.dtype.element_ty))
+    for start in range(whole, end, BLOCK):
+        columns = start + places
         inside = columns < width
         held = columns < held_width
-        student = row_values(student_row, columns, held, inside)
-        teacher = row_values(teacher_row, columns, held, inside)
-        log_q = (scaled(student, temperature, HAS_TEMPERATURE) - student_peak) - student_log_sum
-        log_p = (scaled(teacher, temperature, HAS_TEMPERATURE) - teacher_peak) - teacher_log_sum
-        value, slope, q, uncertainty = row_terms(log_p, log_q, mixture, DIRECTION)
+        value, slope, information, gradient = _pair_block(
+            row_values(student_row, columns, held, inside),
+            row_values(teacher_row, columns, held, inside),
+            student_peak,
+            student_log_sum,
+            teacher_peak,
+            teacher_log_sum,
+            weight,
+            on_q,
+            on_slope,
+            plain_peak,
+            plain_log_sum,
+            label_weight,
+            temperature,
+            mixture,
+            DIRECTION,
+            HAS_LABELS,
+            HAS_TEMPERATURE,
+            True,
+        )
         if HAS_SUMS:
-            value_sum += tl.sum(value, axis=0)
-            slope_sum += tl.sum(slope, axis=0)
-            entropy += tl.sum(uncertainty, axis=0)
+            value_sum += tl.sum(value, axis=1)
+            slope_sum += tl.sum(slope, axis=1)
+            information_sum += tl.sum(information, axis=1)
         if HAS_GRADIENT:
-            gradient = tl.where(weight == 0.0, 0.0, (slope - q * centre) * weight)
-            if HAS_LABELS:
-                plain = tl.exp(student - plain_peak - plain_log_sum) if HAS_TEMPERATURE else q
-                excess = plain - tl.where(columns == label_column, 1.0, 0.0)
-                gradient += tl.where(label_weight == 0.0, 0.0, excess * label_weight)
             gradient = tl.where(inside, gradient, 0.0)
             tl.store(
                 place + columns, gradient.to(place.dtype.element_ty), mask=columns < padded_width
             )
     if HAS_SUMS:
-        tl.store(sums_ptr + row, value_sum)
-        tl.store(sums_ptr + rows + row, slope_sum)
-        tl.store(sums_ptr + 2 * rows + row, entropy)
+        divergence, slopes = row_divergence(
+            tl.sum(value_sum, axis=0), tl.sum(slope_sum, axis=0), mixture, DIRECTION
+        )
+        tl.store(sums_ptr + row, divergence)
+        tl.store(sums_ptr + rows + row, slopes)
+        tl.store(sums_ptr + 2 * rows + row, -tl.sum(information_sum, axis=0) * LN_2)
     if HAS_GRADIENT:
-        for start in range(used, padded_width, BLOCK):
+        for start in range(tl.cdiv(end, BLOCK) * BLOCK, padded_width, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             nothing = tl.zeros((BLOCK,), dtype=place.dtype.element_ty)
             tl.store(place + columns, nothing, mask=columns < padded_width)
+        if HAS_LABELS:
+            _, _, _, gradient = _pair_block(
+                label_student,
+                label_teacher,
+                student_peak,
+                student_log_sum,
+                teacher_peak,
+                teacher_log_sum,
+                weight,
+                on_q,
+                on_slope,
+                plain_peak,
+                plain_log_sum,
+                label_weight,
+                temperature,
+                mixture,
+                DIRECTION,
+                HAS_LABELS,
+                HAS_TEMPERATURE,
+                True,
+            )
+            # After what all threads have written there.
+            tl.debug_barrier()
+            gradient = (gradient - label_weight).to(place.dtype.element_ty)
+            tl.store(place + label_column, gradient, mask=has_label)
