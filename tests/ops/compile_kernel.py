@@ -110,7 +110,8 @@ def _variants(module, sizes):
     backend, pointer = make_backend(GPUTarget(*HOPPER)), torch.empty(16)
     found = {}
     for name, kernel in vars(importlib.import_module(f"megatron_ext.ops.{module}")).items():
-        if not isinstance(kernel, JITFunction) or not {*COUNTS} & {*kernel.arg_names}:
+        is_launched = isinstance(kernel, JITFunction) and name.endswith("_kernel")
+        if not is_launched or not {*COUNTS} & {*kernel.arg_names}:
             continue
         bind = create_function_from_signature(kernel.signature, kernel.params, backend)
         keys = set()

@@ -23,6 +23,7 @@ COMPILED_LONG = (
     "test_matched_divergence.py",
     "test_partition_kl_kernels.py",
     "test_vocab_kl_kernels.py",
+    "test_single_rows.py",
 )
 """Files whose loops are compiled for fp32 alone unless everything is run."""
 

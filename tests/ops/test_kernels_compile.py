@@ -202,6 +202,8 @@ def test_rows_are_read_16_bytes_at_once(module, variant):
         ("partition_kl.triton_kernels", 5),
         ("sorted_l1.triton_kernels", 4),
         ("matched_divergence.triton_kernels", 2),
+        ("projected_kl.triton_kernels", 8),
+        ("projected_kl.single_kernel", 1),
     ],
 )
 def test_microbatches_of_other_sizes_compile_nothing_again(module, kernels):

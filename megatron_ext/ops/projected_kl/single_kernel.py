@@ -18,9 +18,8 @@ import math
 import triton
 import triton.language as tl
 
-from megatron_ext.ops.triton_math import LOG2_E, LOWEST, scaled
+from megatron_ext.ops.triton_math import LN_2, LOG2_E, LOWEST, row_bits, scaled
 
-LN_2 = tl.constexpr(math.log(2.0))
 FLOOR_BITS = tl.constexpr(math.log2(1024 * 1.1754943508222875e-38))
 NO_COLUMN = tl.constexpr(2**31 - 1)
 
@@ -33,8 +32,8 @@ def is_single(student_rows, is_scaled, grad_scale):
 
 @triton.jit
 def bits_of(logits, peak, log_sum, temperature, HAS_TEMPERATURE: tl.constexpr):
-    """Binary logarithms of probabilities. The peak first: that difference is exact."""
-    return (scaled(logits, temperature, HAS_TEMPERATURE) - peak) * LOG2_E - log_sum
+    """``row_bits`` of logits over a temperature."""
+    return row_bits(scaled(logits, temperature, HAS_TEMPERATURE), peak, log_sum)
 
 
 @triton.jit
@@ -98,7 +97,19 @@ def best_pair(row_ptr, column, pairs, K: tl.constexpr, LANES: tl.constexpr):
     return column
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "student_rows",
+        "teacher_rows",
+        "first_chunk",
+        "chunks",
+        "sixteen_pairs",
+        "sixteen_mapped",
+        "partial_blocks",
+        "first_block",
+        "column_blocks",
+    ]
+)
 def single_kernel(
     student_ptr,
     student_order_ptr,

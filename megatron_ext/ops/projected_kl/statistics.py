@@ -48,7 +48,7 @@ def carried_rows(whole: LogSumExp, inside: LogSumExp, rows: ChunkRows) -> Carrie
     largest.scatter_reduce_(0, rows.slots, share, "amax")
     is_scaled = (largest > -torch.inf) & (largest.exp() < torch.finfo(share.dtype).eps)
     # Rows of no chunk are not read; a row without mapped mass has nothing to scale.
-    is_scaled[-1] = False
+    is_scaled[-1:] = False
     scaled = is_scaled[rows.slots] & (share > -torch.inf)
     below = (share - largest[rows.slots]).masked_fill(~scaled, 0.0)
     lse = LogSumExp(

@@ -142,7 +142,7 @@ def group_means(
     return mean, tl.where(log_mean < LOG_FLOOR, LOG_FLOOR, log_mean)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "first_chunk", "chunks", "residual_rows", "block_count"])
 def residual_means_kernel(
     logits_ptr,
     order_ptr,
@@ -188,7 +188,7 @@ def residual_means_kernel(
     tl.store(place, mean, mask=exists[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["value_rows", "block_count", "out_rows", "chunks"])
 def sparse_sums_kernel(
     value_ptr,
     value_rows,
@@ -255,7 +255,7 @@ def sparse_sums_kernel(
         tl.store(place, total, mask=exists[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "first_chunk", "chunks", "crossing", "block_count"])
 def crossing_teacher_kernel(
     logits_ptr,
     order_ptr,
@@ -327,7 +327,18 @@ def store_partials(
         tl.store(best_ptr + stride + place, column_q)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "rows",
+        "first_chunk",
+        "slots",
+        "crossing",
+        "crossed_plane",
+        "chunks",
+        "partial_blocks",
+        "block_count",
+    ]
+)
 def slopes_kernel(
     logits_ptr,
     order_ptr,
@@ -462,7 +473,7 @@ def chunk_centre(dots_ptr, order_ptr, begin, end, mass):
     return total / (tl.maximum(end - begin, 1) * mass)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def chunk_sums_kernel(values_ptr, order_ptr, chunk_ptr, chunks, out_ptr, BLOCK: tl.constexpr):
     """Sums [C] of ``values`` [T] over the rows of each chunk, in their order."""
     chunk = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -476,7 +487,19 @@ def chunk_sums_kernel(values_ptr, order_ptr, chunk_ptr, chunks, out_ptr, BLOCK: 
     tl.store(out_ptr + chunk, total, mask=exists)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "student_rows",
+        "teacher_rows",
+        "first_chunk",
+        "chunks",
+        "partial_blocks",
+        "first_block",
+        "dots_plane",
+        "block_count",
+        "parts",
+    ]
+)
 def sweep_kernel(
     student_ptr,
     student_order_ptr,
@@ -671,7 +694,7 @@ def sweep_kernel(
                     tl.store(summed + dots_plane, tl.sum(row_q * row_mass, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunk_count", "rows", "block_count"])
 def outside_kernel(
     student_ptr,
     order_ptr,
@@ -718,7 +741,9 @@ def outside_kernel(
         tl.store(written, out, mask=columns < padded_width)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["rows", "first_chunk", "chunks", "entries", "slots", "share", "block_count"]
+)
 def entry_gradient_kernel(
     student_ptr,
     order_ptr,
