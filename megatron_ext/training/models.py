@@ -233,7 +233,7 @@ def _layer_spec(
     The local spec names the final norm too: otherwise megatron-core takes it from whichever of
     Transformer Engine and Apex imports, and neither fits these layers. ``TorchNorm`` supports
     sequence parallelism, and ``ContextAttention`` context parallelism, which megatron-core's own
-    norms and attention refuse.
+    norms and attention refuse; its attention would also keep the scores of every layer.
     """
     if HAVE_TE and not cpu_megatron.is_installed() and not model.post_layernorms:
         from megatron_ext.training.te_attention import RowAttention
@@ -246,8 +246,7 @@ def _layer_spec(
     if model.qk_layernorm:
         attention = layer.submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = TorchNorm
-    if parallel.context_parallel_size > 1:
-        layer.submodules.self_attention.submodules.core_attention = ContextAttention
+    layer.submodules.self_attention.submodules.core_attention = ContextAttention
     if model.post_layernorms:
         layer.submodules.self_attention.submodules.linear_proj = PostNormLinear
         layer.submodules.mlp.submodules.linear_fc2 = PostNormLinear
