@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_ext.losses import DistillationInputs
+from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs, Objective
 from tests.losses.objective_cases import CASES, ObjectiveCase, as_kind
 from tests.rehearsal.pretended_cuda import EVENTS, held
 
@@ -31,10 +31,10 @@ def _forms(case: ObjectiveCase) -> Iterator[tuple[str, DistillationInputs]]:
 
 
 def _compared(case: ObjectiveCase, kind: str, inputs: DistillationInputs) -> dict[str, Any]:
-    truth, true_grads = _run(case, inputs, "cpu")
-    moved = on_device(inputs)
+    truth, true_grads = _run(_objective(case, "cpu"), inputs)
+    objective, moved = _objective(case, "cuda"), on_device(inputs)
     EVENTS.clear()
-    value, grads = _run(case, moved, "cuda")
+    value, grads = _run(objective, moved)
     record = {
         "kind": kind,
         "waits": EVENTS.lines("wait"),
@@ -48,19 +48,24 @@ def _compared(case: ObjectiveCase, kind: str, inputs: DistillationInputs) -> dic
     return record | {"errors": errors, "gradients": len(grads)}
 
 
-def _run(
-    case: ObjectiveCase, inputs: DistillationInputs, device: str
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The sum, and the gradients of logits, hidden states and the objective's parameters."""
+def _objective(case: ObjectiveCase, device: str) -> Objective:
+    """The objective of a case, with parameters of its own on the device."""
     options = dict(case.options)
     if "projectors" in options:
         options["projectors"] = copy.deepcopy(options["projectors"]).to(device)
-    objective = type(case.objective())(**options)
+    return LOSS_REGISTRY[case.name](**options)
+
+
+def _run(
+    objective: Objective, inputs: DistillationInputs
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The sum, and the gradients of logits, hidden states and the objective's parameters."""
     leaves = [inputs.student_logits]
     if inputs.student_hidden is not None:
         leaves.append(inputs.student_hidden.requires_grad_())
-    if "projectors" in options:
-        leaves += options["projectors"].parameters()
+    projectors = getattr(objective, "projectors", None)
+    if projectors is not None:
+        leaves += projectors.parameters()
     total = objective(inputs).loss_sum
     grads = torch.autograd.grad(total, leaves, allow_unused=True)
     return total.detach(), [grad for grad in grads if grad is not None]

@@ -34,7 +34,7 @@ def _one_step(folder: Path, name: str, objective: str | None = None) -> DistillC
 
 
 RUNS: dict[str, Callable[[Path, str], DistillConfig]] = {
-    "teacher": lambda folder, name: teacher_run(folder),
+    "teacher": lambda folder, name: changed(teacher_run(folder), training={"global_batch_size": 1}),
     "strict_topk": lambda folder, name: _one_step(folder, name, "strict_topk"),
     "validated": lambda folder, name: changed(
         student_run(folder, "validated"), training={"save_interval": 1}
@@ -80,6 +80,8 @@ def _rehearse(config: DistillConfig) -> dict[str, Any]:
             {
                 "waits": EVENTS.lines("wait"),
                 "uploads": EVENTS.lines("upload"),
+                "microbatches": config.training.global_batch_size
+                // config.training.micro_batch_size,
                 "pinned": EVENTS.number("pinned upload"),
                 "launches": EVENTS.number("launch"),
                 "kernels": EVENTS.number("kernel"),
