@@ -23,10 +23,12 @@ bench-gpu:
 	@echo "==> bench-gpu: the kernels' tests and what they cost, within ten minutes"
 	@$(if $(wildcard $(VENV)/.ready),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py
 
-# No GPU is needed: triton compiles for those that it is told of.
+# No GPU is needed: triton compiles for those that it is told of, and tests pretend that there is one.
 rehearse-gpu: $(VENV)/.ready
 	@echo "==> rehearse-gpu: every kernel compiled for sm_80, sm_90a and sm_100a, within its bounds"
 	@$(BIN)/python benchmarks/kernel_code.py
+	@echo "==> rehearse-gpu: every objective and every kind of run on a GPU that is not there"
+	@MEGATRON_EXT_ALL_TEXT=1 $(BIN)/python -m pytest tests/rehearsal
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

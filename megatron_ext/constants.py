@@ -12,3 +12,6 @@ MAX_RECORD_MIB: Final = 256
 
 NO_CHUNK: Final = -1
 """Chunk id of a token in no chunk, such as padding or an unpaired control token."""
+
+ON_HOST: Final = {"on_host": True}
+"""Metadata of a dataclass's field whose tensors stay on the host where the others are uploaded."""

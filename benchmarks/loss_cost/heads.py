@@ -16,6 +16,7 @@ import torch
 
 from megatron_ext.losses import LOSS_REGISTRY, KnownAhead, TeacherTargets
 from megatron_ext.losses.linear import LinearDistillation, no_logits
+from megatron_ext.ops.linear_form import add_weight_gradient_
 
 from .cases import NotThereError
 from .microbatch import RankVocabulary, Text
@@ -86,7 +87,10 @@ class Heads:
 
 
 def bare_products(heads: Heads, tile: int = 2048) -> None:
-    """The four products and nothing else, in tiles of rows; the logits stand for their gradient."""
+    """The four products and nothing else, in tiles of rows; the logits stand for their gradient.
+
+    The sum over tiles is the linear form's own: one product that is added in fp32.
+    """
     weight = heads.student_weight.detach()
     hidden = heads.student_hidden.detach()
     of_weight = torch.zeros_like(weight, dtype=torch.float32)
@@ -95,7 +99,7 @@ def bare_products(heads: Heads, tile: int = 2048) -> None:
         rows = hidden[start : start + tile]
         logits = rows @ weight.t()
         torch.mm(logits, weight, out=of_hidden[start : start + tile])
-        of_weight += logits.t() @ rows
+        add_weight_gradient_(of_weight, logits, rows)
     for start in range(0, len(heads.teacher_hidden), tile):
         heads.teacher_hidden[start : start + tile] @ heads.teacher_weight.t()
 

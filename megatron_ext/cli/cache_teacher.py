@@ -11,13 +11,18 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 from megatron_ext.cli.output import named_teacher, quiet_libraries
 from megatron_ext.distributed.layout import launched_processes
 from megatron_ext.errors import ConfigError
-from megatron_ext.training.arguments import add_config_arguments, config_from_arguments
+from megatron_ext.training.arguments import (
+    add_config_arguments,
+    config_from_arguments,
+    is_given,
+)
 from megatron_ext.training.inputs import read_inputs, write_warnings
 
 
@@ -64,12 +69,15 @@ def run(arguments: argparse.Namespace) -> None:
     world_size = launched_processes()
     quiet_libraries()
     from megatron_ext.teachers.target_form import TargetForm
-    from megatron_ext.training.cpu_megatron import announce_device
+    from megatron_ext.training.cpu_megatron import announce_device, in_precision_of_device
     from megatron_ext.training.objective import teacher_objective
     from megatron_ext.training.run_plan import TeacherPlan
     from megatron_ext.training.teachers.recording import Recording, record_teacher, recording_config
 
     announce_device(require_gpu=given.training.require_gpu)
+    has_precision = is_given(arguments, "training", "precision")
+    training = in_precision_of_device(given.training, is_given=has_precision)
+    given = replace(given, training=training)
     config = recording_config(given, arguments.output, world_size=world_size)
     inputs = read_inputs(config, world_size=world_size)
     write_warnings(inputs.warnings)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import replace
 
 import yaml
 
@@ -21,7 +22,11 @@ from megatron_ext.distributed.layout import launched_processes
 from megatron_ext.errors import ConfigError
 from megatron_ext.evaluation.run_tasks import RunTasks
 from megatron_ext.imports import large_imports
-from megatron_ext.training.arguments import add_config_arguments, config_from_arguments
+from megatron_ext.training.arguments import (
+    add_config_arguments,
+    config_from_arguments,
+    is_given,
+)
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.inputs import read_inputs, read_served_teacher, write_warnings
 from megatron_ext.training.run_folder import config_values
@@ -59,9 +64,12 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.world_size is not None or arguments.layers is not None:
         raise ConfigError("--world-size and --layers plan a run", fix="add --dry-run")
     # The device is printed above the configuration, so torch is loaded before inputs are checked.
-    from megatron_ext.training.cpu_megatron import announce_device
+    from megatron_ext.training.cpu_megatron import announce_device, in_precision_of_device
 
     announce_device(require_gpu=config.training.require_gpu)
+    has_precision = is_given(arguments, "training", "precision")
+    training = in_precision_of_device(config.training, is_given=has_precision)
+    config = replace(config, training=training)
     if os.environ.get("RANK", "0") == "0":
         print(yaml.safe_dump(config_values(config), sort_keys=False), flush=True)
     quiet_libraries()

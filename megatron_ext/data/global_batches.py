@@ -246,7 +246,7 @@ class ReadAhead(Generic[Batch]):
     Args:
         batches: The global batches.
         prepare: Function of this replica's microbatches of a global batch, called when it is read.
-        depth: Global batches read ahead; 0 for none.
+        depth: Global batches that are read ahead whenever one is taken; 0 for none.
         total: Global batches of the run, beyond which none is read; None for no end.
     """
 
@@ -280,6 +280,11 @@ class ReadAhead(Generic[Batch]):
             self._ahead.append(self._read())
         assert self._taken.batch is not None
         return self._taken.batch
+
+    def read_next(self) -> None:
+        """Read the batch behind those that ``take`` reads, for the next call to have it ready."""
+        if len(self._ahead) <= self._depth and self._has_more():
+            self._ahead.append(self._read())
 
     def ahead(self) -> list[tuple[int, Batch]]:
         """Iteration (from 1) and batch of those read ahead."""

@@ -161,6 +161,9 @@ def join(timeout: timedelta) -> None:
         place = {}
     else:
         place = {"store": torch._C._distributed_c10d.HashStore(), "rank": 0, "world_size": 1}
+    if device.type == "cuda":
+        # NCCL makes its communicators at once, and knows the device of a barrier.
+        place["device_id"] = device
     dist.init_process_group(backend, timeout=timeout, **place)
 
 

@@ -237,6 +237,7 @@ def load_language_model(checkpoint: Path, options: ModelOptions) -> MegatronLang
         parallel=parallel,
         training=TrainingConfig(train_iters=1, precision=precision),
         groups=groups,
+        is_loaded=True,
     )
     load_first_weights(checkpoint, [chunk], model, verify=options.verify)
     (chunk,) = freeze([chunk])

@@ -16,7 +16,7 @@ B batch, Ts Tt tokens of whole sequences, C chunks, C' of them owned, M rows aft
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_ext.alignment.batch import AlignmentBatch
-from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
+from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK, ON_HOST
 from megatron_ext.distributed.context_parallel import (
     BLANK_ROW,
     RowExchange,
@@ -65,10 +65,10 @@ class ContextParallelPlan:
     student: RowExchange
     teacher: RowExchange
 
-    student_rows: torch.Tensor
+    student_rows: torch.Tensor = field(metadata=ON_HOST)
     """[M] int64: index of each row in the flattened whole sequences; ``BLANK_ROW`` a blank one."""
 
-    teacher_rows: torch.Tensor
+    teacher_rows: torch.Tensor = field(metadata=ON_HOST)
     """[M] int64"""
 
     @classmethod

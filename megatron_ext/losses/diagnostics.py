@@ -22,7 +22,7 @@ from megatron_ext.alignment.alignment import ChunkClass
 from megatron_ext.alignment.audit.text_class import SCRIPTS, TEXT_CLASSES
 from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
 from megatron_ext.distributed.shard_collectives import all_reduce_max
-from megatron_ext.distributed.vocab_parallel import VocabShard, row_slices
+from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, LossOutput, SumCount
 
@@ -189,12 +189,12 @@ def check_finite(inputs: DistillationInputs) -> FiniteCheck:
 
 
 def _is_bad(values: torch.Tensor, rows: torch.Tensor, shard: VocabShard | None) -> torch.Tensor:
-    """1 where a used row [.., V] of ``values`` has NaN or +inf, else 0; int32 scalar."""
-    flat, used = values.detach().flatten(0, 1), rows.flatten()
-    any_bad = torch.zeros((), dtype=torch.bool, device=values.device)
-    width = flat.shape[-1] if shard is None else shard.valid_width
-    for part in row_slices(*flat.shape, device=values.device):
-        seen = flat[part, :width]
-        bad = (seen.isnan() | (seen == torch.inf)).any(dim=-1)
-        any_bad |= (bad & used[part]).any()
-    return any_bad.to(torch.int32)
+    """1 where a used row [.., V] of ``values`` has NaN or +inf, else 0; int32 scalar.
+
+    Each is the largest of its row, so one reduction reads the values once.
+    """
+    width = values.shape[-1] if shard is None else shard.valid_width
+    if not width:
+        return torch.zeros((), dtype=torch.int32, device=values.device)
+    peak = values.detach()[..., :width].amax(dim=-1)
+    return (~(peak < torch.inf) & rows).any().to(torch.int32)

@@ -45,6 +45,7 @@ from megatron_ext.training.cpu_megatron import announce_device
 from megatron_ext.training.distill import build_trainer_around
 from megatron_ext.training.exclusions import check_exclusions
 from megatron_ext.training.first_weights import load_first_weights, model_shard
+from megatron_ext.training.forward_step import GlobalCounts
 from megatron_ext.training.inputs import Inputs, read_inputs, write_warnings
 from megatron_ext.training.microbatch import Microbatch, MicrobatchWithTargets
 from megatron_ext.training.model_section import read_config_file
@@ -349,8 +350,10 @@ class PretrainDistillation:
             # An interleaved pipeline has a stream for each chunk; all are alike.
             stream = streams[0] if isinstance(streams, list) else streams
             count = options["num_microbatches"]
-            microbatches = trainer.with_targets([next(stream) for _ in range(count)])
-            self._step = trainer.step_of(microbatches, iteration=1)
+            batches = [next(stream) for _ in range(count)]
+            counts = GlobalCounts.ahead(batches, trainer.groups)
+            microbatches = trainer.with_targets(batches)
+            self._step = trainer.step_of(microbatches, iteration=1, counts=counts)
             self._scale = float(count * trainer.groups.dp_size * trainer.groups.cp_size)
             several = isinstance(model, list) and len(model) > 1
             iterators = [iter(microbatches) for _ in model] if several else iter(microbatches)

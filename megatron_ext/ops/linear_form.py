@@ -202,10 +202,20 @@ def add_weight_gradient_(
         total: [Vp, D] fp32, or the dtype of the factors.
         logit_gradient: [N, Vp]
         hidden: [N, D]
+
+    Raises:
+        LossError: On a GPU, factors of another dtype under a torch before 2.8.
     """
     if total.dtype == logit_gradient.dtype:
         total.addmm_(logit_gradient.t(), hidden)
     elif total.is_cuda:
+        if torch.__version__ < "2.8":
+            raise LossError(
+                "torch has no product of bf16 factors that is added to fp32",
+                got=f"torch {torch.__version__}",
+                expected="torch 2.8 or later",
+                fix="install it, or take loss.linear false",
+            )
         torch.addmm(total, logit_gradient.t(), hidden, out_dtype=total.dtype, out=total)
     else:
         wide = hidden.to(total.dtype)

@@ -154,6 +154,16 @@ def config_from_arguments(namespace: argparse.Namespace) -> DistillConfig:
     return build_config(DistillConfig, with_huggingface_models(values, where), where)
 
 
+def is_given(namespace: argparse.Namespace, *keys: str) -> bool:
+    """Whether a flag or the file gives the key, in a configuration that has been checked."""
+    if _SEPARATOR.join(keys) in vars(namespace):
+        return True
+    value: Any = read_config_file(namespace.config)[0] if namespace.config else {}
+    for key in keys:
+        value = (value or {}).get(key)
+    return value is not None
+
+
 def _with(values: dict[str, Any], keys: tuple[str, ...], value: Any) -> dict[str, Any]:
     """A copy of ``values`` with the leaf at ``keys`` set."""
     if len(keys) == 1:

@@ -1,4 +1,4 @@
-"""Core attention over sequences that are divided over context-parallel ranks.
+"""Core attention where there is no Transformer Engine, also over context-parallel ranks.
 
 S positions of this rank, T of whole sequences, B rows, H heads, G key-value heads, D head width.
 """
@@ -27,7 +27,10 @@ class ContextAttention(MegatronModule):  # type: ignore[misc]
     compared with the keys up to its end and no further, so that the ranks have equal work.
 
     Equivalent, of whole sequences: ``scaled_dot_product_attention(q, k, v, ~attention_mask)``,
-    which it calls: no scores are kept where torch has a fused kernel.
+    which it calls: no scores are kept where torch has a fused kernel. Whole rows of one text, and
+    those alone, need no mask: on a GPU they take the flash kernel, of [T, B, G, D] as it is.
+
+    In generation, the keys and values are those of the cache and the queries their last positions.
 
     Collectives: forward one all-gather of [T, B, G, 2 D], backward one reduce-scatter of it.
 
@@ -93,6 +96,8 @@ class ContextAttention(MegatronModule):  # type: ignore[misc]
         assert attention_bias is None
         assert packed_seq_params is None
         keys, values = self._gathered(key, value)
+        if self._rank.size == 1:
+            return self._attend(query, keys, values, _seen(attention_mask, query, len(keys)))
         width = len(query) // 2
         parts = []
         for index, first in enumerate(self._rank.first_positions(len(keys))):
@@ -118,18 +123,38 @@ class ContextAttention(MegatronModule):  # type: ignore[misc]
         return keys, values
 
     def _attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sees: torch.Tensor
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        sees: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[S, B, H D]"""
-        heads = query.shape[2] // keys.shape[2]
+        """[S, B, H D]; None for the causal mask, and for a single query that sees all keys."""
+        if sees is not None:
+            # With a mask torch's fused kernels want as many heads of keys as of queries.
+            heads = query.shape[2] // keys.shape[2]
+            keys = keys.repeat_interleave(heads, dim=2)
+            values = values.repeat_interleave(heads, dim=2)
         out = torch.nn.functional.scaled_dot_product_attention(
             query.permute(1, 2, 0, 3),
-            keys.repeat_interleave(heads, dim=2).permute(1, 2, 0, 3),
-            values.repeat_interleave(heads, dim=2).permute(1, 2, 0, 3),
+            keys.permute(1, 2, 0, 3),
+            values.permute(1, 2, 0, 3),
             attn_mask=sees,
+            is_causal=sees is None and len(query) > 1,
             scale=self._scale,
+            enable_gqa=sees is None,
         )
         return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def _seen(mask: torch.Tensor | None, query: torch.Tensor, keys: int) -> torch.Tensor | None:
+    """Bool mask of what the last positions see of ``keys``; None where causality says it all."""
+    if mask is not None:
+        return ~mask
+    count = len(query)
+    if count in (1, keys):
+        return None
+    return query.new_ones(count, keys, dtype=torch.bool).tril(keys - count)
 
 
 def _check(config: TransformerConfig, mask: AttnMaskType, attention_type: str) -> None:
@@ -143,9 +168,9 @@ def _check(config: TransformerConfig, mask: AttnMaskType, attention_type: str) -
     ):
         if got != expected:
             raise ConfigError(
-                "attention over context-parallel ranks does not have it",
+                "attention without Transformer Engine does not have it",
                 where=what,
                 got=got,
                 expected=expected,
-                fix="set context_parallel_size to 1",
+                fix="install Transformer Engine, or take a model without it",
             )

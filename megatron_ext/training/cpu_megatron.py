@@ -16,12 +16,16 @@ import ctypes
 import os
 import platform
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from megatron_ext.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_ext.training.loop_config import TrainingConfig
 
 _installed: _CudaToCpu | None = None
 
@@ -163,6 +167,16 @@ def announce_device(*, require_gpu: bool) -> None:
         index = int(os.environ.get("LOCAL_RANK", "0"))
         name = f"cuda:{index} {torch.cuda.get_device_name(index)}"
     print(f"device: {name}, {ranks} rank{'s' if ranks > 1 else ''}", flush=True)
+
+
+def in_precision_of_device(training: TrainingConfig, *, is_given: bool) -> TrainingConfig:
+    """``training`` in bf16 on a GPU, unless its precision was given.
+
+    Matrix products in fp32 take a GPU some ten times as long.
+    """
+    if is_given or not torch.cuda.is_available():
+        return training
+    return replace(training, precision="bf16")
 
 
 def _why_no_gpu() -> str | None:

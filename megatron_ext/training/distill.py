@@ -136,6 +136,7 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) 
     torch.manual_seed(seed)
     tokenizer, run_dir = inputs.tokenizer, Path(config.run_dir)
     groups.on_main(lambda: own_run_folder(run_dir))
+    is_resumed = latest_checkpoint(run_dir / CHECKPOINTS) is not None
     chunks, shard = model_part(
         "student",
         config.student,
@@ -143,8 +144,9 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) 
         groups,
         parallel=config.parallel,
         training=config.training,
+        is_loaded=is_resumed or bool(config.initial_checkpoint),
     )
-    if config.initial_checkpoint and latest_checkpoint(run_dir / CHECKPOINTS) is None:
+    if config.initial_checkpoint and not is_resumed:
         start = find_checkpoint(config.initial_checkpoint, where="initial_checkpoint")
         load_first_weights(start, chunks, config.student, verify=config.training.verify_checkpoints)
         groups.on_main(lambda: copy_side_files(start, run_dir / SIDE_FOLDER))
@@ -166,7 +168,8 @@ def build_trainer_around(
 
     Args:
         shard: This rank's columns of the student's vocabulary.
-        make_student: ``Student``, or one that leaves the update to another loop.
+        make_student: ``Student``, or one that leaves the update to another loop, which scales
+            losses.
 
     Collectives: those of ``build_trainer`` but for the student's own.
     """
@@ -175,7 +178,7 @@ def build_trainer_around(
     parts = StudentParts(plan=run, inputs=inputs, groups=groups, chunks=chunks, shard=shard)
     teachers = make_run_teachers(parts)
     laid_out = next((loaded.laid_out for loaded in teachers.values() if loaded.laid_out), None)
-    step = learning_step(parts, list(teachers.values()))
+    step = learning_step(parts, list(teachers.values()), scales_losses=make_student is not Student)
     # After the step: an objective may have added parameters of its own to the student.
     student = make_student(chunks, run, rows=laid_out and laid_out.student_rows)
     replica = Replica(groups.dp_rank, groups.dp_size, run.training.micro_batch_size)

@@ -109,18 +109,19 @@ class NonFinitePolicy:
     def check_loss(self, loss: float, predictions: FiniteCheck, *, iteration: int) -> bool:
         """Whether the iteration may go on, by the last stage's values, alike on every rank.
 
-        Collectives: one broadcast over ``pp``.
+        Collectives: one broadcast over ``pp``, where there are several stages.
 
         Raises:
             LossError: A model predicts NaN or infinity, and no more skips are allowed.
             DivergedError: The loss is not finite; likewise.
         """
-        flags = 2 * len(self.teachers)
-        shared = torch.zeros(1 + flags, dtype=torch.float64, device=self.groups.device)
+        shared = torch.zeros(1 + 2 * len(self.teachers), dtype=torch.float64)
         shared[0] = loss
         if self.groups.is_last_stage:
             shared[1:] = predictions.bad.flatten()
-        shared = self.groups.broadcast_from_last_stage(shared).cpu()
+        if dist.get_world_size(self.groups.pp) > 1:
+            on_device = shared.to(self.groups.device)
+            shared = self.groups.broadcast_from_last_stage(on_device).cpu()
         value, bad = shared[0].item(), shared[1:].view(-1, 2)
         if not bad.any() and math.isfinite(value):
             return True

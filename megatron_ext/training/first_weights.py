@@ -120,6 +120,7 @@ def frozen_teacher(
         groups,
         parallel=teacher.parallel,
         training=teacher.training,
+        is_loaded=True,
     )
     load_first_weights(
         teacher.checkpoint, chunks, model, verify=teacher.training.verify_checkpoints
@@ -143,8 +144,13 @@ def model_part(
     *,
     parallel: ParallelConfig,
     training: TrainingConfig,
+    is_loaded: bool,
 ) -> tuple[list[GPTModel], VocabShard]:
-    """This rank's part of a model, initialised at random, and its columns of the vocabulary."""
+    """This rank's part of a model, and its columns of the vocabulary.
+
+    Args:
+        is_loaded: Whether a checkpoint replaces all weights; otherwise they are drawn at random.
+    """
     shard = model_shard(side, model, tokenizer, groups, layout=parallel.layout)
     chunks = build_model_chunks(
         model,
@@ -152,6 +158,7 @@ def model_part(
         parallel=parallel,
         training=training,
         groups=groups,
+        is_loaded=is_loaded,
     )
     return chunks, shard
 

@@ -30,7 +30,7 @@ from megatron_ext.losses import (
 )
 from megatron_ext.losses.diagnostics import ONE_TEACHER, FiniteCheck, check_finite
 from megatron_ext.losses.linear import LinearDistillation, no_logits
-from megatron_ext.training.microbatch import MicrobatchWithTargets
+from megatron_ext.training.microbatch import Microbatch, MicrobatchWithTargets
 from megatron_ext.training.models import has_head
 from megatron_ext.training.student_head import Head, StudentHidden, head_of, without_head
 from megatron_ext.training.teacher_term import TeacherTerm
@@ -60,29 +60,46 @@ class GlobalCounts:
         return sum(self.of_parts.values())
 
     @classmethod
+    def ahead(cls, batches: Sequence[Microbatch], groups: ProcessGroups) -> GlobalCounts | None:
+        """Counts before the teachers have run; None where the data alone does not give them.
+
+        Collectives: with several replicas that of ``of``, where the result is not None.
+        """
+        if any(batch.compared is None for batch in batches):
+            return None
+        return cls._reduced(batches, [batch.compared or {} for batch in batches], groups)
+
+    @classmethod
     def of(
-        cls,
-        microbatches: Sequence[MicrobatchWithTargets],
-        groups: ProcessGroups,
-        *,
-        term: TeacherTerm | None,
+        cls, microbatches: Sequence[MicrobatchWithTargets], groups: ProcessGroups, term: TeacherTerm
     ) -> GlobalCounts:
-        """Counts over all microbatches and replicas; one all-reduce over ``dp``.
+        """Counts over all microbatches and replicas, for which the host waits; with several
+        replicas one all-reduce over ``dp``.
 
         Ranks that share a replica's sequences know all of its rows, and count the same.
         """
-        batches = [microbatch.batch for microbatch in microbatches]
+        counted = [term.counts(microbatch) for microbatch in microbatches]
+        sums = {name: torch.stack([of_one[name] for of_one in counted]) for name in counted[0]}
+        totals = torch.stack([each.sum() for each in sums.values()]).tolist()
+        compared = [dict(zip(sums, totals, strict=True))]
+        return cls._reduced([microbatch.batch for microbatch in microbatches], compared, groups)
+
+    @classmethod
+    def _reduced(
+        cls,
+        batches: Sequence[Microbatch],
+        compared: Sequence[Mapping[str, int]],
+        groups: ProcessGroups,
+    ) -> GlobalCounts:
         chunk_counts = astuple(sum((b.chunk_counts for b in batches), ChunkCounts()))
-        counted = [term.counts(microbatch) if term else {} for microbatch in microbatches]
-        counts = torch.tensor(
-            [sum(b.token_count for b in batches), *chunk_counts], device=groups.device
-        )
-        parts = list(counted[0])
-        sums = [torch.stack([of_one[name] for of_one in counted]).sum() for name in parts]
-        if sums:
-            counts = torch.cat([counts, torch.stack(sums)])
-        dist.all_reduce(counts, group=groups.dp)
-        tokens, *rest = counts.tolist()
+        parts = list(compared[0])
+        counts = [sum(b.token_count for b in batches), *chunk_counts]
+        counts += [sum(of_one[name] for of_one in compared) for name in parts]
+        if dist.get_world_size(groups.dp) > 1:
+            on_device = torch.tensor(counts, device=groups.device)
+            dist.all_reduce(on_device, group=groups.dp)
+            counts = on_device.tolist()
+        tokens, *rest = counts
         names = [item.name for item in fields(ChunkCounts)]
         return cls(
             tokens=tokens,
@@ -240,13 +257,14 @@ class StudentStep:
 def reduce_reports(
     reports: Sequence[StepReport], groups: ProcessGroups
 ) -> tuple[dict[str, float], FiniteCheck]:
-    """Means over the global batch, and the finite check; on the last stage, empty on the others.
+    """Means over the global batch, and the finite check, on the host; on the last stage, empty on
+    the others.
 
     One all-reduce over ``dp_cp``. A metric with the count 0 is a sum of shares that are divided
     already. Every microbatch has the same metrics.
     """
     if not reports:
-        return {}, FiniteCheck(torch.zeros(1, 2, dtype=torch.int32, device=groups.device))
+        return {}, FiniteCheck(torch.zeros(1, 2, dtype=torch.int32))
     names = list(reports[0].metrics)
     sums = [
         torch.stack([torch.stack([value.double() for value in r.metrics[name]]) for r in reports])
@@ -255,6 +273,8 @@ def reduce_reports(
     bad = torch.stack([report.finite.bad for report in reports]).double().sum(dim=0)
     totals = torch.cat([*(metric.sum(dim=0, keepdim=True) for metric in sums), bad])
     dist.all_reduce(totals, group=groups.dp_cp)
+    # The only time in a step that the host waits for its forward and backward passes.
+    totals = totals.cpu()
     values, bad = totals[: len(names)], totals[len(names) :]
     means = {
         name: total if count == 0 else total / count

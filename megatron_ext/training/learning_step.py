@@ -32,10 +32,16 @@ PROJECTION = "distillation_projection"
 """Submodule of the student with the shares of a learned projection, likewise."""
 
 
-def learning_step(run: StudentParts, teachers: Sequence[LoadedTeacher]) -> StudentStep:
+def learning_step(
+    run: StudentParts, teachers: Sequence[LoadedTeacher], *, scales_losses: bool = False
+) -> StudentStep:
     """The forward step of a run, with its objectives and the constants that they read.
 
     Parameters of objectives become submodules of the student.
+
+    Args:
+        scales_losses: Whether the loop multiplies losses before the backward pass. Otherwise the
+            linear form adds the head's gradient to DDP's buffer as it computes it, in fp32.
 
     Collectives: on the last stage those of ``DskdProjectors.from_heads``, where ``dskd`` starts
     from the heads.
@@ -57,7 +63,12 @@ def learning_step(run: StudentParts, teachers: Sequence[LoadedTeacher]) -> Stude
     next_token = LOSS_REGISTRY["next_token"]()
     term = linear = None
     if loss.linear:
-        linear = linear_forms(next_token, objectives, tile_rows=loss.linear_tile_rows)
+        linear = linear_forms(
+            next_token,
+            objectives,
+            tile_rows=loss.linear_tile_rows,
+            into_main_grad=not scales_losses,
+        )
     if teachers:
         plans = {teacher.plan.name: teacher.plan for teacher in teachers}
         term = TeacherTerm(

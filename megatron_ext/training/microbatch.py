@@ -5,20 +5,75 @@ Over context-parallel ranks a model reads this rank's part of every row, S posit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from itertools import accumulate
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 
 from megatron_ext.alignment.alignment import ChunkCounts
-from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
+from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK, ON_HOST
 from megatron_ext.data.batch import CrossTokenizerBatch, SideBatch
 from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.losses import ChunkCompletions, KnownAhead, TeacherTargets
 from megatron_ext.losses.context_parallel import ContextParallelPlan
 from megatron_ext.losses.microbatch_tiles import MicrobatchTiles
 from megatron_ext.teachers.base import TokenRows
+
+Record = TypeVar("Record")
+_ALIGNMENT: Final = 16
+"""Bytes; every dtype begins at a multiple of its size."""
+
+
+def uploaded(record: Record, device: torch.device) -> Record:
+    """A record with its tensors on ``device``, views of one copy from page-locked memory.
+
+    Dataclasses, mappings and tuples are looked into, but for fields marked ``ON_HOST``. What is
+    shared within the record stays shared. A CPU takes the tensors as they are.
+    """
+    if device.type == "cpu":
+        return record
+    tensors: dict[int, torch.Tensor] = {}
+    _rebuilt(record, lambda tensor: tensors.setdefault(id(tensor), tensor), {})
+    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
+    starts = list(accumulate(sizes, initial=0))
+    buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+
+    def views(memory: torch.Tensor) -> dict[int, torch.Tensor]:
+        return {
+            key: memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for (key, tensor), start in zip(tensors.items(), starts, strict=False)
+        }
+
+    for key, view in views(buffer).items():
+        view.copy_(tensors[key])
+    moved = views(buffer.to(device, non_blocking=True))
+    rebuilt: Record = _rebuilt(record, lambda tensor: moved[id(tensor)], {})
+    return rebuilt
+
+
+def _rebuilt(
+    value: Any, change: Callable[[torch.Tensor], torch.Tensor], known: dict[int, Any]
+) -> Any:
+    """``value`` with its tensors changed; ``known`` has what was rebuilt, by identity."""
+    if id(value) in known:
+        return known[id(value)]
+    if isinstance(value, torch.Tensor):
+        made: Any = change(value)
+    elif is_dataclass(value) and not isinstance(value, type):
+        parts = {f.name: getattr(value, f.name) for f in fields(value) if f.metadata != ON_HOST}
+        parts = {name: _rebuilt(part, change, known) for name, part in parts.items()}
+        made = replace(value, **parts)
+    elif isinstance(value, Mapping):
+        made = {key: _rebuilt(part, change, known) for key, part in value.items()}
+    elif isinstance(value, tuple) and any(not isinstance(part, int) for part in value):
+        parts_of = [_rebuilt(part, change, known) for part in value]
+        made = type(value)(*parts_of) if hasattr(value, "_fields") else tuple(parts_of)
+    else:
+        return value
+    known[id(value)] = made
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +89,15 @@ class TokenBatch:
     position_ids: torch.Tensor
     """[B, S] int64, from 0 in each text."""
 
-    attention_mask: torch.Tensor | None
-    """[B, 1, S, T] bool: True where a position may not attend; None for a plain causal mask."""
-
     byte_count: int
     """Bytes of the texts of whole rows; on the host."""
 
-    rows: TokenRows | None = None
+    rows: TokenRows | None = field(default=None, metadata=ON_HOST)
     """The whole rows; they stay on the host."""
+
+    attention_mask: torch.Tensor | None = None
+    """[B, 1, S, T] bool: True where a position may not attend; None for a plain causal mask. Made
+    where the models are, by ``Microbatch.to``."""
 
     @classmethod
     def of(cls, side: SideBatch, context: ContextRank | None = None) -> TokenBatch:
@@ -60,8 +116,14 @@ class TokenBatch:
         tokens, labels, position_ids = side.input_ids, side.labels, side.position_ids
         if context is not None:
             tokens, labels, position_ids = map(context.cut, (tokens, labels, position_ids))
-        mask = whole.attention_mask(context=context)
-        return cls(tokens, labels, position_ids, mask, side.byte_count, whole)
+        return cls(tokens, labels, position_ids, side.byte_count, whole)
+
+    def with_mask(self, cu_seqlens: torch.Tensor, context: ContextRank | None) -> TokenBatch:
+        """The same inputs with their mask, on the device of ``cu_seqlens`` [G + 1]."""
+        if self.rows is None or self.rows.cu_seqlens is None:
+            return self
+        rows = replace(self.rows, cu_seqlens=cu_seqlens)
+        return replace(self, attention_mask=rows.attention_mask(cu_seqlens.device, context))
 
 
 def _has_several(side: SideBatch) -> bool:
@@ -86,6 +148,10 @@ class Microbatch:
 
     chunk_counts: ChunkCounts
     """Numbers of chunks by size, and of labels in no chunk, over all teachers; on the host."""
+
+    compared: Mapping[str, int] | None = None
+    """Chunks or labels that the teachers' objectives sum over, by count name, counted on the host;
+    None where that takes more than the data."""
 
     completions: Mapping[str, ChunkCompletions] = field(default_factory=dict)
     """Completions for ``partition_kl``, by teacher with a completion table."""
@@ -152,43 +218,20 @@ class Microbatch:
         return self.sides.token_count
 
     def to(self, device: torch.device) -> Microbatch:
-        """The same microbatch on ``device``."""
-        sides = self.sides.to(device)
-        student = _moved(self.student, sides.student, device)
+        """The same microbatch on ``device``, in one copy, with masks for packed rows."""
+        moved = uploaded(self, device)
+        sides, student = moved.sides, moved.student
+        with_mask = student.with_mask(sides.student.cu_seqlens, self.context)
         return replace(
-            self,
-            sides=sides,
-            student=student,
+            moved,
+            student=with_mask,
             teachers={
-                name: student
-                if self.teachers[name] is self.student
-                else _moved(self.teachers[name], side, device)
-                for name, side in sides.teachers.items()
-            },
-            completions={name: c.to(device) for name, c in self.completions.items()},
-            tiles={name: cut.to(device) for name, cut in self.tiles.items()},
-            plans={name: plan.to(device) for name, plan in self.plans.items()},
-            recorded={
-                name: {key: value.to(device, non_blocking=True) for key, value in fields.items()}
-                for name, fields in self.recorded.items()
+                name: with_mask
+                if batch is student
+                else batch.with_mask(sides.teachers[name].cu_seqlens, self.context)
+                for name, batch in moved.teachers.items()
             },
         )
-
-
-def _moved(batch: TokenBatch, side: SideBatch, device: torch.device) -> TokenBatch:
-    """``batch`` on ``device``; whole rows share the tensors of ``side``, which is there already."""
-    if batch.tokens.shape == side.input_ids.shape:
-        batch = replace(
-            batch, tokens=side.input_ids, labels=side.labels, position_ids=side.position_ids
-        )
-    mask = batch.attention_mask
-    return replace(
-        batch,
-        tokens=batch.tokens.to(device, non_blocking=True),
-        labels=batch.labels.to(device, non_blocking=True),
-        position_ids=batch.position_ids.to(device, non_blocking=True),
-        attention_mask=None if mask is None else mask.to(device, non_blocking=True),
-    )
 
 
 def _counts(sides: CrossTokenizerBatch, name: str) -> ChunkCounts:

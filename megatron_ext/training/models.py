@@ -86,8 +86,13 @@ def build_gpt_model(
     training: TrainingConfig,
     groups: ProcessGroups,
     vp_stage: int = 0,
+    is_loaded: bool = False,
 ) -> GPTModel:
-    """One chunk of this rank's part of a model, on its device, in the run's precision."""
+    """One chunk of this rank's part of a model, on its device, in the run's precision.
+
+    Args:
+        is_loaded: Whether a checkpoint replaces all weights, which are not drawn but zeros then.
+    """
     stages, chunks = (
         parallel.pipeline_model_parallel_size,
         parallel.virtual_pipeline_model_parallel_size,
@@ -97,7 +102,7 @@ def build_gpt_model(
     torch.manual_seed(stage_seed)
     model_parallel_cuda_manual_seed(stage_seed)
     gpt = GPTModel(
-        config=transformer_config(model, parallel=parallel, training=training),
+        config=transformer_config(model, parallel=parallel, training=training, is_loaded=is_loaded),
         transformer_layer_spec=_layer_spec(model, parallel),
         vocab_size=padded_vocab_size,
         max_sequence_length=model.seq_length,
@@ -123,8 +128,13 @@ def build_model_chunks(
     parallel: ParallelConfig,
     training: TrainingConfig,
     groups: ProcessGroups,
+    is_loaded: bool = False,
 ) -> list[GPTModel]:
-    """This rank's part of a model: a chunk, or one for each virtual stage of the pipeline."""
+    """This rank's part of a model: a chunk, or one for each virtual stage of the pipeline.
+
+    Args:
+        is_loaded: See ``build_gpt_model``.
+    """
     return [
         build_gpt_model(
             model,
@@ -133,13 +143,18 @@ def build_model_chunks(
             training=training,
             groups=groups,
             vp_stage=vp_stage,
+            is_loaded=is_loaded,
         )
         for vp_stage in range(parallel.virtual_pipeline_model_parallel_size)
     ]
 
 
 def transformer_config(
-    model: ModelConfig, *, parallel: ParallelConfig, training: TrainingConfig
+    model: ModelConfig,
+    *,
+    parallel: ParallelConfig,
+    training: TrainingConfig,
+    is_loaded: bool = False,
 ) -> TransformerConfig:
     """megatron-core's configuration of one model.
 
@@ -192,6 +207,9 @@ def transformer_config(
         calculate_per_token_loss=True,
         # Weights are drawn whole and then cut: tensor parallelism does not change them.
         use_cpu_initialization=True,
+        # Not perform_initialization, without which megatron-core marks no weight as sharded.
+        init_method=torch.nn.init.zeros_ if is_loaded else None,
+        output_layer_init_method=torch.nn.init.zeros_ if is_loaded else None,
         gradient_accumulation_fusion=False,
         # Fusions that need Apex or a compiler on the machine stay off: no result depends on them.
         masked_softmax_fusion=False,
@@ -233,7 +251,7 @@ def _layer_spec(
     The local spec names the final norm too: otherwise megatron-core takes it from whichever of
     Transformer Engine and Apex imports, and neither fits these layers. ``TorchNorm`` supports
     sequence parallelism, and ``ContextAttention`` context parallelism, which megatron-core's own
-    norms and attention refuse.
+    norms and attention refuse; its attention would also keep the scores of every layer.
     """
     if HAVE_TE and not cpu_megatron.is_installed() and not model.post_layernorms:
         from megatron_ext.training.te_attention import RowAttention
@@ -246,8 +264,7 @@ def _layer_spec(
     if model.qk_layernorm:
         attention = layer.submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = TorchNorm
-    if parallel.context_parallel_size > 1:
-        layer.submodules.self_attention.submodules.core_attention = ContextAttention
+    layer.submodules.self_attention.submodules.core_attention = ContextAttention
     if model.post_layernorms:
         layer.submodules.self_attention.submodules.linear_proj = PostNormLinear
         layer.submodules.mlp.submodules.linear_fc2 = PostNormLinear

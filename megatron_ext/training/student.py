@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, clip_grads, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import local_multi_tensor_l2_norm
 
 from megatron_ext.training.forward_step import StepReport
 from megatron_ext.training.microbatch import MicrobatchWithTargets
@@ -70,6 +71,9 @@ def update_if_finite(optimizer: MegatronOptimizer) -> float:
     """
     if optimizer.prepare_grads():
         return math.inf
+    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+        # megatron-core's stand-in for Apex, whose norms the host reads one by one.
+        clip_grads.l2_norm_impl = _l2_norm
     norm = float(optimizer.get_grad_norm())
     if not math.isfinite(norm):
         return norm
@@ -84,6 +88,14 @@ def update_if_finite(optimizer: MegatronOptimizer) -> float:
             )
     optimizer.step_with_ready_grads()
     return norm
+
+
+def _l2_norm(
+    chunk_size: int, overflow: torch.Tensor, lists: Sequence[Sequence[torch.Tensor]], *_: Any
+) -> tuple[torch.Tensor, None]:
+    """Norm [1] fp32 of all tensors; ``amp_C.multi_tensor_l2norm``."""
+    norms = [torch.norm(tensor) for tensors in lists for tensor in tensors]
+    return torch.norm(torch.stack(norms).float())[None], None
 
 
 ForwardStep = Callable[[Iterator[MicrobatchWithTargets], Any], tuple[torch.Tensor, Any]]

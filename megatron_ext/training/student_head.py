@@ -111,12 +111,17 @@ _ALONE: Final = ""
 
 
 def linear_forms(
-    next_token: Objective, objectives: Mapping[str, Objective], *, tile_rows: int
+    next_token: Objective,
+    objectives: Mapping[str, Objective],
+    *,
+    tile_rows: int,
+    into_main_grad: bool,
 ) -> dict[str, LinearDistillation]:
     """A linear form for each teacher; the first includes the cross-entropy.
 
     Args:
         objectives: By teacher; with none, the only form is of the cross-entropy alone.
+        into_main_grad: See ``linear_loss``.
 
     Raises:
         LossError: An objective has no linear form.
@@ -126,7 +131,9 @@ def linear_forms(
     } or {_ALONE: {}}
     next(iter(forms.values()))["ce"] = next_token
     return {
-        name: LinearDistillation(objectives=of_form, tile_rows=tile_rows)
+        name: LinearDistillation(
+            objectives=of_form, tile_rows=tile_rows, into_main_grad=into_main_grad
+        )
         for name, of_form in forms.items()
     }
 

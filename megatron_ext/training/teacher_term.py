@@ -144,6 +144,16 @@ class TeacherTerm:
             microbatches.append(MicrobatchWithTargets(batch, of_batch, known_ahead))
         return microbatches
 
+    def compared(self, batch: Microbatch) -> dict[str, int] | None:
+        """Counts by name of a batch on the host; None where they depend on a teacher's predictions,
+        or on a table that is on the device."""
+        if self.aggregator.mode == "select_teacher":
+            return None
+        if any(constants.word_starts is not None for constants in self.constants.values()):
+            return None
+        counts = self.aggregator.counts({n: self._known_ahead(batch, n) for n in self.names})
+        return {name: int(count) for name, count in counts.items()}
+
     def counts(self, microbatch: MicrobatchWithTargets) -> dict[str, torch.Tensor]:
         """int64 scalars by count name, before the student has run."""
         return self.aggregator.counts(microbatch.known_ahead)

@@ -98,7 +98,8 @@ class Trainer:
     """Signals that end the run between two iterations."""
 
     reader: ReadAhead[list[Microbatch]] = field(init=False)
-    """Microbatches of ``batches`` on the host; read ahead as far as remote teachers prefetch."""
+    """Microbatches of ``batches`` on the host, one step ahead; further for remote teachers that
+    prefetch."""
 
     def __post_init__(self) -> None:
         self.reader = ReadAhead(
@@ -222,12 +223,17 @@ class Trainer:
         with self.clock.phase("data"):
             batches = self.microbatches()
         watchdog.enter("training")
+        # Before the teachers' work is queued, behind which the host would wait for it.
+        counts_ahead = GlobalCounts.ahead(batches, self.groups)
         with self.clock.phase("teacher"):
             microbatches = self.with_targets(batches)
-        step = self.step_of(microbatches, iteration)
+        step = self.step_of(microbatches, iteration, counts_ahead)
         counts, learning_rate = step.counts, self.student.learning_rate
         with self.clock.phase("student"):
             reports = self.student.forward_backward(self.clock.with_timed_loss(step), microbatches)
+        with self.clock.phase("data"):
+            # A GPU has the passes of this step in its queue: the host reads meanwhile.
+            self.reader.read_next()
         metrics, finite = reduce_reports(reports, self.groups)
         if policy.check_loss(metrics.get("loss", 0.0), finite, iteration=iteration):
             watchdog.enter("updating")
@@ -259,15 +265,27 @@ class Trainer:
             return [MicrobatchWithTargets(batch, {}, {}) for batch in batches]
         return self.step.term.with_targets(batches, self._targets(batches))
 
-    def step_of(self, microbatches: list[MicrobatchWithTargets], iteration: int) -> StudentStep:
-        """The forward step of one global batch, with its counts and weights."""
+    def step_of(
+        self,
+        microbatches: list[MicrobatchWithTargets],
+        iteration: int,
+        counts: GlobalCounts | None = None,
+    ) -> StudentStep:
+        """The forward step of one global batch, with its counts and weights.
+
+        Args:
+            counts: The result of ``GlobalCounts.ahead``.
+        """
         term, is_last = self.step.term, self.groups.is_last_stage
+        if counts is None:
+            assert term is not None, "without teachers the data gives all counts"
+            counts = GlobalCounts.of(microbatches, self.groups, term)
         gradients = None
         if self.weighting.observes == "gradient_norms" and is_last:
             gradients = layer_gradients(self.student.chunks[-1], self.groups)
         return dataclasses.replace(
             self.step,
-            counts=GlobalCounts.of(microbatches, self.groups, term=term),
+            counts=counts,
             term_weights=self.weighting.weights(iteration - 1),
             teacher_weights=term.weights(microbatches, self.groups) if term and is_last else None,
             gradients=gradients,
@@ -335,6 +353,7 @@ class Trainer:
         if self.step.linear is not None and self.groups.is_last_stage:
             tiles = cut_into_tiles(self.step.linear, sides, completions)
         batch = Microbatch.of(sides, completions, tiles, context=context, plans=plans)
+        batch = dataclasses.replace(batch, compared=term.compared(batch) if term else {})
         if self.groups.is_last_stage:
             recorded = {
                 name: teacher.recorded(samples, sides, self.data.collator.sides, context)

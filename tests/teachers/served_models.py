@@ -232,8 +232,8 @@ def _batches(seed, context):
             max_seqlen=LENGTH,
             byte_count=1,
         )
-        batches.append(TokenBatch.of(side, context))
-    assert [batch.attention_mask is None for batch in batches] == [False, True, False]
+        batches.append(TokenBatch.of(side, context).with_mask(side.cu_seqlens, context))
+    assert [batch.rows.cu_seqlens is None for batch in batches] == [False, True, False]
     return batches
 
 

@@ -8,6 +8,7 @@ from megatron_ext.training.arguments import (
     add_config_arguments,
     config_flags,
     config_from_arguments,
+    is_given,
 )
 
 FILE = """
@@ -99,6 +100,25 @@ def test_flags_alone_describe_a_run():
     config = config_from_arguments(parser.parse_args(f"{words} {more}".split()))
     assert config.teacher is None
     assert config.student.hidden_size == 8
+
+
+@pytest.mark.parametrize(
+    ("words", "change", "expected"),
+    [
+        ("", "train_iters: 10", False),
+        ("--precision fp32", "train_iters: 10", True),
+        ("", "train_iters: 10, precision: bf16", True),
+    ],
+    ids=["neither", "flag", "file"],
+)
+def test_it_is_known_whether_a_key_is_given(tmp_path, words, change, expected):
+    file = tmp_path / "run.yaml"
+    file.write_text(FILE.replace("train_iters: 10", change))
+    parser = argparse.ArgumentParser()
+    add_config_arguments(parser)
+    arguments = parser.parse_args(["--config", str(file), *words.split()])
+    assert is_given(arguments, "training", "precision") == expected
+    assert is_given(arguments, "training", "train_iters")
 
 
 @pytest.mark.parametrize(

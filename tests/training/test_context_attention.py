@@ -1,4 +1,4 @@
-"""Attention over context-parallel ranks is that of whole sequences, gradients included."""
+"""Attention without Transformer Engine is megatron-core's, gradients included, on any ranks."""
 
 import math
 import sys
@@ -9,7 +9,10 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_ext.distributed.context_parallel import ContextRank, in_order
@@ -18,7 +21,7 @@ from megatron_ext.training import cpu_megatron
 from megatron_ext.training.context_attention import ContextAttention
 from tests.process_group import run_ranks
 
-SIZES = (4, 2, 3)
+SIZES = (4, 2, 3, 1)
 
 
 class Case(NamedTuple):
@@ -90,7 +93,7 @@ def attention(case, group):
 
 
 def on_a_rank(case, group):
-    rank = ContextRank.of(group)
+    rank = ContextRank(rank=dist.get_rank(group), size=dist.get_world_size(group))
     # ``cut`` takes rows [B, T].
     own = [rank.cut(part.transpose(0, 1)).transpose(0, 1).contiguous() for part in whole(case)]
     *inputs, grad = own
@@ -98,6 +101,34 @@ def on_a_rank(case, group):
         part.requires_grad_()
     seen = rank.cut(mask(case)[:, 0])[:, None] if case.packed else None
     output = attention(case, group)(*inputs, seen)
+    output.backward(grad)
+    return Attended(output.detach(), *(part.grad for part in inputs))
+
+
+def of_one_rank(kind, case, group):
+    """Output and gradients of a core attention of whole rows."""
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=case.heads * case.width,
+        num_attention_heads=case.heads,
+        num_query_groups=case.groups,
+        attention_dropout=0.0,
+        masked_softmax_fusion=False,
+    )
+    attend = kind(
+        config=config,
+        layer_number=1,
+        attn_mask_type=AttnMaskType.causal,
+        attention_type="self",
+        softmax_scale=case.scale,
+        pg_collection=SimpleNamespace(cp=group, tp=group),
+    )
+    *inputs, grad = whole(case)
+    for part in inputs:
+        part.requires_grad_()
+    is_seen = case.packed or kind is DotProductAttention
+    seen = mask(case) if is_seen else None
+    output = attend(*inputs, seen, attn_mask_type=AttnMaskType.causal)
     output.backward(grad)
     return Attended(output.detach(), *(part.grad for part in inputs))
 
@@ -113,6 +144,13 @@ def every_size(rank):
         ]
         if rank // size < len(groups):
             found[size] = [on_a_rank(case, groups[rank // size]) for case in CASES]
+    # megatron-core's own attention asks for both.
+    parallel_state._set_global_memory_buffer()
+    model_parallel_cuda_manual_seed(1, tp_rank=0, ep_rank=0, etp_rank=0)
+    found["of one"] = [
+        [of_one_rank(kind, case, groups[rank]) for case in CASES]
+        for kind in (ContextAttention, DotProductAttention)
+    ]
     return found
 
 
@@ -149,6 +187,26 @@ def test_output_and_gradients_are_those_of_whole_sequences(case, size, ranks):
             assert (joined - expected).abs().max() <= allowed, name
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_values_and_gradients_are_those_of_megatron_core(case, ranks):
+    for name, found, expected in zip(
+        Attended._fields, *(part[CASES.index(case)] for part in ranks[0]["of one"]), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, msg=name)
+
+
+def test_the_last_positions_attend_to_a_cache_as_they_do_in_whole_rows(monkeypatch):
+    monkeypatch.setattr("torch.distributed.get_rank", lambda _: 0)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda _: 1)
+    case = CASES[2]
+    query, key, value, _ = whole(case)
+    attend = attention(case, None)
+    rows = attend(query, key, value, None)
+    for last in (1, 5):
+        found = attend(query[-last:], key, value, None)
+        torch.testing.assert_close(found, rows[-last:], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_parts_of_rows_are_put_in_order_again(size):
     rows = torch.arange(3 * 24).view(3, 24)
@@ -170,7 +228,7 @@ def test_what_it_does_not_do_is_refused(options, where):
     config = TransformerConfig(
         num_layers=1, hidden_size=8, num_attention_heads=2, **{"attention_dropout": 0.0, **options}
     )
-    with pytest.raises(ConfigError, match=f"{where}: attention over context-parallel ranks"):
+    with pytest.raises(ConfigError, match=f"{where}: attention without Transformer Engine"):
         ContextAttention(
             config=config, layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self"
         )

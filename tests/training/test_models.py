@@ -7,8 +7,9 @@ from megatron.core.transformer.transformer_block import HAVE_TE, TransformerBloc
 from megatron_ext.errors import ConfigError
 from megatron_ext.training import cpu_megatron, models
 from megatron_ext.training.config import ModelConfig, ParallelConfig
-from megatron_ext.training.cpu_megatron import announce_device
+from megatron_ext.training.cpu_megatron import announce_device, in_precision_of_device
 from megatron_ext.training.layers import TorchNorm
+from tests.training.tiny_run import changed, student_run
 
 
 @pytest.mark.skipif(HAVE_TE, reason="Transformer Engine is installed, so its layers are used")
@@ -42,6 +43,19 @@ def test_a_gpu_is_named_with_the_ranks_by_the_first(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     announce_device(require_gpu=True)
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_gpu_takes_bf16_unless_a_precision_is_given(tmp_path):
+    training = student_run(tmp_path, "run").training
+    assert in_precision_of_device(training, is_given=True) is training
+    assert in_precision_of_device(training, is_given=False) == changed(training, precision="bf16")
+
+
+@pytest.mark.usefixtures("cpu")
+def test_a_cpu_keeps_fp32(tmp_path):
+    training = student_run(tmp_path, "run").training
+    assert in_precision_of_device(training, is_given=False).precision == "fp32"
 
 
 @pytest.mark.usefixtures("cpu")

@@ -16,6 +16,7 @@ from megatron_ext.training.run_data import RunData
 from tests.data.readers import student_tokenizer, teacher_tokenizer
 from tests.training.tiny_run import changed, student_run, write_corpus
 
+CPU = torch.device("cpu")
 WHOLE = Replica(0, 1, 2)
 
 
@@ -27,7 +28,8 @@ def run_data(folder, *, size=1, length=60, **data):
 
 
 def microbatches(data):
-    return [Microbatch.of(data.collator(rows), {}) for rows in data.batches(WHOLE).take()]
+    taken = data.batches(WHOLE).take()
+    return [Microbatch.of(data.collator(rows), {}).to(CPU) for rows in taken]
 
 
 def test_rows_of_one_text_need_no_mask_and_packed_rows_do(tmp_path):
@@ -159,9 +161,9 @@ def test_parts_of_all_ranks_are_the_rows(tmp_path, packing):
     size = 3
     masked = 0
     for sides in batches(context_data(tmp_path, packing=packing, size=size)):
-        whole = Microbatch.of(sides, {})
+        whole = Microbatch.of(sides, {}).to(CPU)
         ranks = [ContextRank(rank=rank, size=size) for rank in range(size)]
-        parts = [Microbatch.of(sides, {}, context=rank) for rank in ranks]
+        parts = [Microbatch.of(sides, {}, context=rank).to(CPU) for rank in ranks]
         for part in parts:
             assert part.token_count == whole.token_count
             assert part.chunk_counts == whole.chunk_counts
@@ -201,8 +203,8 @@ def test_parts_move_to_a_device_and_whole_rows_are_sent_once(tmp_path):
     data = context_data(tmp_path, packing=True, size=2)
     sides = batches(data)[0]
     part = Microbatch.of(sides, {}, context=ContextRank(rank=1, size=2))
-    moved = part.to(torch.device("cpu"))
+    moved = part.to(CPU)
     assert torch.equal(moved.student.tokens, part.student.tokens)
     assert moved.student.tokens.shape[1] * 2 == moved.sides.student.input_ids.shape[1]
-    whole = Microbatch.of(sides, {}).to(torch.device("cpu"))
+    whole = Microbatch.of(sides, {}).to(CPU)
     assert whole.student.tokens is whole.sides.student.input_ids

@@ -7,15 +7,16 @@ rank's attention width ``q``, its heads ``a`` of width ``d``, its feed-forward w
 ``e`` bytes an element:
 
     two norms   2 (8 n h + 4 n + e n h)      fp32 input and quotient, 1 / rms; the output in e
-    attention   4 e n q                      query, key and value of every head; the context
-                2 e n q more                 with rotary embeddings and as many key-value heads
-    scores      4 a B T^2, in bf16 6 a B T^2 probabilities in fp32, and in bf16 once more
-    mask        T^2                          what a layer makes; a packed row brings its own
+    attention   e n (2 q + 2 g)              joint product of query, key and value, ``g`` the width
+                                             of the latter; the context
+                e n (q + g)                  with rotary embeddings, which copy query and key
+    normalisers 4 a n
+    packed      2 e n q + e B T^2            keys and values of every head; the mask
     rotary      4 e T d                      sines and cosines
     MLP         5 e n f, with GELU 2 e n f   both halves, one of them shifted, the gate, the product
 
-Over ``c`` context-parallel ranks ``n`` is a rank's ``B T / c``. Then attention keeps no scores, but
-the keys and values that its two slices of queries, of ``s = T / 2c`` positions, are compared with:
+Over ``c`` context-parallel ranks ``n`` is a rank's ``B T / c``. Then attention keeps the keys and
+values that its two slices of queries, of ``s = T / 2c`` positions, are compared with:
 
     attention   2 e n q                      query and context
                 2 e n q more                 without rotary embeddings and as many key-value heads
@@ -23,13 +24,13 @@ the keys and values that its two slices of queries, of ``s = T / 2c`` positions,
                 4 a n + e s (T + s)          normalisers; the masks, of every row where it has one
 
 These are the tensors that autograd saves under megatron-core's local layers on a CPU; a test
-records them. Transformer Engine's layers are taken to keep the same, less scores and mask (but
-``4 a n`` for the attention's normaliser), with keys and values at their own width and norms of
-``2 (2 e n h + 4 n)``. That is stated, not measured.
+records them. Transformer Engine's layers are taken to keep query, key, value and context at their
+own width, ``4 a n`` for the attention's normalisers, and norms of ``2 (2 e n h + 4 n)``. That is
+stated, not measured.
 
 Sequence parallelism cuts what the norms keep. Full recomputation keeps the input of each stretch of
 layers, and a stretch's own activations while it is computed again; selective recomputation keeps
-scores and mask of one layer instead of all.
+normalisers, repeated heads and masks of one layer instead of all.
 """
 
 from __future__ import annotations
@@ -94,24 +95,29 @@ def _attention(plan: Plan, shape: ModelShape) -> int:
         # Without rotary embeddings queries are a part of the joint product, which stays whole.
         behind = rotary if has_rotary else 2 * element * tokens * query * is_joint
         return 2 * element * tokens * query + behind
-    total = 4 * element * tokens * query
+    product = element * tokens * (query + 2 * key_value)
+    context = own_query = element * tokens * query
     if has_rotary:
-        if is_joint:
-            # Values are a part of the joint product, which stays whole behind them.
-            total += 2 * element * tokens * query
-        total += rotary
-    return total
+        # Repeated for packed rows, values are no longer part of the product.
+        kept = rotary if plan.run.data.packing else product + element * tokens * key_value + rotary
+        return context + own_query + kept
+    if is_joint:
+        return context + product
+    return context + own_query + (0 if plan.run.data.packing else product)
 
 
 def _scores(plan: Plan, shape: ModelShape) -> int:
+    """Bytes of what attention keeps beside its inputs and its output."""
     if plan.has_flash:
         return 0
     if plan.cp > 1:
         return _gathered(plan, shape)
-    length = shape.model.seq_length
-    score = FP32 if plan.element == FP32 else FP32 + plan.element
-    mask = 0 if plan.run.data.packing else length * length
-    return score * shape.heads * plan.tokens(shape) * length + mask
+    tokens, length = plan.tokens(shape), shape.model.seq_length
+    normalisers = FP32 * shape.heads * tokens
+    if not plan.run.data.packing:
+        return normalisers
+    repeated = 2 * tokens * shape.heads * shape.model.head_width
+    return normalisers + plan.element * (repeated + tokens * length)
 
 
 def _gathered(plan: Plan, shape: ModelShape) -> int:

@@ -78,11 +78,16 @@ def test_tiles_take_the_place_of_all_logits():
     assert tiled - 4 * (4 << 20) == 4 * (4 * 2 * 128 + 4 * 128 + TOKENS * 32 + 128 * 32)
 
 
-def test_packed_rows_bring_masks_and_layers_make_none():
+def test_packed_rows_bring_masks_and_heads_of_keys_are_repeated_for_them():
     plain, packed = (plan_of(planned_run(packing=p)) for p in (False, True))
     masks = plain.microbatches * (TOKENS * 24 + TEACHER_TOKENS * 40)
     assert last_stage(packed).batch - last_stage(plain).batch == masks
-    assert kept_activations(plain, 0) - kept_activations(packed, 0) == 2 * 24 * 24
+    # Keys and values of 4 heads instead of 2, and a copy of each layer's mask in fp32; values are
+    # no longer a part of the product of query, key and value.
+    repeated, mask = TOKENS * (2 * 32 - 16), BATCH * 24 * 24
+    product = TOKENS * (32 + 2 * 16)
+    change = 2 * 4 * (repeated + mask - product)
+    assert kept_activations(packed, 0) - kept_activations(plain, 0) == change
 
 
 @pytest.mark.parametrize(
@@ -127,10 +132,10 @@ def test_recomputed_layers_keep_their_input_and_cost_a_forward_pass_more():
     assert ratio == pytest.approx(4 / 3)
 
 
-def test_scores_are_what_layers_of_transformer_engine_save():
+def test_no_layer_keeps_what_grows_with_the_square_of_a_row():
     local, fused = (plan_of(planned_run(), has_flash=f) for f in (False, True))
     longer = dataclasses.replace(MODELS[0][0], seq_length=48)
-    for plan, growth in ((local, pytest.approx(2.4, abs=0.3)), (fused, pytest.approx(2.0))):
+    for plan, growth in ((local, pytest.approx(2.0)), (fused, pytest.approx(2.0))):
         long = plan_of(planned_run(longer), has_flash=plan.has_flash)
         ratio = stage_activations(long, long.student, 0) / stage_activations(plan, plan.student, 0)
         assert ratio == growth

@@ -1,0 +1,105 @@
+"""Runs of ``distill`` on the pretended device, and what each step asked of it."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_ext.distributed import process_groups
+from megatron_ext.training.config import DistillConfig, LossConfig
+from megatron_ext.training.distill import build_trainer
+from megatron_ext.training.inputs import read_inputs
+from megatron_ext.training.metrics import read_metrics
+from megatron_ext.training.trainer import Trainer
+from tests.rehearsal.pretended_cuda import EVENTS
+from tests.training.rank_functions import _ONCE
+from tests.training.tiny_run import (
+    changed,
+    student_run,
+    teacher_run,
+    write_corpus,
+    write_rank_list,
+)
+
+
+def _one_step(folder: Path, name: str, objective: str | None = None) -> DistillConfig:
+    config = changed(
+        student_run(folder, name), data={"validation": ()}, training={"train_iters": 1}
+    )
+    return config if objective is None else changed(config, loss=LossConfig(objective=objective))
+
+
+RUNS: dict[str, Callable[[Path, str], DistillConfig]] = {
+    "teacher": lambda folder, name: changed(teacher_run(folder), training={"global_batch_size": 1}),
+    "strict_topk": lambda folder, name: _one_step(folder, name, "strict_topk"),
+    "validated": lambda folder, name: changed(
+        student_run(folder, "validated"), training={"save_interval": 1}
+    ),
+    # The run before it, for one more step.
+    "resumed": lambda folder, name: changed(
+        student_run(folder, "validated"), training={"train_iters": 3, "save_interval": 1}
+    ),
+    "distributed": lambda folder, name: changed(
+        _one_step(folder, name),
+        parallel={"use_distributed_optimizer": True, "overlap_grad_reduce": True},
+    ),
+    "linear": lambda folder, name: changed(_one_step(folder, name), loss={"linear": True}),
+    "dskd": lambda folder, name: _one_step(folder, name, "dskd"),
+    "learned": lambda folder, name: changed(
+        _one_step(folder, name), loss={"learned_projection": True}
+    ),
+    "packed": lambda folder, name: changed(_one_step(folder, name), data={"packing": True}),
+    "partition": lambda folder, name: _one_step(folder, name, "partition_kl"),
+}
+"""By name; all but the first learn from the teacher that the first makes."""
+
+
+def rehearse_runs(folder: Path, names: list[str]) -> dict[str, Any]:
+    """By name of the run its metrics, and what its last step asked of the device."""
+    write_corpus(folder)
+    write_rank_list(folder)
+    with ExitStack() as stack:
+        for once in _ONCE:
+            stack.enter_context(once())
+        stack.enter_context(patch("megatron_ext.training.trainer.plot_loss_curve"))
+        return {name: _rehearse(RUNS[name](folder, name)) for name in names}
+
+
+def _rehearse(config: DistillConfig) -> dict[str, Any]:
+    steps: list[dict[str, Any]] = []
+    iterate = Trainer._iterate
+
+    def recorded(trainer: Trainer, iteration: int) -> dict[str, Any]:
+        EVENTS.clear()
+        metrics = iterate(trainer, iteration)
+        steps.append(
+            {
+                "waits": EVENTS.lines("wait"),
+                "uploads": EVENTS.lines("upload"),
+                "microbatches": config.training.global_batch_size
+                // config.training.micro_batch_size,
+                "pinned": EVENTS.number("pinned upload"),
+                "launches": EVENTS.number("launch"),
+                "kernels": EVENTS.number("kernel"),
+            }
+        )
+        return metrics
+
+    config = changed(config, training={"precision": "bf16"})
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+    groups = process_groups.initialize(config.parallel.layout)
+    EVENTS.clear()
+    with patch.object(Trainer, "_iterate", recorded):
+        build_trainer(config, groups, read_inputs(config, world_size=1)).train()
+    return {
+        "device": str(groups.device),
+        "steps": len(steps),
+        "last": steps[-1],
+        "mismatches": EVENTS.lines("mismatch"),
+        "losses": [row["loss"] for row in read_metrics(Path(config.run_dir))],
+    }
