@@ -28,6 +28,12 @@ class Loop(NamedTuple):
     is_ahead: bool
     """Whether it loads to shared memory what later iterations need."""
 
+    height: int
+    """1 where it has no loop inside."""
+
+    is_inside: bool
+    """Whether a loop of height 2 or less has it inside."""
+
 
 def resources(ptxas: Path, ptx: str) -> dict[str, int]:
     """Registers and bytes spilled, as the assembler reports them."""
@@ -73,39 +79,65 @@ def instructions(cuobjdump: Path, cubin: bytes) -> list[tuple[int, str]]:
 def loops(listing: list[tuple[int, str]]) -> list[Loop]:
     """Loops in the order of their ends; that of a trap after the code is none."""
     place = {address: index for index, (address, _) in enumerate(listing)}
-    found = []
+    found: list[tuple[int, int, int]] = []
     for end, (_, text) in enumerate(listing):
         branch = _BRANCH.search(text)
         begin = place.get(int(branch[1], 16)) if branch else None
         if begin is not None and begin < end:
-            inside = [instruction for _, instruction in listing[begin : end + 1]]
-            wide = sum(map(bool, map(_WIDE.match, inside)))
-            found.append(Loop(len(inside), wide, any(map(_AHEAD.match, inside))))
-    return found
+            inner = [height for first, last, height in found if begin <= first and last <= end]
+            found.append((begin, end, 1 + max(inner, default=0)))
+    return [_loop(listing, found, one) for one in found]
+
+
+def _loop(
+    listing: list[tuple[int, str]], found: list[tuple[int, int, int]], one: tuple[int, int, int]
+) -> Loop:
+    begin, end, height = one
+    inside = [instruction for _, instruction in listing[begin : end + 1]]
+    around = [
+        other
+        for other in found
+        if other != one and other[0] <= begin and end <= other[1] and other[2] <= 2
+    ]
+    return Loop(
+        instructions=len(inside),
+        wide_loads=sum(map(bool, map(_WIDE.match, inside))),
+        is_ahead=any(map(_AHEAD.match, inside)),
+        height=height,
+        is_inside=bool(around),
+    )
+
+
+def passes(repeated: list[Loop]) -> list[Loop]:
+    """Loops over the columns of a row.
+
+    Those that load ahead of time, if any: others read what is left of a row, or of several. Else
+    those with wide loads and at most a loop over rows inside.
+    """
+    ahead = [loop for loop in repeated if loop.is_ahead and loop.height == 1]
+    if ahead:
+        return ahead
+    wide = [loop for loop in repeated if loop.wide_loads and loop.height <= 2]
+    return [loop for loop in wide if not loop.is_inside]
 
 
 def counted(listing: list[tuple[int, str]], columns: int) -> dict[str, Any]:
-    """Instructions a column of the loop over columns, or of the whole code where that is not clear.
+    """Instructions a column of all passes over a row, or of the whole code where there is none.
 
-    Only one loop with wide loads is taken for it, and of several only one that loads ahead of time:
-    the others are for a row's last columns. A kernel without a loop, or with loops in loops
-    or several passes, is counted as a whole: each instruction once, whether or not it is executed
-    or repeated. That shows a change, and is no number of what a column costs.
+    A kernel without a loop over columns is counted as a whole: each instruction once, whether or
+    not it is executed. That shows a change, and is no number of what a column costs.
 
     Args:
         columns: Columns of a thread in one iteration.
     """
     repeated = loops(listing)
-    wide = [loop for loop in repeated if loop.wide_loads]
-    ahead = [loop for loop in wide if loop.is_ahead]
-    streaming = [loop.instructions for loop in (ahead if len(wide) > 1 else wide)]
-    is_clear = len(streaming) == 1
-    length = streaming[0] if is_clear else len(listing)
+    lengths = [loop.instructions for loop in passes(repeated)]
     return {
         "instructions": len(listing),
         "loops": [loop._asdict() for loop in repeated],
-        "counted": "loop" if is_clear else "whole code",
-        "instructions_a_column": round(length / columns, 1),
+        "passes": [round(length / columns, 1) for length in lengths],
+        "counted": "passes" if lengths else "whole code",
+        "instructions_a_column": round((sum(lengths) or len(listing)) / columns, 1),
         "wide_loads": sum(bool(_WIDE.match(text)) for _, text in listing),
         "barriers": sum(text.startswith("BAR") for _, text in listing),
     }

@@ -44,11 +44,23 @@ def test_a_broken_bound_is_named():
     ]
 
 
-def test_only_a_loop_with_wide_loads_is_taken_for_that_over_columns():
+def _listing(*texts):
+    return [(16 * place, text) for place, text in enumerate(texts)]
+
+
+def test_a_loop_with_wide_loads_is_taken_for_that_over_columns():
     body = ["LDG.E.128 R4, [R2]", "FADD R4, R4, R5", "BRA 0x10", "NOP", "BRA 0x50"]
-    listing = [(16 * place, text) for place, text in enumerate(["MOV R1, R2", *body])]
-    assert assembly.loops(listing) == [assembly.Loop(3, 1, False)]
+    listing = _listing("MOV R1, R2", *body)
+    assert [(loop.instructions, loop.wide_loads) for loop in assembly.loops(listing)] == [(3, 1)]
     assert assembly.counted(listing, 2)["instructions_a_column"] == 1.5
+
+
+def test_passes_are_the_loops_that_load_ahead_or_those_over_blocks_of_rows():
+    ahead = ["LDGSTS.E.BYPASS.128 [R1], [R2]", "BRA 0x0", "LDG.E.128 R4, [R2]", "NOP", "BRA 0x20"]
+    assert assembly.counted(_listing(*ahead), 1)["passes"] == [2]
+    rows = ["FADD R1, R1, R2", "LDG.E.128 R4, [R2]", "BRA 0x10", "BRA 0x0", "BRA 0x0"]
+    assert assembly.counted(_listing(*rows), 1)["passes"] == [4]
+    assert assembly.counted(_listing("NOP", "NOP"), 1)["counted"] == "whole code"
 
 
 @pytest.mark.parametrize(
