@@ -26,7 +26,7 @@ bench-gpu:
 # No GPU is needed: triton compiles for those that it is told of.
 rehearse-gpu: $(VENV)/.ready
 	@echo "==> rehearse-gpu: every kernel compiled for sm_80, sm_90a and sm_100a, within its bounds"
-	@$(BIN)/python benchmarks/kernel_code.py
+	@$(BIN)/python benchmarks/kernel_code.py --output benchmarks/results/kernel_code.json
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -189,6 +189,7 @@ CORE: Final = (
     "row_statistics_kernel members 8192x16",
     "row_statistics_kernel plain 4096x8",
     "sweep_kernel forward values 2048x8",
+    "vocab_kl_kernel forward 2048x8",
 )
 """Names of the launches that the tests compile each time."""
 
