@@ -26,7 +26,7 @@ bench-gpu:
 # No GPU is needed: triton compiles for those that it is told of, and tests pretend that there is one.
 rehearse-gpu: $(VENV)/.ready
 	@echo "==> rehearse-gpu: every kernel compiled for sm_80, sm_90a and sm_100a, within its bounds"
-	@$(BIN)/python benchmarks/kernel_code.py
+	@$(BIN)/python benchmarks/kernel_code.py --output benchmarks/results/kernel_code.json
 	@echo "==> rehearse-gpu: every objective and every kind of run on a GPU that is not there"
 	@MEGATRON_EXT_ALL_TEXT=1 $(BIN)/python -m pytest tests/rehearsal
 

@@ -3,11 +3,13 @@
     python benchmarks/kernel_code.py                     all launches; minutes
     python benchmarks/kernel_code.py --arch 90 --only sweep_kernel
     python benchmarks/kernel_code.py --core              what the tests hold to its bounds
+    python benchmarks/kernel_code.py --output benchmarks/results/kernel_code.json
 
-It prints JSON: registers, spilled bytes, shared memory, occupancy, loads of 128 bits, and SASS
-instructions a column. Launches beyond ``machine_code/bounds.json`` are named on stderr, and
-the exit status is 1. The assembler and the disassembler are those that come with triton for NVIDIA
-GPUs; without the second, loads are counted in PTX and instructions are missing.
+It prints JSON, or adds it to a file as "after", beside what is there as "before": registers,
+spilled bytes, shared memory, occupancy, loads of 128 bits, and SASS instructions a column. Launches
+beyond ``machine_code/bounds.json`` are named on stderr, and the exit status is 1. The assembler and
+the disassembler are those that come with triton for NVIDIA GPUs; without the second, loads are
+counted in PTX and instructions are missing.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import sys
 from pathlib import Path
 from typing import Any, Final
@@ -78,7 +81,32 @@ def report(launch: KernelLaunch, arch: int) -> dict[str, Any]:
         missing = "triton has no cuobjdump and nvdisasm: instructions are not counted"
         return {**found, "wide_loads": code.asm["ptx"].count("ld.global.v4"), "missing": missing}
     listing = instructions(disassembler, code.asm["cubin"])
-    return found | counted(listing, max(1, block // (32 * warps)))
+    columns = max(1, block // (32 * warps))
+    counts = counted(listing, columns, has_parts=launch.has_parts)
+    counts.pop("loops")
+    return found | counts
+
+
+def write(path: Path, found: dict[str, dict[str, Any]]) -> None:
+    """Write "after", with the versions that made it; "before" stays, or is the same at first."""
+    import triton
+
+    kept = json.loads(path.read_text()) if path.exists() else {"before": found}
+    machine = {"machine": platform.machine(), "triton": triton.__version__}
+    parts = {"machine": machine, "before": kept["before"], "after": found}
+    lines = []
+    for name, part in parts.items():
+        if name == "machine":
+            lines.append(f'"machine": {json.dumps(part)}')
+            continue
+        rows = ",\n".join(
+            f" {json.dumps(arch)}: {{\n"
+            + ",\n".join(f"  {json.dumps(key)}: {json.dumps(row)}" for key, row in launched.items())
+            + "\n }"
+            for arch, launched in part.items()
+        )
+        lines.append(f'"{name}": {{\n{rows}\n}}')
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def main() -> None:
@@ -87,6 +115,7 @@ def main() -> None:
     parser.add_argument("--arch", type=int, action="append", choices=ARCHITECTURES)
     parser.add_argument("--only", default="", help="a part of the names of launches")
     parser.add_argument("--core", action="store_true", help="the launches that tests compile")
+    parser.add_argument("--output", type=Path, help='JSON file with a part "before"')
     options = parser.parse_args()
     chosen = [launch for launch in launches() if options.only in launch.name]
     if options.core:
@@ -108,7 +137,10 @@ def main() -> None:
             except Exception as error:
                 reports[launch.name] = {"error": f"{type(error).__name__}: {error}"[-500:]}
                 problems.append(f"sm_{arch} {launch.name} does not compile")
-    print(json.dumps(found, indent=1))
+    if options.output:
+        write(options.output, found)
+    else:
+        print(json.dumps(found, indent=1))
     sys.exit("\n".join(problems) or 0)
 
 

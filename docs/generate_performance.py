@@ -41,6 +41,7 @@ def performance_page() -> str:
         "shards": _table(_shards(counted["rows"])),
         "measured": [NO_FIGURE] if measured is None else _measured(measured),
         "target": _target(counted["rows"], measured),
+        "instructions": _table(_instructions()),
         "chunks": _table(_chunks()),
         "cpu": _table(_on_cpu()),
     }
@@ -170,6 +171,42 @@ def _times(rows: list[Row], copied: float) -> Iterator[Sequence[str]]:
             share,
             f"{row['peak_bytes'] / 1e9:.2f} GB",
         )
+
+
+def _instructions() -> Iterator[Sequence[str]]:
+    """The cheapest launch of each kernel, before and after, on sm_90."""
+    code = _results("kernel_code")
+    assert code is not None
+    yield ("kernel", "launch", "before", "after", "registers", "warps at once")
+    before, after = (_cheapest(code[name]["sm_90"]) for name in ("before", "after"))
+    for key, row in after.items():
+        old = before.get(key)
+        yield (
+            f"`{key[0]}`",
+            key[1],
+            "" if old is None else _passes(old),
+            _passes(row),
+            " → ".join(str(one["registers"]) for one in (old, row) if one is not None),
+            " → ".join(f"{one['occupancy']:.0%}" for one in (old, row) if one is not None),
+        )
+
+
+def _cheapest(rows: dict[str, Row]) -> dict[tuple[str, str], Row]:
+    """By kernel and launch, of those that are counted by passes."""
+    found: dict[tuple[str, str], Row] = {}
+    for name, row in rows.items():
+        kernel, _, launch = name.rpartition(" ")[0].partition(" ")
+        least = found.get((kernel, launch), row)
+        # A program of the sweep runs one of several loops, by its chunk: they are no passes.
+        if kernel == "sweep_kernel" or not row.get("passes"):
+            continue
+        if row["instructions_a_column"] <= least["instructions_a_column"]:
+            found[kernel, launch] = row
+    return found
+
+
+def _passes(row: Row) -> str:
+    return " + ".join(f"{length:.0f}" for length in row["passes"])
 
 
 def _target(counted: list[Row], measured: Row | None) -> list[str]:

@@ -21,15 +21,18 @@ _PROCESSOR: Final = {80: 164, 90: 228, 100: 228}
 class Loop(NamedTuple):
     """A backward branch and what it repeats."""
 
-    first: int
-    """Place of its first instruction in the listing."""
-
     instructions: int
     wide_loads: int
     """Loads of 128 bits, to registers or to shared memory."""
 
     is_ahead: bool
     """Whether it loads to shared memory what later iterations need."""
+
+    height: int
+    """1 where it has no loop inside."""
+
+    is_inside: bool
+    """Whether a loop of height 2 or less has it inside."""
 
 
 def resources(ptxas: Path, ptx: str) -> dict[str, int]:
@@ -76,44 +79,69 @@ def instructions(cuobjdump: Path, cubin: bytes) -> list[tuple[int, str]]:
 def loops(listing: list[tuple[int, str]]) -> list[Loop]:
     """Loops in the order of their ends; that of a trap after the code is none."""
     place = {address: index for index, (address, _) in enumerate(listing)}
-    found = []
+    found: list[tuple[int, int, int]] = []
     for end, (_, text) in enumerate(listing):
         branch = _BRANCH.search(text)
         begin = place.get(int(branch[1], 16)) if branch else None
         if begin is not None and begin < end:
-            inside = [instruction for _, instruction in listing[begin : end + 1]]
-            wide = sum(map(bool, map(_WIDE.match, inside)))
-            found.append(Loop(begin, len(inside), wide, any(map(_AHEAD.match, inside))))
-    return found
+            inner = [height for first, last, height in found if begin <= first and last <= end]
+            found.append((begin, end, 1 + max(inner, default=0)))
+    return [_loop(listing, found, one) for one in found]
 
 
-def _holds(outer: Loop, inner: Loop) -> bool:
-    end = inner.first + inner.instructions
-    return inner != outer and outer.first <= inner.first and end <= outer.first + outer.instructions
+def _loop(
+    listing: list[tuple[int, str]], found: list[tuple[int, int, int]], one: tuple[int, int, int]
+) -> Loop:
+    begin, end, height = one
+    inside = [instruction for _, instruction in listing[begin : end + 1]]
+    around = [
+        other
+        for other in found
+        if other != one and other[0] <= begin and end <= other[1] and other[2] <= 2
+    ]
+    return Loop(
+        instructions=len(inside),
+        wide_loads=sum(map(bool, map(_WIDE.match, inside))),
+        is_ahead=any(map(_AHEAD.match, inside)),
+        height=height,
+        is_inside=bool(around),
+    )
 
 
-def counted(listing: list[tuple[int, str]], columns: int) -> dict[str, Any]:
-    """Instructions a column of the longest loop over columns, or of the whole code.
+def passes(repeated: list[Loop]) -> list[Loop]:
+    """Loops over the columns of a row.
 
-    A loop with wide loads goes over columns; of several, each goes over a part of them, or over all
-    again, and those that load nothing ahead of time are for what few rows need. A kernel without
-    one, or with loops in one, is counted as a whole: each instruction once, whether or not it is
-    executed or repeated. That shows a change, and is no number of what a column costs.
+    Those that load ahead of time, if any: others read what is left of a row, or of several. Else
+    those with wide loads and at most a loop over rows inside.
+    """
+    ahead = [loop for loop in repeated if loop.is_ahead and loop.height == 1]
+    if ahead:
+        return ahead
+    wide = [loop for loop in repeated if loop.wide_loads and loop.height <= 2]
+    return [loop for loop in wide if not loop.is_inside]
+
+
+def counted(
+    listing: list[tuple[int, str]], columns: int, *, has_parts: bool = False
+) -> dict[str, Any]:
+    """Instructions a column of all passes over a row, or of the whole code where there is none.
+
+    A kernel without a loop over columns is counted as a whole: each instruction once, whether or
+    not it is executed. That shows a change, and is no number of what a column costs.
 
     Args:
         columns: Columns of a thread in one iteration.
+        has_parts: Each loop goes over a part of the columns: the longest counts, not their sum.
     """
     repeated = loops(listing)
-    streaming = [loop for loop in repeated if loop.wide_loads]
-    if any(_holds(loop, other) for loop in streaming for other in repeated):
-        streaming = []
-    streaming = [loop for loop in streaming if loop.is_ahead] or streaming
-    length = max((loop.instructions for loop in streaming), default=len(listing))
+    lengths = [loop.instructions for loop in passes(repeated)]
+    whole = max(lengths, default=0) if has_parts else sum(lengths)
     return {
         "instructions": len(listing),
         "loops": [loop._asdict() for loop in repeated],
-        "counted": f"longest of {len(streaming)} loops" if streaming else "whole code",
-        "instructions_a_column": round(length / columns, 1),
+        "passes": [round(length / columns, 1) for length in lengths],
+        "counted": "passes" if lengths else "whole code",
+        "instructions_a_column": round((whole or len(listing)) / columns, 1),
         "wide_loads": sum(bool(_WIDE.match(text)) for _, text in listing),
         "barriers": sum(text.startswith("BAR") for _, text in listing),
     }

@@ -10,8 +10,8 @@ from typing import Any, Final
 BOUNDS: Final[dict[str, dict[str, float]]] = json.loads(
     Path(__file__).with_name("bounds.json").read_text()
 )
-"""By the name of a launch: most ``instructions_a_column``, ``registers`` and ``spill_store_bytes``,
-least ``occupancy`` and ``wide_loads``, on every architecture."""
+"""By launch: most ``instructions_a_column``, ``registers``, ``spill_store_bytes`` and
+``shared_bytes``, least ``occupancy`` and ``wide_loads``, on every architecture."""
 
 _LEAST: Final = ("occupancy", "wide_loads")
 

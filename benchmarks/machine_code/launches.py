@@ -27,6 +27,9 @@ _PADDED: Final = ("held_width", "padded_width")
 """Widths in memory; that of a vocabulary ends anywhere, and a row's stride is padded too."""
 
 
+_WITH_PARTS: Final = ("single_kernel", "sweep_kernel", "sparse_sums_kernel")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelLaunch:
     """A kernel with the constants and the number of warps of one of its launches."""
@@ -40,6 +43,11 @@ class KernelLaunch:
 
     constants: dict[str, Any]
     config: LaunchConfig
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether each of its loops goes over a part of the columns, or of the cases."""
+        return self.kernel in _WITH_PARTS
 
     @property
     def name(self) -> str:
@@ -218,6 +226,7 @@ CORE: Final = (
     "row_statistics_kernel members 8192x16",
     "row_statistics_kernel plain 4096x8",
     "single_kernel aligned with diagnostics 1024x4",
+    "vocab_kl_kernel forward 2048x8",
 )
 """Names of the launches that the tests compile each time."""
 

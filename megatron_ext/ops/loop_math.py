@@ -52,6 +52,36 @@ def bits_of_float(context, number):
     return types.int32(types.float32), generate
 
 
+_FIRST = ir.Constant(ir.IntType(32), 0)
+
+
+@intrinsic
+def reached(context, keys, first, least):
+    """Bits of the 32 keys int32 from ``first`` on that are ``least`` or more, the lowest first."""
+    vector = ir.VectorType(ir.IntType(32), 32)
+
+    def generate(context, builder, signature, arguments):
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        address = builder.bitcast(builder.gep(array.data, [arguments[1]]), vector.as_pointer())
+        spread = builder.insert_element(ir.Constant(vector, ir.Undefined), arguments[2], _FIRST)
+        every = ir.Constant(vector, [0] * 32)
+        spread = builder.shuffle_vector(spread, ir.Constant(vector, ir.Undefined), every)
+        is_reached = builder.icmp_signed(">=", builder.load(address, align=4), spread)
+        return builder.bitcast(is_reached, ir.IntType(32))
+
+    return types.uint32(keys, types.intp, types.int32), generate
+
+
+@intrinsic
+def lowest_bit(context, bits):
+    """Place of the lowest bit of a number that is not 0."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.uint32(types.uint32), generate
+
+
 @njit(fastmath={"contract"}, inline="never")
 def exp(x):
     """``e^x`` of an fp32 number up to 88, within two units in the last place; 0 below -87.3.

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 from numba import njit
-from numpy import float32, int32, int64, uintp
+from numpy import float32, int32, int64, uint32, uintp
 
-from megatron_ext.ops.loop_math import bits_of_float, exp, float_of_bits
+from megatron_ext.ops.loop_math import bits_of_float, exp, float_of_bits, lowest_bit, reached
 from megatron_ext.ops.row_loops import (
     BLOCK,
     EACH,
@@ -85,11 +85,19 @@ def _likely_least(keys, count, rank):
 
 @njit
 def _keep_from(kept, places, keys, count, least):
-    """Keep keys from ``least`` on and their places; both have room for one more."""
-    found = 0
-    for i in range(count):
-        kept[found], places[found] = keys[i], i
-        found += 1 if keys[i] >= least else 0
+    """Keep keys from ``least`` on, and their places."""
+    found, whole = 0, count - count % 32
+    for first in range(0, whole, 32):
+        bits = reached(keys, first, least)
+        while bits:
+            i = first + int64(lowest_bit(bits))
+            bits &= uint32(bits - uint32(1))
+            kept[found], places[found] = keys[i], i
+            found += 1
+    for i in range(whole, count):
+        if keys[i] >= least:
+            kept[found], places[found] = keys[i], i
+            found += 1
     return found
 
 
@@ -194,8 +202,9 @@ def largest_places(first, stop, values, allowed, excluded, chosen, columns, rest
 def _logit_keys(out, values, count):
     """The order of any numbers, in which 0.0 and -0.0 are equal."""
     for i in range(count):
-        bits = bits_of_float(values[i] + _ZERO)
-        # The bits of negative numbers grow with their magnitude.
+        bits = bits_of_float(values[i])
+        # Those of -0 are the least number; those of negative numbers grow with their magnitude.
+        bits = int32(0) if bits == EVERY_KEY else bits
         out[i] = int32(bits ^ (int32(bits >> int32(31)) & int32(0x7FFFFFFF)))
 
 

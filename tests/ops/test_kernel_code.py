@@ -30,6 +30,8 @@ def test_compiled_kernels_keep_their_bounds():
 def test_bounds_are_those_of_launches():
     names = {launch.name for launch in launches.launches()}
     assert set(bounds.BOUNDS) <= names
+    # The sweeps have a bound on the one that is launched first.
+    assert {name for name in names if not name.startswith("sweep")} <= set(bounds.BOUNDS)
     assert set(launches.CORE) <= set(bounds.BOUNDS)
 
 
@@ -44,19 +46,23 @@ def test_a_broken_bound_is_named():
     ]
 
 
-def test_the_longest_loop_with_wide_loads_is_taken_for_that_over_columns():
-    wide = ["LDG.E.128 R4, [R2]", "FADD R4, R4, R5", "BRA 0x10"]
-    narrow = ["LDG.E.32 R4, [R2]", *["NOP"] * 4, "BRA 0x40"]
-    body = ["MOV R1, R2", *wide, *narrow, "LDG.E.128 R4, [R2]", "BRA 0xa0"]
-    listing = [(16 * place, text) for place, text in enumerate(body)]
-    found = [(loop.instructions, loop.wide_loads) for loop in assembly.loops(listing)]
-    assert found == [(3, 1), (6, 0), (2, 1)]
-    report = assembly.counted(listing, 2)
-    assert (report["counted"], report["instructions_a_column"]) == ("longest of 2 loops", 1.5)
-    # A loop that holds others says nothing of how often they run.
-    listing.append((16 * len(listing), "BRA 0x0"))
-    report = assembly.counted(listing, 2)
-    assert (report["counted"], report["instructions_a_column"]) == ("whole code", 6.5)
+def _listing(*texts):
+    return [(16 * place, text) for place, text in enumerate(texts)]
+
+
+def test_a_loop_with_wide_loads_is_taken_for_that_over_columns():
+    body = ["LDG.E.128 R4, [R2]", "FADD R4, R4, R5", "BRA 0x10", "NOP", "BRA 0x50"]
+    listing = _listing("MOV R1, R2", *body)
+    assert [(loop.instructions, loop.wide_loads) for loop in assembly.loops(listing)] == [(3, 1)]
+    assert assembly.counted(listing, 2)["instructions_a_column"] == 1.5
+
+
+def test_passes_are_the_loops_that_load_ahead_or_those_over_blocks_of_rows():
+    ahead = ["LDGSTS.E.BYPASS.128 [R1], [R2]", "BRA 0x0", "LDG.E.128 R4, [R2]", "NOP", "BRA 0x20"]
+    assert assembly.counted(_listing(*ahead), 1)["passes"] == [2]
+    rows = ["FADD R1, R1, R2", "LDG.E.128 R4, [R2]", "BRA 0x10", "BRA 0x0", "BRA 0x0"]
+    assert assembly.counted(_listing(*rows), 1)["passes"] == [4]
+    assert assembly.counted(_listing("NOP", "NOP"), 1)["counted"] == "whole code"
 
 
 @pytest.mark.parametrize(

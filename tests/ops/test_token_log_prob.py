@@ -12,6 +12,7 @@ from megatron_ext.ops.token_log_prob import (
     token_log_prob_reference,
 )
 from megatron_ext.ops.top_columns import top_columns
+from tests.ops.kernel_case import EVERY_COMBINATION
 
 
 def _inputs(rows, vocab, padding):
@@ -163,38 +164,6 @@ def test_slices_of_rows_change_no_selected_value(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("vocab", [37, 20_000])
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
-def test_loops_select_as_torch_does(vocab, temperature):
-    pytest.importorskip("numba")
-    logits, ids = _selection(vocab=vocab)
-    logits = (8 * logits).round().div(8).float()
-    logits[4, 3] = 60.0
-    logits[5, : vocab // 2] = -torch.inf
-    padded = torch.nn.functional.pad(logits, (0, 3), value=80.0)
-    shard, weights = _shard(vocab, 3), torch.rand(9, ids.shape[1] + 1)
-    weights[6] = 0.0
-    padded[6] = torch.nan
-    found = []
-    for implementation in ("torch", "cpu"):
-        rows = padded.clone().requires_grad_()
-        value = selected_log_prob(
-            rows, ids, shard, temperature=temperature, implementation=implementation
-        )
-        found.append((value.detach(), *torch.autograd.grad(value, rows, weights)))
-    torch.testing.assert_close(found[1][0], found[0][0], rtol=2e-6, atol=2e-6, equal_nan=True)
-    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-5, atol=1e-7)
-    assert not found[1][1][6].any()
-    allowed = torch.rand(vocab + 3) < 0.5
-    for k in (1, 30, 64):
-        for chosen in (None, allowed):
-            by_torch, by_loops = (
-                top_columns(padded, k, shard, chosen, implementation=implementation)
-                for implementation in ("torch", "cpu")
-            )
-            assert torch.equal(by_loops, by_torch)
-
-
 def test_top_columns_are_those_of_the_largest_logits_and_the_lowest_of_equals():
     logits = torch.tensor([[1.0, 3.0, 3.0, -2.0, 9.0], [-0.0, 0.0, -1.0, -torch.inf, 9.0]])
     shard = VocabShard(start=0, stop=5, vocab_size=4)
@@ -202,3 +171,69 @@ def test_top_columns_are_those_of_the_largest_logits_and_the_lowest_of_equals():
     allowed = torch.tensor([True, False, True, True, True])
     assert top_columns(logits, 4, shard, allowed).tolist() == [[2, 0, 3, -1], [0, 2, 3, -1]]
     assert top_columns(logits[:0], 3, shard).shape == (0, 3)
+
+
+LOOP_DTYPES = {"fp32": (torch.float32, 2e-6), "bf16": (torch.bfloat16, 2**-8)}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize(("vocab", "k"), [(20_000, 64), (37, 36), (2, 1)])
+@pytest.mark.parametrize("name", LOOP_DTYPES if EVERY_COMBINATION else ["fp32"])
+def test_loops_select_with_the_values_and_gradient_of_the_reference(name, vocab, k, temperature):
+    pytest.importorskip("numba")
+    dtype, rounding = LOOP_DTYPES[name]
+    logits, ids = _selection(vocab=vocab, k=k)
+    # Both start from the same numbers; the probability of one token is 0 in fp32.
+    logits[2, ids[2, 0]] = -300.0
+    logits = logits.to(dtype).double()
+    weights = torch.rand(9, k + 1, dtype=torch.float64)
+    weights[4] = 0.0
+    reference = logits.clone().requires_grad_()
+    truth = selected_log_prob_reference(reference, ids, temperature=temperature)
+    named = truth > -torch.inf
+    (true_grad,) = torch.autograd.grad(truth[named], reference, weights[named])
+    padded = torch.nn.functional.pad(logits, (0, 3), value=80.0).to(dtype).requires_grad_()
+    shard = _shard(vocab, 3)
+    value = selected_log_prob(padded, ids, shard, temperature=temperature, implementation="cpu")
+    (grad,) = torch.autograd.grad(value, padded, weights.float())
+    torch.testing.assert_close(value.double(), truth.detach(), rtol=2e-6, atol=2e-6)
+    largest = true_grad.abs().max().item()
+    # A gradient is rounded once, and is a difference of numbers of the size of its largest.
+    torch.testing.assert_close(
+        grad[:, :vocab].double(), true_grad, rtol=rounding, atol=2e-6 * largest
+    )
+    assert not grad[:, vocab:].any()
+    assert not grad[4].any()
+
+
+def test_loops_do_not_look_at_a_row_without_a_gradient_and_leave_nothing_of_an_empty_rest():
+    pytest.importorskip("numba")
+    logits = torch.randn(2, 4).requires_grad_()
+    with torch.no_grad():
+        logits[1] = torch.nan
+    ids = torch.arange(4).expand(2, 4)
+    value = selected_log_prob(logits, ids, _shard(4), implementation="cpu")
+    assert value[0, 4] == -torch.inf
+    torch.testing.assert_close(value[0, :4], torch.log_softmax(logits[0].detach(), dim=-1))
+    (grad,) = torch.autograd.grad(value, logits, torch.tensor([[1.0] * 5, [0.0] * 5]))
+    torch.testing.assert_close(grad[0], 1 - 4 * torch.softmax(logits[0].detach(), dim=-1))
+    assert not grad[1].any()
+
+
+@pytest.mark.parametrize("name", LOOP_DTYPES if EVERY_COMBINATION else ["fp32"])
+@pytest.mark.parametrize("k", [1, 64, 2000])
+def test_loops_find_the_top_columns_of_torch(k, name):
+    pytest.importorskip("numba")
+    generator = torch.Generator().manual_seed(k)
+    logits = (8 * torch.randn(7, 2503, generator=generator)).round() / 8
+    logits[1] = 0.0
+    logits[1, ::3] = -0.0
+    logits[2, 5:] = -torch.inf
+    logits = logits.to(LOOP_DTYPES[name][0])
+    shard = VocabShard(start=10000, stop=12503, vocab_size=12500)
+    allowed = torch.arange(2503) % 4 != 1
+    for given in (None, allowed):
+        by_loops, by_torch = (
+            top_columns(logits, k, shard, given, implementation=by) for by in ("cpu", "torch")
+        )
+        assert torch.equal(by_loops, by_torch)

@@ -172,16 +172,20 @@ def evaluate_by_torch(task: MatchedTask) -> MatchedValues:
         (task.student, task.teacher),
     )
     shard, ends = task.student.shard, host_offsets(*models)
+    excluded = task.matching.excluded(*(model.shard for model in models))
+    pairs = _pairs(task)
     for chunks in row_slices(len(task.scale), _widest(task), device=task.scale.device):
         q, p = (
             chunk_means(model, offsets, chunks).to(task.scale.dtype)
             for model, offsets in zip(models, ends, strict=True)
         )
-        tops, compared = _uncommon(task, q, p)
+        tops, compared = _uncommon(task, q, p, excluded)
         results.uncommon[chunks], results.discarded[chunks] = compared.value, compared.left_out
 
-        terms = _terms_by_loops if task.student.by_loops else _terms_by_torch
-        sums, slope = terms(task, chunks, p, q, results)
+        if task.student.by_loops:
+            sums, slope = _terms_by_loops(task, chunks, p, q, results, pairs)
+        else:
+            sums, slope = _terms_by_torch(task, chunks, p, q, results)
         results.value[chunks], centre = all_reduce_sum(sums, shard.group)
         if gradient is None:
             continue
@@ -205,26 +209,38 @@ def _terms_by_torch(
     return torch.stack([terms.sum(dim=-1), (q * slope).sum(dim=-1)]), slope
 
 
+def _pairs(task: MatchedTask) -> tuple[torch.Tensor, torch.Tensor]:
+    """Columns int32 [Vps] of ``loops.MatchedWork``: the teacher's, or its moved row's, and own."""
+    shard, matching = task.student.shard, task.matching
+    own = torch.arange(shard.width, dtype=torch.int32, device=matching.is_common.device)
+    own.masked_fill_(~matching.is_common, -1)
+    if matching.pairs_cross and shard.group is not None:
+        return own, own
+    return matching.teacher_columns(shard), own
+
+
 def _terms_by_loops(
-    task: MatchedTask, chunks: slice, p: torch.Tensor, q: torch.Tensor, results: MatchedValues
+    task: MatchedTask,
+    chunks: slice,
+    p: torch.Tensor,
+    q: torch.Tensor,
+    results: MatchedValues,
+    pairs: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from megatron_ext.ops import divergence_loops as loops
     from megatron_ext.ops.row_loops import in_threads
 
     shard, matching, options = task.student.shard, task.matching, task.options
-    own = torch.arange(shard.width, dtype=torch.int32).masked_fill(~matching.is_common, -1)
     if matching.pairs_cross and shard.group is not None:
-        p, column = _onto_student(p, matching, shard), own
-    else:
-        column = matching.teacher_columns(shard)
+        p = _onto_student(p, matching, shard)
     slope, sums = torch.empty_like(q), q.new_zeros(2, len(q))
     best, top = q.new_empty(2, len(q)), torch.zeros(2, len(q), dtype=torch.int64)
     mass = torch.stack([used[chunks] for used in task.rest.used]).float()
     work = loops.MatchedWork(
         p.contiguous().numpy(),
         q.numpy(),
-        column.int().numpy(),
-        own.numpy(),
+        pairs[0].numpy(),
+        pairs[1].numpy(),
         mass.numpy(),
         loops.DIRECTIONS[options.direction],
         np.float32(options.mixture),
@@ -285,14 +301,17 @@ def _kept(task: MatchedTask, width: int) -> int:
     return width if places is None else min(places, width)
 
 
-def _uncommon(task: MatchedTask, q: torch.Tensor, p: torch.Tensor) -> tuple[Largest, Compared]:
+def _uncommon(
+    task: MatchedTask,
+    q: torch.Tensor,
+    p: torch.Tensor,
+    excluded: tuple[torch.Tensor, torch.Tensor],
+) -> tuple[Largest, Compared]:
     """The student's candidates of the sorted L1, and the comparison."""
     shards = task.student.shard, task.teacher.shard
     tops = [
-        select_largest(side, _kept(task, shard.width), excluded, by_loops=task.student.by_loops)
-        for side, shard, excluded in zip(
-            (q, p), shards, task.matching.excluded(*shards), strict=True
-        )
+        select_largest(side, _kept(task, shard.width), without, by_loops=task.student.by_loops)
+        for side, shard, without in zip((q, p), shards, excluded, strict=True)
     ]
     return tops[0], compare_sorted(tops[0], tops[1], task.options.top_u, shards[0].group)
 
