@@ -19,6 +19,7 @@ layout and the batch sizes are in both, and must be equal.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -52,7 +53,6 @@ from megatron_ext.training.model_section import read_config_file
 from megatron_ext.training.models import build_gpt_model
 from megatron_ext.training.run_data import HeldOut
 from megatron_ext.training.run_folder import own_run_folder
-from megatron_ext.training.run_loss import with_vocabulary_layout
 from megatron_ext.training.start_agreement import check_same_start
 from megatron_ext.training.student import Student
 from megatron_ext.training.trainer import Trainer
@@ -187,7 +187,8 @@ class PretrainDistillation:
     def __init__(self, config: DistillConfig, arguments: Callable[[], Any]) -> None:
         check_exclusions(config, "megatron_lm")
         # Its checkpoints hold the heads as they are.
-        self.config = with_vocabulary_layout(config, on_gpu=False)
+        by_ids = replace(config.training, vocabulary_layout="original")
+        self.config = replace(config, training=by_ids)
         self._arguments = arguments
         self._chunks: list[GPTModel] = []
         self._inputs: Inputs | None = None

@@ -30,8 +30,8 @@ class TrainingConfig:
     vocabulary_layout: Literal["auto", "original", "co_sharded"] = "auto"
     """Order of the heads' rows during training: that of the token ids, or one in which tokens that
     both models have are side by side. Losses and checkpoints are the same, see docs/projection.md.
-    ``co_sharded`` needs an objective with a projection; ``auto`` takes it on a GPU where the run
-    can have it."""
+    ``co_sharded`` needs an objective with a projection; ``auto`` takes it on a GPU and under tensor
+    parallelism where the run can have it."""
 
     variable_seq_lengths: bool = False
     """Make the rows of a microbatch only as long as its longest, instead of ``seq_length``. Losses

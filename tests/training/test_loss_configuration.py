@@ -347,15 +347,25 @@ ONE = {"teacher": TEACHER, "teachers": {}, "loss": {"objective": "projected_kl"}
     [
         (ONE, True, "co_sharded"),
         (ONE, False, "original"),
+        (ONE | {"parallel": {"tensor_model_parallel_size": 2}}, False, "co_sharded"),
         (ONE | loss("uld"), True, "original"),
         ({}, True, "original"),
         (ONE | {"loss": {"objective": "projected_kl", "linear": True}}, True, "original"),
         (ONE | {"teacher": TEACHER | {"library": "huggingface"}}, True, "original"),
         (ONE | {"training": {"train_iters": 5, "vocabulary_layout": "original"}}, True, "original"),
     ],
-    ids=["gpu", "cpu", "no projection", "several", "linear", "transformers", "asked for"],
+    ids=[
+        "gpu",
+        "cpu",
+        "cpu, tp 2",
+        "no projection",
+        "several",
+        "linear",
+        "transformers",
+        "asked for",
+    ],
 )
-def test_heads_are_laid_out_on_a_gpu_wherever_they_can_be(changes, on_gpu, layout):
+def test_heads_are_laid_out_where_it_pays_and_they_can_be(changes, on_gpu, layout):
     settled = with_vocabulary_layout(config_of(**changes), on_gpu=on_gpu)
     assert settled.training.vocabulary_layout == layout
 
