@@ -11,7 +11,7 @@ TORCH := torch==2.13.0
 .PHONY: demo test lint bench-gpu rehearse-gpu clean
 
 demo: $(VENV)/.ready
-	@echo "==> demo: three short training runs, about four minutes on 2 CPU cores; see runs/demo"
+	@echo "==> demo: three short training runs, about three minutes on 2 CPU cores; see runs/demo"
 	@$(BIN)/python examples/demo/run.py
 
 test: $(VENV)/.ready
