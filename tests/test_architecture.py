@@ -128,8 +128,8 @@ LONG_CONSTRUCTORS = {
     "data/collator.py: __init__",
 }
 
-MOST_FILES = 400
-MOST_FOLDERS = 45
+MOST_FILES = 409
+MOST_FOLDERS = 46
 
 READS_CONFIGURATION = {
     # The configuration itself, its table of exclusions, and its parts.

@@ -26,6 +26,7 @@ VERBS = {
     "inspect": "show the tokens of a text, or the trained part of a conversation",
     "align": "show how the tokens of a student and a teacher align on a text",
     "projection": "build, inspect and convert a projection between two vocabularies",
+    "transfer": "give a model another tokenizer",
     "distill": "train a student from a teacher with another tokenizer",
     "cache-teacher": "record the predictions of a teacher, for runs without its model",
     "serve-teacher": "serve a teacher to runs on other machines",

@@ -124,10 +124,6 @@ def note(text: str) -> None:
     sys.stderr.write(f"note: {text}\n")
 
 
-_MOST_PIECES: Final = 32
-"""Most pieces of a new token; only runs of one character have more."""
-
-
 def add_build_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``build``."""
     add_pair(parser, required=True)
@@ -200,42 +196,18 @@ def add_embed_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def embed(arguments: argparse.Namespace) -> None:
-    """Write a model with the vocabulary of another tokenizer, as a HuggingFace folder.
+    """Write a model with the vocabulary of another tokenizer: ``megatron-ext transfer init``.
 
     megatron-ext projection embed models/Qwen3-0.6B models/qwen-with-llama --tokenizer llama3_2/
 
-    Each new token starts as the mean of the old tokens that stand for it; shared tokens and all
-    other weights are unchanged. The weights of the mean are those of --projection, from the new
-    vocabulary to the old one, or else equal over the pieces into which the old tokenizer cuts the
-    new token. The model is a starting point: distil it from the original.
+    The older name of that command; --projection is here alone.
     """
-    if not arguments.tokenizer.is_dir():
-        raise ConfigError(
-            "the new tokenizer's files are copied",
-            where="--tokenizer",
-            got=arguments.tokenizer,
-            expected="their folder",
-        )
-    new, old = (
-        build_tokenizer(TokenizerConfig(model=str(path)))
-        for path in (arguments.tokenizer, arguments.model)
-    )
-    if arguments.projection is not None:
-        projection = SparseProjection.load(arguments.projection, new, old, tell=note)
-    else:
-        projection = SparseProjection.from_tokenizers(new, old, top_k=_MOST_PIECES, decay=1.0)
     # Imported late: torch takes seconds to load.
-    from megatron_ext.huggingface.new_vocabulary import write_with_vocabulary
+    from megatron_ext.transfer.write_model import TransferOptions, transfer_model
 
-    write_with_vocabulary(
-        arguments.model,
-        arguments.output,
-        projection=projection,
-        tokenizer=new,
-        tokenizer_folder=arguments.tokenizer,
-    )
-    exact, empty = int(projection.is_exact_row.sum()), len(projection.empty_rows)
+    options = TransferOptions(projection=arguments.projection)
+    report = transfer_model(arguments.model, arguments.tokenizer, arguments.output, options)
     sys.stdout.write(
-        f"{arguments.output}: {projection.shape[0]:,} tokens, {exact:,} as they were, "
-        f"{projection.shape[0] - exact - empty:,} means of others, {empty:,} of all\n"
+        f"{arguments.output}: {report.new_ids:,} tokens, {report.copied:,} as they were, "
+        f"{report.combined:,} means of others, {len(report.means):,} of all\n"
     )

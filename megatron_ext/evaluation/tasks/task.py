@@ -178,7 +178,7 @@ class BitsPerByte:
 
     def __init__(self, options: TaskOptions) -> None:
         path = options.path
-        texts = [text for text in _texts(path, options.text_field) if text]
+        texts = [text for text in texts_of(path, options.text_field) if text]
         self._texts: list[str] = first_of(texts, options.limit, where=path)
 
     def run(self, model: LanguageModel) -> TaskResult:
@@ -203,7 +203,7 @@ class BitsPerByte:
         )
 
 
-def _texts(path: Path, field: str) -> list[str]:
+def texts_of(path: Path, field: str) -> list[str]:
     if path.suffix == ".txt" or path.name.endswith(".txt.gz"):
         return [read_text(path)]
     return [text_of(record, field, where=path) for record in read_records(path)]

@@ -1,0 +1,223 @@
+"""Give a model another tokenizer.
+
+    megatron-ext transfer audit models/Qwen3-0.6B tokenizers/llama3_2 --data text.jsonl
+    megatron-ext transfer init models/Qwen3-0.6B --tokenizer tokenizers/llama3_2 --output new/
+    megatron-ext transfer probe new-a/ new-b/ --data train.jsonl --held-out test.jsonl
+
+The new model is a starting point: distil it from what it was (docs/transfer.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from inspect import cleandoc
+from pathlib import Path
+from typing import Final
+
+from megatron_ext.cli.output import quiet_libraries
+from megatron_ext.evaluation.tasks.task import texts_of
+from megatron_ext.imports import large_imports
+from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
+from megatron_ext.transfer.audit import audit_transfer
+from megatron_ext.transfer.probe import ProbeOptions, probe, table, write_results
+
+_TEXTS: Final = 1000
+"""Most records of a text that an audit reads."""
+
+_SHOWN: Final = 8
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add a subparser for each action."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for name, (add_flags, action) in _ACTIONS.items():
+        words = cleandoc(action.__doc__ or "")
+        add_flags(
+            actions.add_parser(
+                name,
+                help=words.splitlines()[0],
+                description=words,
+                formatter_class=argparse.RawDescriptionHelpFormatter,
+                allow_abbrev=False,
+            )
+        )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Run the action."""
+    _ACTIONS[arguments.action][1](arguments)
+
+
+def add_init_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``init``."""
+    parser.add_argument("model", type=Path, metavar="MODEL", help="HuggingFace folder")
+    parser.add_argument(
+        "--tokenizer", type=Path, required=True, metavar="DIR", help="folder of the new tokenizer"
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new folder")
+    parser.add_argument(
+        "--method",
+        choices=("fvt", "fvt-asymmetric", "omp", "mean"),
+        default="fvt",
+        help="rows of tokens that the old vocabulary lacks: the mean of the old pieces (fvt); the "
+        "same with a head weighted by bytes (fvt-asymmetric); combinations that a donor with the "
+        "new vocabulary shows (omp); the mean of all rows (mean)",
+    )
+    parser.add_argument("--donor", type=Path, metavar="DIR", help="model with the new vocabulary")
+    parser.add_argument(
+        "--k", type=int, default=64, metavar="INT", help="tokens in a combination of omp (64)"
+    )
+    parser.add_argument(
+        "--calibrate-norms",
+        action="store_true",
+        help="give rows that are no copies the mean norm of the old rows",
+    )
+    parser.add_argument(
+        "--untie", action="store_true", help="make a tied head a matrix of its own, by its own rule"
+    )
+    parser.add_argument(
+        "--keep-digits",
+        action="store_true",
+        help="cut numbers as the old tokenizer does; the new tokenizer is changed for it",
+    )
+    parser.add_argument(
+        "--pad-to-multiple-of", type=int, default=1, metavar="INT", help="of the model's rows (1)"
+    )
+
+
+def init(arguments: argparse.Namespace) -> None:
+    """Write a model with the vocabulary of another tokenizer, as a HuggingFace folder.
+
+    megatron-ext transfer init models/Qwen3-0.6B --tokenizer llama3_2/ --output qwen-with-llama/
+
+    Tokens with the same bytes keep their rows bit for bit, control tokens by name and then by role;
+    --method makes the others. All other weights, and everything that the new vocabulary does not
+    touch, are unchanged. transfer.json in the new folder says what every row is.
+    """
+    quiet_libraries()
+    with large_imports():
+        from tqdm import tqdm
+
+        from megatron_ext.transfer.write_model import TransferOptions, transfer_digits
+
+    options = TransferOptions(
+        method=arguments.method,
+        donor=arguments.donor,
+        k=arguments.k,
+        calibrates_norms=arguments.calibrate_norms,
+        unties=arguments.untie,
+        pad_to_multiple_of=arguments.pad_to_multiple_of,
+        keeps_digits=arguments.keep_digits,
+    )
+    report = transfer_digits(
+        arguments.model,
+        arguments.tokenizer,
+        arguments.output,
+        options,
+        wrap=lambda names: tqdm(names, unit="tensor", leave=False, disable=None),
+    )
+    means = ", ".join(report.means[:_SHOWN]) + (", ..." if len(report.means) > _SHOWN else "")
+    rule = (
+        "one matrix for embedding and head, by the rule of the embedding"
+        if report.is_tied
+        else ("embedding and head apart")
+    )
+    lines = [
+        f"{arguments.output}: {report.new_ids:,} ids in {report.new_rows:,} rows "
+        f"(before {report.old_ids:,} in {report.old_rows:,}), {rule}",
+        f"copied    {report.copied:,}",
+        f"combined  {report.combined:,} ({report.method})",
+        f"mean      {len(report.means):,}{f': {means}' if means else ''}",
+        f"stops     {report.stop_ids}",
+    ]
+    if report.lost_stop_ids:
+        lines.append(f"note: nothing stands for the old stop tokens {report.lost_stop_ids}")
+    if report.dropped_generation_keys:
+        keys = ", ".join(report.dropped_generation_keys)
+        lines.append(f"note: left out of the generation config, as they name old ids: {keys}")
+    if report.unusual_rows:
+        lines.append(f"warning: far longer than in the donor: {report.unusual_rows[:_SHOWN]}")
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def add_audit_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``audit``."""
+    parser.add_argument("old", metavar="OLD", help="the model's tokenizer")
+    parser.add_argument("new", metavar="NEW", help="the new tokenizer")
+    parser.add_argument("--data", type=Path, metavar="FILE", help="text, or JSON lines with a text")
+    parser.add_argument("--text-field", default="text", help="field with a record's text")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def audit(arguments: argparse.Namespace) -> None:
+    """Compare two tokenizers before a transfer.
+
+    megatron-ext transfer audit models/Qwen3-0.6B tokenizers/llama3_2 --data text.jsonl
+
+    Shares of copied tokens, digits, spaces, line breaks, control tokens by role, and bytes a token
+    by script; the exit code is 0 whatever is found.
+    """
+    texts = []
+    if arguments.data is not None:
+        texts = texts_of(arguments.data, arguments.text_field)[:_TEXTS]
+    found = audit_transfer(_tokenizer(arguments.old), _tokenizer(arguments.new), texts)
+    if arguments.json:
+        sys.stdout.write(json.dumps(found.as_row(), ensure_ascii=False) + "\n")
+    else:
+        sys.stdout.writelines(f"{line}\n" for line in found.lines())
+
+
+def _tokenizer(model: str) -> MegatronTokenizerText:
+    return build_tokenizer(TokenizerConfig(model=model))
+
+
+def add_probe_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``probe``."""
+    parser.add_argument(
+        "models", type=Path, nargs="+", metavar="MODEL", help="HuggingFace folders to compare"
+    )
+    parser.add_argument("--data", type=Path, required=True, metavar="FILE", help="to train on")
+    parser.add_argument(
+        "--held-out", type=Path, required=True, metavar="FILE", help="to measure on"
+    )
+    parser.add_argument(
+        "--run-dir", type=Path, required=True, metavar="DIR", help="folder for runs and results"
+    )
+    parser.add_argument("--lr", type=float, default=1e-4, metavar="X", help="learning rate (1e-4)")
+    parser.add_argument("--global-batch-size", type=int, default=8, metavar="INT", help="rows (8)")
+    parser.add_argument("--seq-length", type=int, default=256, metavar="INT", help="tokens (256)")
+    parser.add_argument("--limit", type=int, metavar="INT", help="held-out texts at most")
+
+
+def run_probe(arguments: argparse.Namespace) -> None:
+    """Rank models by their bits per byte after 0, 10 and 50 optimizer steps.
+
+    megatron-ext transfer probe fvt/ omp/ --data train.jsonl --held-out test.jsonl --run-dir probe/
+
+    Every model is trained on the same text without a teacher. The order is that after 50 steps:
+    right after a transfer the numbers rank methods wrongly. probe.json and probe.png are in
+    --run-dir.
+    """
+    options = ProbeOptions(
+        data=arguments.data,
+        held_out=arguments.held_out,
+        run_dir=arguments.run_dir,
+        lr=arguments.lr,
+        global_batch_size=arguments.global_batch_size,
+        seq_length=arguments.seq_length,
+        limit=arguments.limit,
+    )
+    rows = probe(arguments.models, options, lambda line: print(line, file=sys.stderr))
+    write_results(rows, options)
+    sys.stdout.write(table(rows))
+
+
+_Action = tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], None]]
+_ACTIONS: Final[dict[str, _Action]] = {
+    "init": (add_init_flags, init),
+    "audit": (add_audit_flags, audit),
+    "probe": (add_probe_flags, run_probe),
+}

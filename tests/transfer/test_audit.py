@@ -1,0 +1,76 @@
+"""Digit schemes, the audit's numbers, and a tokenizer that keeps the old digits."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.cli.main import main
+from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
+from megatron_ext.transfer.audit import audit_transfer
+from megatron_ext.transfer.digits import digit_pieces, digit_scheme, keep_digits
+from tests.conversation.shared_files import SHARED
+
+TEXTS = ["In 1984 there were 365 days.", "Ещё одна строка, и 12 чисел.", "日本語"]
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [("qwen3", "one by one"), ("llama3_2", "threes from the left"), ("gpt2", "by merges")],
+)
+def test_the_digit_schemes_of_published_tokenizers(name, scheme):
+    assert digit_scheme(_published(name)) == scheme
+
+
+def test_an_audit_counts_what_the_tokenizers_do(capsys):
+    old, new = _published("qwen3"), _published("llama3_2")
+    found = audit_transfer(old, new, TEXTS)
+    assert found.digits == ("one by one", "threes from the left")
+    assert found.numbers["1110"] == ([1, 1, 1, 1], [3, 1])
+    assert found.copied + found.spelled == found.ordinary == 128_000
+    common = {old.token_bytes(i) for i in range(old.vocab_size)} - {None, b""}
+    ordinary = (new.token_bytes(i) for i in range(new.vocab_size))
+    assert found.copied == sum(token in common for token in ordinary if token)
+    assert any("--keep-digits" in warning for warning in found.warnings)
+    specials = {row.role: row for row in found.specials}
+    assert specials["eos"].source == "<|im_end|>"
+    assert specials["bos"].source is None
+    total = sum(len(text.encode()) for text in TEXTS)
+    assert sum(row.bytes for row in found.fertility) == total
+    tokens = sum(row.bytes / row.new for row in found.fertility)
+    assert tokens == pytest.approx(sum(len(new.text_to_ids(text)) for text in TEXTS))
+    assert {"Latin", "Cyrillic", "Han"} <= {row.script for row in found.fertility}
+
+
+def test_the_command_prints_text_or_one_object(tmp_path, untied, new_tokenizer, capsys):
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "the weather"}) + "\n")
+    words = ["transfer", "audit", str(untied), str(new_tokenizer)]
+    main([*words, "--data", str(tmp_path / "text.jsonl")])
+    assert "copied in text" in capsys.readouterr().out
+    main([*words, "--json"])
+    row = json.loads(capsys.readouterr().out)
+    assert (row["new_ids"], row["copied_text"]) == (287, None)
+
+
+@pytest.mark.parametrize(("old", "new"), [("llama3_2", "qwen3"), ("qwen3", "llama3_2")])
+def test_the_old_digits_are_kept_and_nothing_else_changes(tmp_path, old, new):
+    old, source = _published(old), Path(SHARED) / "tokenizers" / new
+    new = _published(new)
+    scheme = keep_digits(source, tmp_path, new=new, old=old)
+    kept = build_tokenizer(TokenizerConfig(model=str(tmp_path)))
+    assert digit_scheme(kept) == scheme == digit_scheme(old)
+    for number in ("7", "12345", "0000000"):
+        assert digit_pieces(kept, number) == digit_pieces(old, number)
+    for text in ("no numbers, but words\n\n  and lines", "Привет, 日本"):
+        assert kept.text_to_ids(text) == new.text_to_ids(text)
+    text = "in 1984 and x2024y 12"
+    assert kept.detokenize(kept.text_to_ids(text)) == text
+    digits = [t for i in kept.text_to_ids("98765") if (t := kept.token_bytes(i)) and t.isdigit()]
+    assert b"".join(digits) == b"98765"
+
+
+def _published(name):
+    folder = Path(SHARED) / "tokenizers" / name
+    if not folder.is_dir():
+        pytest.skip(f"no {folder}: set MEGATRON_EXT_SHARED")
+    return build_tokenizer(TokenizerConfig(model=str(folder)))

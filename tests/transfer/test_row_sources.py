@@ -1,0 +1,78 @@
+"""What each new token is made of: bytes first, control tokens by name and role, none twice."""
+
+import os
+from itertools import permutations
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
+from megatron_ext.transfer.row_sources import NO_SOURCE, row_sources
+from tests.conversation.shared_files import SHARED
+
+NAMES = (
+    *("gemma3", "gpt2", "llama2_sp", "llama3_2", "mistral_7b_v1"),
+    *("mistral_nemo", "phi4_mini", "qwen2_5", "qwen3"),
+)
+PAIRS = list(permutations(NAMES, 2))
+SOME = [("mistral_nemo", "llama2_sp")]
+
+
+@pytest.mark.parametrize(("new", "old"), PAIRS if os.environ.get("MEGATRON_EXT_ALL_TEXT") else SOME)
+def test_published_vocabularies_copy_by_bytes_and_no_control_token_twice(new, old):
+    new, old = _published(new), _published(old)
+    sources = row_sources(new, old)
+    olds = [old.token_bytes(i) for i in range(old.vocab_size)]
+    emitted = _emitted(old, olds)
+    controls = []
+    for token_id, source in enumerate(sources.copied.tolist()):
+        token = new.token_bytes(token_id)
+        if source == NO_SOURCE:
+            pieces = sources.pieces[token_id]
+            assert not pieces or b"".join(olds[piece] for piece in pieces) == token
+        elif token:
+            assert olds[source] == token
+            assert source in emitted or new.id_to_token(token_id) == old.id_to_token(source)
+        else:
+            assert not olds[source]
+            controls.append(source)
+    assert len(set(controls)) == len(controls)
+    common = {token for token in olds if token}
+    copied = np.flatnonzero(sources.copied >= 0)
+    assert {new.token_bytes(i) for i in copied.tolist()} >= {
+        token for token in map(new.token_bytes, range(new.vocab_size)) if token in common
+    }
+
+
+@pytest.mark.parametrize("name", ["llama2_sp", "qwen3"])
+def test_a_vocabulary_is_made_of_itself(name):
+    tokenizer = _published(name)
+    sources = row_sources(tokenizer, tokenizer)
+    assert sources.is_identity
+    assert sources.copied.tolist() == list(range(tokenizer.vocab_size))
+
+
+def _emitted(tokenizer, tokens):
+    """Ids that stand alone for their bytes; of several the one that the tokenizer emits."""
+    of_bytes = {}
+    for token_id, token in enumerate(tokens):
+        if token:
+            of_bytes.setdefault(token, []).append(token_id)
+    found = set()
+    for token, ids in of_bytes.items():
+        if len(ids) > 1:
+            try:
+                spelled = tokenizer.text_to_ids("\n" + token.decode())[-1]
+            except UnicodeDecodeError:
+                spelled = ids[0]
+            ids = [spelled] if spelled in ids else ids[:1]
+        found.update(ids)
+    return found
+
+
+def _published(name):
+    folder = Path(SHARED) / "tokenizers" / name
+    if not folder.is_dir():
+        pytest.skip(f"no {folder}: set MEGATRON_EXT_SHARED")
+    return build_tokenizer(TokenizerConfig(model=str(folder)))
