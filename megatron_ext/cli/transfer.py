@@ -12,13 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from inspect import cleandoc
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 from megatron_ext.cli.output import quiet_libraries
 from megatron_ext.evaluation.tasks.task import texts_of
+from megatron_ext.huggingface.checkpoint_files import is_checkpoint_folder
 from megatron_ext.imports import large_imports
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
 from megatron_ext.transfer.audit import audit_transfer
@@ -53,9 +56,13 @@ def run(arguments: argparse.Namespace) -> None:
 
 def add_init_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``init``."""
-    parser.add_argument("model", type=Path, metavar="MODEL", help="HuggingFace folder")
     parser.add_argument(
-        "--tokenizer", type=Path, required=True, metavar="DIR", help="folder of the new tokenizer"
+        "model", type=Path, metavar="MODEL", help="HuggingFace folder, a run, or a checkpoint"
+    )
+    new = parser.add_mutually_exclusive_group(required=True)
+    new.add_argument("--tokenizer", type=Path, metavar="DIR", help="folder of the new tokenizer")
+    new.add_argument(
+        "--to-bytes", action="store_true", help="one token for each byte: the library byte-level"
     )
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new folder")
     parser.add_argument(
@@ -101,7 +108,7 @@ def init(arguments: argparse.Namespace) -> None:
     with large_imports():
         from tqdm import tqdm
 
-        from megatron_ext.transfer.write_model import TransferOptions, transfer_digits
+        from megatron_ext.transfer.write_model import TransferOptions, transfer
 
     options = TransferOptions(
         method=arguments.method,
@@ -112,13 +119,14 @@ def init(arguments: argparse.Namespace) -> None:
         pad_to_multiple_of=arguments.pad_to_multiple_of,
         keeps_digits=arguments.keep_digits,
     )
-    report = transfer_digits(
-        arguments.model,
-        arguments.tokenizer,
-        arguments.output,
-        options,
-        wrap=lambda names: tqdm(names, unit="tensor", leave=False, disable=None),
-    )
+    with _as_folder(arguments.model) as model:
+        report = transfer(
+            model,
+            arguments.tokenizer,
+            arguments.output,
+            options,
+            wrap=lambda names: tqdm(names, unit="tensor", leave=False, disable=None),
+        )
     means = ", ".join(report.means[:_SHOWN]) + (", ..." if len(report.means) > _SHOWN else "")
     rule = (
         "one matrix for embedding and head, by the rule of the embedding"
@@ -141,6 +149,20 @@ def init(arguments: argparse.Namespace) -> None:
     if report.unusual_rows:
         lines.append(f"warning: far longer than in the donor: {report.unusual_rows[:_SHOWN]}")
     sys.stdout.write("\n".join(lines) + "\n")
+
+
+@contextmanager
+def _as_folder(model: Path) -> Iterator[Path]:
+    """The HuggingFace folder of a model; a temporary one of a checkpoint of ours."""
+    if is_checkpoint_folder(model):
+        yield model
+        return
+    from megatron_ext.training.export_checkpoint import export_huggingface
+
+    with TemporaryDirectory() as folder:
+        exported = Path(folder) / model.name
+        export_huggingface(model, exported)
+        yield exported
 
 
 def add_audit_flags(parser: argparse.ArgumentParser) -> None:

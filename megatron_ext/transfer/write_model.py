@@ -242,27 +242,38 @@ def transfer_model(
     return report
 
 
-def transfer_digits(
+def transfer(
     model: Path,
-    tokenizer_folder: Path,
+    tokenizer_folder: Path | None,
     output: Path,
     options: TransferOptions,
     *,
     wrap: Callable[[list[str]], Any] = list,
 ) -> TransferReport:
-    """``transfer_model`` with the digits of the old tokenizer, where the options ask for them.
+    """``transfer_model`` to a folder's tokenizer, with the old digits on request, or to bytes.
+
+    Args:
+        model: Folder of a model of a supported family.
+        tokenizer_folder: Folder of the new tokenizer; None for the library ``byte-level``.
+        output: New or empty folder.
+        options: Options of the transfer.
+        wrap: As of ``transfer_model``.
 
     Raises:
-        ConfigError: The old digits cannot be kept.
+        ConfigError: The old digits cannot be kept; or an error of ``transfer_model``.
     """
-    if not options.keeps_digits:
-        return transfer_model(model, tokenizer_folder, output, options, wrap=wrap)
-    new, old = (
-        build_tokenizer(TokenizerConfig(model=str(path))) for path in (tokenizer_folder, model)
-    )
-    with TemporaryDirectory() as folder:
-        keep_digits(tokenizer_folder, Path(folder), new=new, old=old)
-        return transfer_model(model, Path(folder), output, options, wrap=wrap)
+    with TemporaryDirectory() as made:
+        folder = tokenizer_folder
+        if folder is None:
+            folder = Path(made)
+            build_tokenizer(TokenizerConfig(library="byte-level")).save_pretrained(folder)
+        elif options.keeps_digits:
+            new, old = (
+                build_tokenizer(TokenizerConfig(model=str(path))) for path in (folder, model)
+            )
+            keep_digits(folder, Path(made), new=new, old=old)
+            folder = Path(made)
+        return transfer_model(model, folder, output, options, wrap=wrap)
 
 
 class _NewTensors:

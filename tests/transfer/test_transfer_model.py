@@ -16,7 +16,7 @@ from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.nemo.legacy_file import write_legacy_file
 from megatron_ext.tokenizers import MegatronTokenizer, TokenizerConfig, build_tokenizer
 from megatron_ext.transfer.row_sources import row_sources
-from megatron_ext.transfer.write_model import TransferOptions, transfer_model
+from megatron_ext.transfer.write_model import TransferOptions, transfer, transfer_model
 from tests.huggingface.tiny_models import VOCAB_SIZE, save_model, tensors_of
 from tests.tokenizers.tokenizer_files import nfkc_sentencepiece, rank_file
 
@@ -236,8 +236,6 @@ def test_shares_may_come_from_a_file_of_the_known_tools(tmp_path, untied, new_to
 def test_what_cannot_be_is_said_before_anything_is_written(
     tmp_path, untied, new_tokenizer, donor, change, message
 ):
-    from megatron_ext.transfer.write_model import transfer_digits
-
     if "donor" in change:
         change = {**change, "donor": untied if change["donor"] == "other" else donor}
     if change.get("keeps_digits"):
@@ -245,7 +243,7 @@ def test_what_cannot_be_is_said_before_anything_is_written(
         new_tokenizer.mkdir()
         shutil.copyfile(nfkc_sentencepiece(tmp_path), new_tokenizer / "words.model")
     with pytest.raises(ConfigError, match=message):
-        transfer_digits(untied, new_tokenizer, tmp_path / "new", TransferOptions(**change))
+        transfer(untied, new_tokenizer, tmp_path / "new", TransferOptions(**change))
     assert not (tmp_path / "new").exists()
 
 
@@ -258,6 +256,22 @@ def test_what_is_there_and_what_does_not_fit_is_refused(tmp_path, untied, new_to
     with pytest.raises((MegatronExtError, SystemExit)):
         main([*words, str(new_tokenizer)])
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["kept"]
+
+
+def test_every_byte_is_a_token_on_request(tmp_path, untied, capsys):
+    words = ["transfer", "init", str(untied), "--to-bytes", "--output"]
+    main([*words, str(tmp_path / "new")])
+    new, old = _tokenizer(tmp_path / "new"), _tokenizer(untied)
+    before, after = tensors_of(untied), tensors_of(tmp_path / "new")
+    place = {old.token_bytes(i): i for i in range(old.vocab_size)}
+    for name in (EMBEDDING, HEAD):
+        rows = [place[bytes([byte])] for byte in range(256)]
+        assert torch.equal(after[name][:256], before[name][rows])
+        assert torch.equal(after[name][new.eos_id], before[name][old.eos_id])
+    text = "Ещё one 日本\x00"
+    ids = new.text_to_ids(text)
+    assert len(ids) == len(text.encode())
+    assert bytes(ids) == text.encode()
 
 
 def test_weights_get_the_permissions_that_any_new_file_gets(tmp_path):
