@@ -54,7 +54,7 @@ CONFIGS = {
 """By the last part of the repository's name."""
 
 CONFIGS["Qwen3-1.7B-with-llama-3-tokenizer"] = {**CONFIGS["Qwen3-1.7B"], "vocab_size": 128256}
-"""What ``megatron-ext projection embed`` makes of it."""
+"""What ``megatron-ext transfer init`` makes of it."""
 
 BILLIONS = {
     "Llama-3.2-1B": 1.24,
