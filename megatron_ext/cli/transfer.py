@@ -2,6 +2,7 @@
 
     megatron-ext transfer audit models/Qwen3-0.6B tokenizers/llama3_2 --data text.jsonl
     megatron-ext transfer init models/Qwen3-0.6B --tokenizer tokenizers/llama3_2 --output new/
+    megatron-ext transfer extend models/Qwen3-0.6B --tokens words.txt --output with-words/
     megatron-ext transfer probe new-a/ new-b/ --data train.jsonl --held-out test.jsonl
 
 The new model is a starting point: distil it from what it was (docs/transfer.md).
@@ -17,7 +18,7 @@ from contextlib import contextmanager
 from inspect import cleandoc
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from megatron_ext.cli.output import quiet_libraries
 from megatron_ext.evaluation.tasks.task import texts_of
@@ -25,7 +26,11 @@ from megatron_ext.huggingface.checkpoint_files import is_checkpoint_folder
 from megatron_ext.imports import large_imports
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
 from megatron_ext.transfer.audit import audit_transfer
+from megatron_ext.transfer.extend import read_tokens
 from megatron_ext.transfer.probe import ProbeOptions, probe, table, write_results
+
+if TYPE_CHECKING:
+    from megatron_ext.transfer.write_model import TransferReport
 
 _TEXTS: Final = 1000
 """Most records of a text that an audit reads."""
@@ -127,6 +132,11 @@ def init(arguments: argparse.Namespace) -> None:
             options,
             wrap=lambda names: tqdm(names, unit="tensor", leave=False, disable=None),
         )
+    _tell(arguments.output, report)
+
+
+def _tell(output: Path, report: TransferReport) -> None:
+    """Print what the rows of a new model are."""
     means = ", ".join(report.means[:_SHOWN]) + (", ..." if len(report.means) > _SHOWN else "")
     rule = (
         "one matrix for embedding and head, by the rule of the embedding"
@@ -134,7 +144,7 @@ def init(arguments: argparse.Namespace) -> None:
         else ("embedding and head apart")
     )
     lines = [
-        f"{arguments.output}: {report.new_ids:,} ids in {report.new_rows:,} rows "
+        f"{output}: {report.new_ids:,} ids in {report.new_rows:,} rows "
         f"(before {report.old_ids:,} in {report.old_rows:,}), {rule}",
         f"copied    {report.copied:,}",
         f"combined  {report.combined:,} ({report.method})",
@@ -149,6 +159,49 @@ def init(arguments: argparse.Namespace) -> None:
     if report.unusual_rows:
         lines.append(f"warning: far longer than in the donor: {report.unusual_rows[:_SHOWN]}")
     sys.stdout.write("\n".join(lines) + "\n")
+
+
+def add_extend_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``extend``."""
+    parser.add_argument("model", type=Path, metavar="MODEL", help="HuggingFace folder")
+    parser.add_argument(
+        "--tokens",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="new tokens, one a line; one JSON string a line in a .jsonl file",
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new folder")
+    parser.add_argument(
+        "--method",
+        choices=("fvt", "fvt-asymmetric", "mean"),
+        default="fvt",
+        help="rows of the new tokens (fvt)",
+    )
+    parser.add_argument(
+        "--pad-to-multiple-of", type=int, default=1, metavar="INT", help="of the model's rows (1)"
+    )
+
+
+def extend(arguments: argparse.Namespace) -> None:
+    """Add tokens to a model's vocabulary.
+
+    megatron-ext transfer extend models/Qwen3-0.6B --tokens words.txt --output models/with-words
+
+    Texts become ordinary tokens with the next ids, found in a text before all others; old rows stay
+    bit for bit, and a new one starts from the pieces that spelled its text.
+    """
+    quiet_libraries()
+    tokens = tuple(read_tokens(arguments.tokens))
+    with large_imports():
+        from megatron_ext.transfer.write_model import TransferOptions, transfer
+
+    options = TransferOptions(
+        method=arguments.method,
+        pad_to_multiple_of=arguments.pad_to_multiple_of,
+        added_tokens=tokens,
+    )
+    _tell(arguments.output, transfer(arguments.model, arguments.model, arguments.output, options))
 
 
 @contextmanager
@@ -240,6 +293,7 @@ def run_probe(arguments: argparse.Namespace) -> None:
 _Action = tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], None]]
 _ACTIONS: Final[dict[str, _Action]] = {
     "init": (add_init_flags, init),
+    "extend": (add_extend_flags, extend),
     "audit": (add_audit_flags, audit),
     "probe": (add_probe_flags, run_probe),
 }

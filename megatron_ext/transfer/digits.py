@@ -6,19 +6,17 @@ GSM8K, and 6 % where they are the same (arXiv 2506.06607, tables of the paper).
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.huggingface.checkpoint_files import TOKENIZER_FILES, read_json
+from megatron_ext.huggingface.checkpoint_files import read_json
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.base import ByteTokenizer
+from megatron_ext.transfer.extend import TOKENIZER_FILE, add_to_bpe, bpe_file, copy_tokenizer
 
 DigitScheme = Literal["one by one", "threes from the left", "threes from the right", "by merges"]
 
-TOKENIZER_FILE: Final = "tokenizer.json"
 _NUMBERS: Final = ("8", "47", "305", "2024", "98765", "314159", "2718281", "16180339")
 _MOST: Final = 3
 
@@ -68,27 +66,24 @@ def keep_digits(
 
     Raises:
         ConfigError: The old scheme is neither, or the new tokenizer has no ``tokenizer.json``.
+        TokenizerError: Numbers are to be added, and its model is no BPE.
     """
     scheme, file = digit_scheme(old), folder / TOKENIZER_FILE
-    values = read_json(file) if file.is_file() else {}
-    vocabulary = values.get("model", {}).get("vocab")
-    is_known = scheme == "one by one" or isinstance(vocabulary, dict)
-    if not values or not is_known or scheme not in ("one by one", "threes from the left"):
+    if scheme not in ("one by one", "threes from the left") or not file.is_file():
         raise ConfigError(
             "the old digits cannot be kept",
             where="--keep-digits",
             got=f"old numbers are cut {scheme}; new tokenizer {new.path}",
-            expected=f"one by one or threes from the left, and a {TOKENIZER_FILE} with BPE",
+            expected=f"one by one or threes from the left, and a {TOKENIZER_FILE}",
         )
-    for name in TOKENIZER_FILES:
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, target / name)
     if scheme == "one by one":
+        values = read_json(file)
         values["pre_tokenizer"] = _cut_first(values.get("pre_tokenizer"))
     else:
-        _add_numbers(values, vocabulary)
-    text = json.dumps(values, ensure_ascii=False)
-    (target / TOKENIZER_FILE).write_text(text, encoding="utf-8")
+        values = bpe_file(folder)
+        numbers = [f"{i:0{size}d}" for size in (2, _MOST) for i in range(10**size)]
+        add_to_bpe(values, numbers)
+    copy_tokenizer(folder, target, values)
     return scheme
 
 
@@ -100,20 +95,3 @@ def _cut_first(pre_tokenizer: dict[str, Any] | None) -> dict[str, Any]:
         pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
     )
     return {"type": "Sequence", "pretokenizers": [first, *rest]}
-
-
-def _add_numbers(values: dict[str, Any], vocabulary: dict[str, int]) -> None:
-    """Add the numbers of two and three digits, with the ids of those that the vocabulary has.
-
-    They are in the model's vocabulary, too: an added token that is not is read only where control
-    tokens are.
-    """
-    added = values.setdefault("added_tokens", [])
-    following = max(*vocabulary.values(), *(entry["id"] for entry in added)) + 1
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
-    for size in (2, _MOST):
-        for number in (f"{i:0{size}d}" for i in range(10**size)):
-            if number not in vocabulary:
-                vocabulary[number] = following
-                following += 1
-            added.append({"id": vocabulary[number], "content": number, **plain})

@@ -37,6 +37,7 @@ from megatron_ext.huggingface.tensor_files import (
 from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
 from megatron_ext.transfer.digits import keep_digits
+from megatron_ext.transfer.extend import extend_tokenizer
 from megatron_ext.transfer.matching_pursuit import grown_rows, pursued_shares
 from megatron_ext.transfer.row_sources import RowSources, row_sources
 from megatron_ext.transfer.shares import (
@@ -85,6 +86,9 @@ class TransferOptions:
 
     keeps_digits: bool = False
     """Whether numbers are cut as the old tokenizer cuts them; changes the new tokenizer."""
+
+    added_tokens: tuple[str, ...] = ()
+    """Texts that become tokens of the tokenizer's folder."""
 
     max_shard_bytes: int = 5 * 10**9
 
@@ -250,7 +254,7 @@ def transfer(
     *,
     wrap: Callable[[list[str]], Any] = list,
 ) -> TransferReport:
-    """``transfer_model`` to a folder's tokenizer, with the old digits on request, or to bytes.
+    """``transfer_model`` to bytes, or to a folder's tokenizer with the old digits or more tokens.
 
     Args:
         model: Folder of a model of a supported family.
@@ -272,6 +276,9 @@ def transfer(
                 build_tokenizer(TokenizerConfig(model=str(path))) for path in (folder, model)
             )
             keep_digits(folder, Path(made), new=new, old=old)
+            folder = Path(made)
+        elif options.added_tokens:
+            extend_tokenizer(folder, Path(made), options.added_tokens)
             folder = Path(made)
         return transfer_model(model, folder, output, options, wrap=wrap)
 

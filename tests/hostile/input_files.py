@@ -12,7 +12,7 @@ import pyarrow
 import yaml
 from pyarrow import parquet
 
-_VERBS: Final = ("inspect", "align", "tokenize", "projection.verb", "distill", "run")
+_VERBS: Final = ("inspect", "align", "tokenize", "projection", "distill", "run")
 _OF_MODELS: Final = ("report", "evaluate", "export_hf", "import_hf")
 _LATE: Final = (
     "megatron.core.datasets.indexed_dataset",

@@ -1,0 +1,126 @@
+"""Tokens that a tokenizer gains, as files: ``tokenizer.json`` of a BPE.
+
+An added token is found in a text before anything else, the longest first. It is ordinary text with
+bytes of its own, not a control token. It is in the model's vocabulary, too: an added token that is
+not is read only where control tokens are.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from megatron_ext.errors import DataError, TokenizerError
+from megatron_ext.files import write_text
+from megatron_ext.huggingface.checkpoint_files import TOKENIZER_FILES, read_json
+
+TOKENIZER_FILE: Final = "tokenizer.json"
+_SHOWN: Final = 5
+
+
+def read_tokens(file: Path) -> list[str]:
+    """The tokens of a file, one a line, or one JSON string a line where it ends in ``.jsonl``.
+
+    Spaces at the ends of a line belong to its token.
+
+    Raises:
+        DataError: The file cannot be read, a line is no token, or one is there twice.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError("the tokens cannot be read", where=file, got=error) from error
+    tokens: dict[str, int] = {}
+    for number, line in enumerate(lines, 1):
+        token: Any = line
+        if file.suffix == ".jsonl":
+            try:
+                token = json.loads(line)
+            except ValueError:
+                token = None
+        where = f"{file}:{number}"
+        if not isinstance(token, str) or not token:
+            raise DataError("a line is no token", where=where, got=line, expected="some text")
+        if token in tokens:
+            raise DataError("a token is there twice", where=where, got=repr(token))
+        tokens[token] = number
+    if not tokens:
+        raise DataError("there are no tokens", where=file)
+    return list(tokens)
+
+
+def extend_tokenizer(folder: Path, target: Path, tokens: Sequence[str]) -> list[str]:
+    """Write a tokenizer with more tokens to an existing folder.
+
+    Args:
+        folder: Folder of the tokenizer.
+        target: Existing folder for its files.
+        tokens: Texts that become tokens, with the next ids in this order.
+
+    Returns:
+        Tokens that have new ids; the others were in the vocabulary already.
+
+    Raises:
+        TokenizerError: There is no ``tokenizer.json`` of a BPE, or a text is a control token of it.
+    """
+    values = bpe_file(folder)
+    special = {entry["content"] for entry in values["added_tokens"] if entry["special"]}
+    taken = [token for token in tokens if token in special]
+    if taken:
+        raise TokenizerError(
+            "a text is a control token of the tokenizer",
+            where=folder / TOKENIZER_FILE,
+            got=", ".join(taken[:_SHOWN]),
+            fix="leave it out: text never becomes a control token",
+        )
+    added = add_to_bpe(values, tokens)
+    copy_tokenizer(folder, target, values)
+    return added
+
+
+def bpe_file(folder: Path) -> dict[str, Any]:
+    """The contents of a folder's ``tokenizer.json``.
+
+    Raises:
+        TokenizerError: There is none, or its model is no BPE.
+    """
+    file = folder / TOKENIZER_FILE
+    values = read_json(file) if file.is_file() else {}
+    if values.get("model", {}).get("type") != "BPE":
+        raise TokenizerError(
+            "tokens are added to a BPE's tokenizer.json alone",
+            where=folder,
+            got=values["model"].get("type") if "model" in values else f"no {TOKENIZER_FILE}",
+            fix="convert the tokenizer with transformers and save it",
+        )
+    values.setdefault("added_tokens", [])
+    return values
+
+
+def add_to_bpe(values: dict[str, Any], tokens: Sequence[str]) -> list[str]:
+    """Add tokens to the contents of a ``tokenizer.json``; returns those with new ids."""
+    vocabulary, added = values["model"]["vocab"], values["added_tokens"]
+    following = max(*vocabulary.values(), *(entry["id"] for entry in added), -1) + 1
+    known = {entry["content"] for entry in added}
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    new = []
+    for token in tokens:
+        if token in known:
+            continue
+        if token not in vocabulary:
+            vocabulary[token] = following
+            following += 1
+            new.append(token)
+        added.append({"id": vocabulary[token], "content": token, **plain})
+    return new
+
+
+def copy_tokenizer(folder: Path, target: Path, values: dict[str, Any]) -> None:
+    """Copy a tokenizer's files, with other contents of ``tokenizer.json``."""
+    for name in TOKENIZER_FILES:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, target / name)
+    write_text(target / TOKENIZER_FILE, json.dumps(values, ensure_ascii=False))
