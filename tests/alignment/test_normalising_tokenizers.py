@@ -107,7 +107,7 @@ CHARACTERS = [
 ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(text=st.lists(st.sampled_from(CHARACTERS), min_size=1, max_size=8).map("".join))
 def test_what_is_made_of_one_character_is_in_its_chunk_and_exact_where_it_is_the_same(
     tekken, composing, text

@@ -103,7 +103,7 @@ def test_an_empty_chunk_set_gives_zero_with_a_graph():
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**31), chunk_count=st.integers(0, 12), temperature=st.floats(0.5, 4.0))
 def test_a_student_that_equals_its_teacher_has_neither_loss_nor_gradient(
     direction, seed, chunk_count, temperature
@@ -122,7 +122,7 @@ def test_a_student_that_equals_its_teacher_has_neither_loss_nor_gradient(
     assert out.top1_agreement.sum().item() == chunk_count
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     chunk_count=st.integers(1, 9),

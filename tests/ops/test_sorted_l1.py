@@ -88,7 +88,7 @@ def test_equal_probabilities_are_taken_in_the_order_of_columns(dtype, largest):
     assert grad.tolist() == [[-1.0, -1.0, 1.0, 1.0 if largest is None else 0.0]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**31), rows=st.integers(0, 4), width=st.integers(1, 70))
 def test_the_selection_is_a_stable_sort_cut_off(seed, rows, width):
     generator = torch.Generator().manual_seed(seed)
@@ -130,7 +130,7 @@ def test_loops_select_what_a_stable_sort_does(kind, is_cut, count):
     torch.testing.assert_close(found.rest, expected.rest, rtol=1e-5, atol=1e-6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**31), largest=st.integers(1, 40))
 def test_what_is_left_out_bounds_what_is_missing(seed, largest):
     student, teacher = distributions(3, 31, seed), distributions(3, 19, seed + 1)
