@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -9,7 +10,6 @@ from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-import regex
 from numpy.typing import NDArray
 
 from megatron_ext.alignment.audit.text_class import SCRIPTS, TextClassifier
@@ -18,7 +18,7 @@ from megatron_ext.tokenizers.base import ByteTokenizer
 from megatron_ext.transfer.digits import digit_pieces, digit_scheme
 from megatron_ext.transfer.row_sources import NO_SOURCE, RowSources, row_sources
 
-_RUNS: Final = regex.compile(r"\s*\S+|\s+")
+_RUNS: Final = re.compile(r"\s*\S+|\s+")
 _NEWLINES: Final = (1, 2, 3, 4, 8)
 _NUMBERS: Final = ("0", "10", "110", "1110")
 

@@ -36,7 +36,7 @@ from megatron_ext.huggingface.tensor_files import (
 )
 from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
-from megatron_ext.transfer.digits import keep_digits
+from megatron_ext.transfer.digits import digit_scheme, keep_digits
 from megatron_ext.transfer.extend import extend_tokenizer
 from megatron_ext.transfer.matching_pursuit import grown_rows, pursued_shares
 from megatron_ext.transfer.row_sources import RowSources, row_sources
@@ -275,8 +275,9 @@ def transfer(
             new, old = (
                 build_tokenizer(TokenizerConfig(model=str(path))) for path in (folder, model)
             )
-            keep_digits(folder, Path(made), new=new, old=old)
-            folder = Path(made)
+            if digit_scheme(new) != digit_scheme(old):
+                keep_digits(folder, Path(made), new=new, old=old)
+                folder = Path(made)
         elif options.added_tokens:
             extend_tokenizer(folder, Path(made), options.added_tokens)
             folder = Path(made)

@@ -258,6 +258,15 @@ def test_what_is_there_and_what_does_not_fit_is_refused(tmp_path, untied, new_to
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["kept"]
 
 
+def test_digits_that_are_cut_alike_leave_the_tokenizer_as_it_is(tmp_path, untied, new_tokenizer):
+    transfer(untied, new_tokenizer, tmp_path / "new", TransferOptions(keeps_digits=True))
+    assert _tokenizer(tmp_path / "new").fingerprint() == _tokenizer(new_tokenizer).fingerprint()
+    kept, given = (
+        (folder / "tokenizer.json").read_bytes() for folder in (tmp_path / "new", new_tokenizer)
+    )
+    assert kept == given
+
+
 def test_every_byte_is_a_token_on_request(tmp_path, untied, capsys):
     words = ["transfer", "init", str(untied), "--to-bytes", "--output"]
     main([*words, str(tmp_path / "new")])
