@@ -4,7 +4,8 @@
 
 The newest checkpoint of a run is exported, whatever layout it was saved under. Weights are written
 as safetensors files with an index; config.json, generation config, tokenizer and chat template are
-those that the model came with, or else are made from the run's configuration.
+those that the model came with, or else are made from the run's configuration. Adapters are merged,
+or with --adapter written alone, for peft.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=("fp32", "bf16", "fp16"),
         help="of the weights; as they are in the checkpoint when not given",
+    )
+    parser.add_argument(
+        "--adapter",
+        action="store_true",
+        help="write the adapters alone, as a folder that peft loads",
     )
     parser.add_argument(
         "--max-shard-size",
@@ -50,13 +56,14 @@ def run(arguments: argparse.Namespace) -> None:
         )
     quiet_libraries()
     with large_imports():
+        from megatron_ext.training.export_adapter import export_adapter
         from megatron_ext.training.export_checkpoint import DTYPES, export_huggingface
 
-    export_huggingface(
-        arguments.checkpoint,
-        arguments.output,
-        dtype=DTYPES[arguments.dtype] if arguments.dtype else None,
-        max_shard_bytes=int(arguments.max_shard_size * 1e9),
-        verify=arguments.verify,
-    )
+    dtype = DTYPES[arguments.dtype] if arguments.dtype else None
+    source, output, verify = arguments.checkpoint, arguments.output, arguments.verify
+    if arguments.adapter:
+        export_adapter(source, output, dtype=dtype, verify=verify)
+    else:
+        size = int(arguments.max_shard_size * 1e9)
+        export_huggingface(source, output, dtype=dtype, max_shard_bytes=size, verify=verify)
     sys.stdout.write(f"{arguments.output}\n")

@@ -150,13 +150,30 @@ def write_checkpoint(
     Raises:
         CheckpointError: The folder is not empty, or cannot be written.
     """
+
+    def write(part: Path) -> None:
+        _write_weights(part, files, read)
+        write_json(part / CONFIG_FILE, config)
+        write_others(part)
+
+    write_folder(folder, write)
+
+
+def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    """Write the files of a folder that appears when it is complete.
+
+    Args:
+        folder: New or empty folder.
+        write: Function that adds the files to a folder.
+
+    Raises:
+        CheckpointError: The folder is not empty, or cannot be written.
+    """
     final = Path(os.path.realpath(folder))
     check_target(final)
     try:
         with new_folder(final) as part:
-            _write_weights(part, files, read)
-            _write_json(part / CONFIG_FILE, config)
-            write_others(part)
+            write(part)
             flush(*part.iterdir(), part)
             # Replaces an empty folder, and fails on any other.
             part.rename(final)
@@ -192,15 +209,15 @@ def _write_weights(
         name = WEIGHTS_FILE
         if len(files) > 1:
             name = _SHARD.format(number=number, count=len(files))
-        _save(read(plans), part / name)
+        save_tensors(read(plans), part / name)
         weight_map |= {plan.name: name for plan in plans}
     if len(files) > 1:
         total = sum(plan.bytes for plans in files for plan in plans)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_json(part / INDEX_FILE, index)
+        write_json(part / INDEX_FILE, index)
 
 
-def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
+def save_tensors(tensors: dict[str, torch.Tensor], file: Path) -> None:
     """Write tensors to a file with the default permissions of new files."""
     file.touch()
     mode = file.stat().st_mode
@@ -209,6 +226,7 @@ def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
     file.chmod(mode)
 
 
-def _write_json(file: Path, values: Mapping[str, Any]) -> None:
+def write_json(file: Path, values: Mapping[str, Any]) -> None:
+    """Write values as a file of JSON."""
     text = json.dumps(values, indent=2, ensure_ascii=False)
     file.write_text(text + "\n", encoding="utf-8")

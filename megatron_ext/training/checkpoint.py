@@ -33,6 +33,7 @@ from megatron_ext.training.checkpoint_reader import (
 )
 from megatron_ext.training.checkpoint_writer import CheckpointWriter, replaced
 from megatron_ext.training.config import ModelConfig
+from megatron_ext.training.lora_config import LoraConfig
 from megatron_ext.training.models import ModelChunks, load_weights_of, sharded_weights
 
 LOADING_ERRORS: Final = (CheckpointingException, CheckpointException, *READING_ERRORS)
@@ -165,8 +166,7 @@ def checkpoint_model(checkpoint: Path, *, verify: bool = True) -> ModelConfig:
     Raises:
         CheckpointError: The checkpoint cannot be read, or does not contain it.
     """
-    run = load_common(checkpoint, verify=verify).get("run")
-    student = run.get("config", {}).get("student") if isinstance(run, Mapping) else None
+    student = checkpoint_config(checkpoint, verify=verify).get("student")
     if not isinstance(student, Mapping):
         raise CheckpointError(
             "the checkpoint does not say what model it is of",
@@ -175,6 +175,35 @@ def checkpoint_model(checkpoint: Path, *, verify: bool = True) -> ModelConfig:
         )
     fields = {field.name for field in dataclasses.fields(ModelConfig)}
     return ModelConfig(**{name: value for name, value in student.items() if name in fields})
+
+
+def checkpoint_lora(checkpoint: Path, *, verify: bool = True) -> LoraConfig | None:
+    """The adapters of the student that a checkpoint was saved with; None where it has none.
+
+    Args:
+        verify: As in ``load_common``.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read.
+    """
+    lora = checkpoint_config(checkpoint, verify=verify).get("lora")
+    if not isinstance(lora, Mapping):
+        return None
+    return LoraConfig(**{**lora, "targets": tuple(lora["targets"])})
+
+
+def checkpoint_config(checkpoint: Path, *, verify: bool = True) -> Mapping[str, Any]:
+    """The configuration of the run that a checkpoint is of; empty where it does not say.
+
+    Args:
+        verify: As in ``load_common``.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read.
+    """
+    run = load_common(checkpoint, verify=verify).get("run")
+    config = run.get("config") if isinstance(run, Mapping) else None
+    return config if isinstance(config, Mapping) else {}
 
 
 class PlainCommonStrategy(TorchCommonLoadStrategy):  # type: ignore[misc]

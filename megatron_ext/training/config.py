@@ -19,6 +19,7 @@ from megatron_ext.training.exclusions import check_exclusions
 from megatron_ext.training.loop_config import OptimizerConfig as OptimizerConfig
 from megatron_ext.training.loop_config import ParallelConfig as ParallelConfig
 from megatron_ext.training.loop_config import TrainingConfig as TrainingConfig
+from megatron_ext.training.lora_config import LoraConfig, check_tied
 from megatron_ext.training.model_config import ModelConfig as ModelConfig
 from megatron_ext.training.model_config import check_not_negative, check_positive
 from megatron_ext.training.teacher_config import (
@@ -254,6 +255,8 @@ class DistillConfig:
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig, metadata={"prefix": ""})
 
+    lora: LoraConfig | None = field(default=None, metadata={"prefix": "lora-"})
+
     initial_checkpoint: str | None = None
     """Checkpoint or HuggingFace folder to take the student's first weights from; random weights
     when not given."""
@@ -293,6 +296,8 @@ class DistillConfig:
                 axis = "tensor_model_parallel_size, which sequence_parallel cuts sequences by"
                 _check_layout(name, "seq_length", model.seq_length, tp, axis)
         self._check_served()
+        is_tied = not self.student.untie_embeddings_and_output_weights
+        check_tied(self.training.trainable, is_tied=is_tied)
         if self.parallel.sequence_parallel and self.training.variable_seq_lengths:
             multiple = self.training.seq_length_multiple
             _check_layout("run", "seq_length_multiple", multiple, tp, "tensor_model_parallel_size")

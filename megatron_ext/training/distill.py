@@ -26,6 +26,7 @@ from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.faults import StopRequest
 from megatron_ext.training.first_weights import load_first_weights, model_part
 from megatron_ext.training.inputs import Inputs
+from megatron_ext.training.learning_parts import add_adapters, freeze_parts
 from megatron_ext.training.learning_step import learning_step
 from megatron_ext.training.run_folder import (
     CHECKPOINTS,
@@ -145,11 +146,15 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) 
         parallel=config.parallel,
         training=config.training,
         is_loaded=is_resumed or bool(config.initial_checkpoint),
+        has_adapters=config.lora is not None,
     )
     if config.initial_checkpoint and not is_resumed:
         start = find_checkpoint(config.initial_checkpoint, where="initial_checkpoint")
         load_first_weights(start, chunks, config.student, verify=config.training.verify_checkpoints)
         groups.on_main(lambda: copy_side_files(start, run_dir / SIDE_FOLDER))
+    if config.lora is not None:
+        add_adapters(chunks, config.lora, seed=seed)
+    freeze_parts(chunks, config.training.trainable)
     return build_trainer_around(
         chunks, shard, config=config, groups=groups, inputs=inputs, make_student=Student
     )

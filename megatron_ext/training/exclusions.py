@@ -205,6 +205,12 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "gradients of single terms cannot pass activations that are computed again",
         "take another weighting, or keep activations",
     ),
+    Exclusion(
+        features.BY_GRADIENTS,
+        features.FROZEN_LAYERS,
+        "the weighting compares gradients of the last layer's matrices, which do not learn",
+        "take another weighting, or name layers, too",
+    ),
     # Sequences cut over ranks.
     Exclusion(
         features.LINEAR,
@@ -245,6 +251,8 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
             features.CONTEXT,
             features.TASKS,
             features.REMOTE,
+            features.TRAINABLE,
+            features.LORA,
         )
     ),
     *(

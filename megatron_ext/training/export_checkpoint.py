@@ -1,26 +1,15 @@
 """Export of one of our checkpoints as a HuggingFace folder, one file of tensors at a time.
 
-It runs in one process without process groups or a model. ``dist_checkpointing`` loads the state of
-a whole layout, so single layers of tensors are read with torch's distributed checkpointing, in
-whose format the files are.
+It runs in one process without process groups or a model. Adapters are merged into their weights.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_ext.errors import CheckpointError
 from megatron_ext.huggingface.checkpoint_files import (
@@ -34,100 +23,12 @@ from megatron_ext.huggingface.families import FAMILIES, Family
 from megatron_ext.huggingface.model_settings import model_config, settings_of, tensor_map
 from megatron_ext.huggingface.tensor_files import TensorPlan, check_target, shards, write_checkpoint
 from megatron_ext.huggingface.tensor_map import MegatronTensor, TensorMap
-from megatron_ext.training.checkpoint import LOADING_ERRORS, checkpoint_model
+from megatron_ext.training.checkpoint import checkpoint_model
 from megatron_ext.training.checkpoint_folder import find_checkpoint
-from megatron_ext.training.checkpoint_manifest import Manifest
-from megatron_ext.training.checkpoint_reader import CheckpointReader, check_format
+from megatron_ext.training.checkpoint_slices import CheckpointSlices
 from megatron_ext.training.checkpoint_tokenizer import KeptTokenizer
 from megatron_ext.training.config import ModelConfig
 from megatron_ext.training.model_check import check_same_model, full_settings
-
-
-class CheckpointSlices:
-    """Tensors of a checkpoint, read by name and layer.
-
-    Args:
-        checkpoint: One iteration's folder.
-        verify: Check every file against the checkpoint's manifest.
-
-    Raises:
-        CheckpointError: It cannot be read, or a file is damaged.
-    """
-
-    def __init__(self, checkpoint: Path, *, verify: bool = True) -> None:
-        self._checkpoint = checkpoint
-        manifest = Manifest.of(checkpoint, verify=verify)
-        check_format(manifest)
-        self._reader = CheckpointReader(manifest)
-        self._metadata: Metadata = self._reader.read_metadata()
-        manifest.check()
-        self.tensors: Mapping[str, TensorStorageMetadata] = {
-            name: stored
-            for name, stored in self._metadata.state_dict_metadata.items()
-            if isinstance(stored, TensorStorageMetadata)
-        }
-
-    def read(self, wanted: Sequence[tuple[str, int | None]]) -> list[torch.Tensor]:
-        """Read tensors by name, each whole, or one layer of it where layers are stacked.
-
-        Names must be distinct.
-
-        Raises:
-            CheckpointError: A file is missing, or cut short.
-        """
-        targets = _Targets()
-        items: list[ReadItem] = []
-        try:
-            for name, layer in wanted:
-                stored = self.tensors[name]
-                chunk = _chunk(stored, layer)
-                target = torch.empty(chunk.sizes, dtype=stored.properties.dtype)
-                targets.of_chunk[name, chunk.offsets] = target
-                items += create_read_items_for_chunk_list(name, stored, [chunk])
-            self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-            self._reader.read_data(LoadPlan(items), targets).wait()
-        except (CheckpointError, MemoryError):
-            raise
-        except LOADING_ERRORS as error:
-            raise CheckpointError(
-                "the checkpoint cannot be read",
-                where=self._checkpoint,
-                got=(str(error).splitlines() or [type(error).__name__])[0][:300],
-                fix="copy it again: a file of it is missing or cut short",
-            ) from error
-        return [
-            tensor if layer is None else tensor.squeeze(0)
-            for tensor, (_, layer) in zip(targets.of_chunk.values(), wanted, strict=True)
-        ]
-
-
-class _Targets(DefaultLoadPlanner):
-    """A load planner that maps what is read to its target tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.of_chunk: dict[tuple[str, torch.Size], torch.Tensor] = {}
-        """Target by name and offset in the whole tensor, in order."""
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """The rectangle of a target that an item is read to."""
-        index = read_item.dest_index
-        assert index.offset is not None, "items are made of chunks"
-        tensor = self.of_chunk[index.fqn, index.offset]
-        for axis, (start, length) in enumerate(
-            zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        ):
-            tensor = tensor.narrow(axis, start, length)
-        return tensor
-
-
-def _chunk(stored: TensorStorageMetadata, layer: int | None) -> ChunkStorageMetadata:
-    """The rectangle of a whole tensor, or of one layer of it."""
-    offsets, sizes = [0] * len(stored.size), list(stored.size)
-    if layer is not None:
-        offsets[0], sizes[0] = layer, 1
-    return ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
-
 
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES: Final = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
@@ -166,7 +67,7 @@ def export_huggingface(
     slices = CheckpointSlices(checkpoint, verify=verify)
     tokenizer = KeptTokenizer(checkpoint)
     settings = full_settings(model) | {"vocab_size": _rows(slices, model, tokenizer)}
-    config, family = _config(checkpoint, model, settings)
+    config, family = family_config(checkpoint, model, settings)
     reader = _ExportedTensors(slices, tensor_map(family, settings), where=checkpoint)
     plans = reader.plans(dtype)
     widest = max((plan.dtype for plan in plans), key=lambda dtype: dtype.itemsize)
@@ -242,10 +143,18 @@ def _rows(slices: CheckpointSlices, model: ModelConfig, tokenizer: KeptTokenizer
     return min(stored, ids) if ids else stored
 
 
-def _config(
+def family_config(
     checkpoint: Path, model: ModelConfig, settings: dict[str, Any]
 ) -> tuple[dict[str, Any], Family]:
-    """``config.json``, the original one where the model came from HuggingFace, and its family."""
+    """``config.json``, the original one where the model came from HuggingFace, and its family.
+
+    Args:
+        settings: Those of ``full_settings``, with the rows of the vocabulary.
+
+    Raises:
+        CheckpointError: The model has no architecture of transformers, or is not the one that the
+            file beside the checkpoint describes.
+    """
     kept = kept_folder(checkpoint)
     if kept is None:
         config = model_config(settings, max_position_embeddings=model.seq_length)

@@ -213,6 +213,11 @@ def _own_rotation(setting: Setting) -> str | None:
     return setting.place("{teacher}.model.local_rotary_base") if rotates else None
 
 
+def _frozen_layers(setting: Setting) -> tuple[str, ...] | None:
+    parts, lora = setting.config.training.trainable, setting.config.lora
+    return None if lora or parts is None or "layers" in parts else parts
+
+
 LAYOUT: Final = key_feature("training.vocabulary_layout", off="original", only=("co_sharded",))
 LINEAR: Final = key_feature("loss.linear")
 LEARNED: Final = key_feature("loss.learned_projection")
@@ -223,6 +228,17 @@ MATCHED: Final = key_feature("loss.weighting", off="fixed", only=("matched",))
 KD_WEIGHT: Final = key_feature("loss.kd_weight", off=1.0)
 CE_WEIGHT: Final = key_feature("loss.ce_weight", off=1.0)
 RECOMPUTED: Final = key_feature("training.recompute_granularity", off=None)
+FROZEN_LAYERS: Final = Feature(
+    name="`training.trainable` without `layers`, and no `lora`",
+    key="training.trainable",
+    value=_frozen_layers,
+)
+TRAINABLE: Final = key_feature("training.trainable", off=None)
+LORA: Final = Feature(
+    name="`lora`",
+    key="lora",
+    value=lambda setting: setting.config.lora and f"of rank {setting.config.lora.rank}",
+)
 CONTEXT: Final = key_feature("parallel.context_parallel_size", off=1)
 SEQUENCE: Final = key_feature("parallel.sequence_parallel")
 INTERLEAVED: Final = key_feature("parallel.virtual_pipeline_model_parallel_size", off=1)

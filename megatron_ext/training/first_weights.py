@@ -21,7 +21,8 @@ from megatron_ext.huggingface.tensor_files import TensorReader
 from megatron_ext.huggingface.tensor_map import MegatronTensor, TensorMap
 from megatron_ext.losses.checks import check_shards_agree
 from megatron_ext.tokenizers import MegatronTokenizerText
-from megatron_ext.training.checkpoint import load_weights
+from megatron_ext.training.checkpoint import checkpoint_lora, load_weights
+from megatron_ext.training.checkpoint_slices import CheckpointSlices, add_product
 from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig, side_of
 from megatron_ext.training.model_check import checked
 from megatron_ext.training.models import ModelChunks, build_model_chunks, freeze
@@ -85,7 +86,7 @@ def _fill(chunk: GPTModel, tensors: TensorMap, reader: TensorReader) -> None:
 def load_first_weights(
     checkpoint: Path, chunks: ModelChunks, model: ModelConfig, *, verify: bool = True
 ) -> None:
-    """Load a model's weights alone, without a check of its tokenizer.
+    """Load a model's weights alone, adapters merged, without a check of its tokenizer.
 
     Args:
         checkpoint: One iteration's folder, or one of HuggingFace.
@@ -102,6 +103,32 @@ def load_first_weights(
         load_huggingface(checkpoint, chunks, model)
     else:
         load_weights(checkpoint, chunks, verify=verify)
+        _merge_adapters(checkpoint, chunks)
+
+
+@torch.no_grad()
+def _merge_adapters(checkpoint: Path, chunks: ModelChunks) -> None:
+    """Add what a checkpoint's adapters give to the weights beside them; no collectives."""
+    if checkpoint_lora(checkpoint, verify=False) is None:
+        return
+    slices = CheckpointSlices(checkpoint, verify=False)
+    assert slices.lora is not None
+    for chunk in chunks:
+        for shard in sharded_tensors(chunk.sharded_state_dict()):
+            layer = shard.global_offset[0] if shard.prepend_axis_num else None
+            adapter = slices.adapter(shard.key, layer)
+            if adapter is None:
+                continue
+            (a, b), (row, column) = adapter, corner_of(shard)
+            assert shard.data is not None, "a model's own weights"
+            rows, columns = shard.data.shape
+            a, b = a[:, column : column + columns], b[row : row + rows]
+            add_product(
+                shard.data,
+                a.to(shard.data.device),
+                b.to(shard.data.device),
+                scale=slices.lora.scale,
+            )
 
 
 def frozen_teacher(
@@ -145,11 +172,13 @@ def model_part(
     parallel: ParallelConfig,
     training: TrainingConfig,
     is_loaded: bool,
+    has_adapters: bool = False,
 ) -> tuple[list[GPTModel], VocabShard]:
     """This rank's part of a model, and its columns of the vocabulary.
 
     Args:
         is_loaded: Whether a checkpoint replaces all weights; otherwise they are drawn at random.
+        has_adapters: See ``build_gpt_model``.
     """
     shard = model_shard(side, model, tokenizer, groups, layout=parallel.layout)
     chunks = build_model_chunks(
@@ -159,6 +188,7 @@ def model_part(
         training=training,
         groups=groups,
         is_loaded=is_loaded,
+        has_adapters=has_adapters,
     )
     return chunks, shard
 

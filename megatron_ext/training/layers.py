@@ -1,4 +1,4 @@
-"""Layers for megatron-core's models: torch's norms, and those of Gemma and Gemma 3."""
+"""Layers for megatron-core's models: torch's norms, those of Gemma, and places for adapters."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.nn import functional
 
 
@@ -96,7 +98,60 @@ class WindowAttention(SelfAttention):  # type: ignore[misc]
         )
 
 
-class PostNormLinear(RowParallelLinear):  # type: ignore[misc]
+class ColumnLinear(ColumnParallelLinear):  # type: ignore[misc]
+    """megatron-core's column-parallel layer, with a place for an adapter of ``learning_parts``."""
+
+    def __init__(self, *args: Any, tp_comm_buffer_name: str | None = None, **options: Any) -> None:
+        super().__init__(*args, tp_comm_buffer_name=tp_comm_buffer_name, **options)
+        self.register_module("lora", None)
+        self._is_gated = bool(self.config.gated_linear_unit) and tp_comm_buffer_name == "fc1"
+
+    def forward(self, x: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, Any]:
+        """[T, B, out] on this rank, and the bias; collectives: those of both parts."""
+        output, bias = super().forward(x, *args, **options)
+        return output if self.lora is None else output + self.lora(x), bias
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """The weights for ``dist_checkpointing``, those of an adapter cut as the layer is."""
+        state = _sharded(self, {"weight": 0, "bias": 0, "lora.b": 0}, prefix, sharded_offsets)
+        if self.lora is not None and self._is_gated:
+            # Rows of a gate and those that it opens are cut apart, as megatron-core's MLP does.
+            name = f"{prefix}lora.b"
+            state[name] = apply_swiglu_sharded_factory(state[name], sharded_offsets)
+        return state
+
+
+class RowLinear(RowParallelLinear):  # type: ignore[misc]
+    """megatron-core's row-parallel layer, with a place for an adapter of ``learning_parts``."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.register_module("lora", None)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """[T, B, out], and the bias; collectives: those of both parts."""
+        output, bias = super().forward(x)
+        return output if self.lora is None else output + self.lora(x), bias
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """The weights for ``dist_checkpointing``, those of an adapter cut as the layer is."""
+        return _sharded(self, {"weight": 1, "lora.a": 1}, prefix, sharded_offsets)
+
+
+def _sharded(
+    linear: ColumnLinear | RowLinear, axes: dict[str, int], prefix: str, offsets: Any
+) -> dict[str, Any]:
+    """A linear layer's tensors, each cut along its axis or whole on every rank."""
+    state = linear.state_dict(prefix="", keep_vars=True)
+    sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(state, prefix, axes, offsets)
+    return sharded
+
+
+class PostNormLinear(RowLinear):
     """``norm(x W^T)``, in a layer spec's place for ``linear_proj`` or ``linear_fc2``.
 
     Gemma 3 has such norms behind attention and feed-forward. The norm is applied after the sum over

@@ -67,7 +67,7 @@ def learning_step(
             next_token,
             objectives,
             tile_rows=loss.linear_tile_rows,
-            into_main_grad=not scales_losses,
+            into_main_grad=not scales_losses and _head_learns(run),
         )
     if teachers:
         plans = {teacher.plan.name: teacher.plan for teacher in teachers}
@@ -84,6 +84,11 @@ def learning_step(
         hidden=StudentHidden(run.chunks[-1]) if reads_hidden and is_last else None,
         linear=linear,
     )
+
+
+def _head_learns(run: StudentParts) -> bool:
+    """Whether this rank has a head whose weights learn, to which DDP gives a buffer."""
+    return run.groups.is_last_stage and head_weight(run.chunks[-1]).requires_grad
 
 
 def run_projection(teacher: TeacherPlan, run: StudentParts) -> SparseProjection | None:

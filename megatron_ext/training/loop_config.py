@@ -7,6 +7,7 @@ from typing import Literal
 
 from megatron_ext.distributed.layout import Layout
 from megatron_ext.errors import ConfigError
+from megatron_ext.training.lora_config import check_parts
 from megatron_ext.training.model_config import check_divides, check_not_negative, check_positive
 
 
@@ -39,6 +40,10 @@ class TrainingConfig:
 
     seq_length_multiple: int = 64
     """Multiple to which rows of variable length are padded, at most to ``seq_length``."""
+
+    trainable: tuple[str, ...] | None = None
+    """Parts of the student that learn: ``embeddings``, ``layers``, ``norms`` (those of layers and
+    the last), ``head``. All when not given; beside adapters (``lora``) none."""
 
     recompute_granularity: Literal["full", "selective"] | None = None
     """Activations of the student that the backward pass computes again instead of keeping: those of
@@ -102,6 +107,7 @@ class TrainingConfig:
         )
         check_divides(self, "global_batch_size", "micro_batch_size")
         _check_recompute(self)
+        check_parts(self.trainable)
         if not 0 <= self.seed < 2**32:
             raise ConfigError("seed is out of range", got=self.seed, expected="0 to 2**32 - 1")
 

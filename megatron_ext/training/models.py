@@ -30,7 +30,9 @@ from megatron_ext.training import cpu_megatron
 from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
 from megatron_ext.training.context_attention import ContextAttention
 from megatron_ext.training.layers import (
+    ColumnLinear,
     PostNormLinear,
+    RowLinear,
     TorchNorm,
     WindowAttention,
     scale_embeddings,
@@ -87,11 +89,14 @@ def build_gpt_model(
     groups: ProcessGroups,
     vp_stage: int = 0,
     is_loaded: bool = False,
+    has_adapters: bool = False,
 ) -> GPTModel:
     """One chunk of this rank's part of a model, on its device, in the run's precision.
 
     Args:
         is_loaded: Whether a checkpoint replaces all weights, which are not drawn but zeros then.
+        has_adapters: Whether its layers are to have adapters, which Transformer Engine's have no
+            place for.
     """
     stages, chunks = (
         parallel.pipeline_model_parallel_size,
@@ -103,7 +108,7 @@ def build_gpt_model(
     model_parallel_cuda_manual_seed(stage_seed)
     gpt = GPTModel(
         config=transformer_config(model, parallel=parallel, training=training, is_loaded=is_loaded),
-        transformer_layer_spec=_layer_spec(model, parallel),
+        transformer_layer_spec=_layer_spec(model, parallel, has_adapters=has_adapters),
         vocab_size=padded_vocab_size,
         max_sequence_length=model.seq_length,
         pre_process=groups.is_first_stage and vp_stage == 0,
@@ -129,11 +134,13 @@ def build_model_chunks(
     training: TrainingConfig,
     groups: ProcessGroups,
     is_loaded: bool = False,
+    has_adapters: bool = False,
 ) -> list[GPTModel]:
     """This rank's part of a model: a chunk, or one for each virtual stage of the pipeline.
 
     Args:
         is_loaded: See ``build_gpt_model``.
+        has_adapters: Likewise.
     """
     return [
         build_gpt_model(
@@ -144,6 +151,7 @@ def build_model_chunks(
             groups=groups,
             vp_stage=vp_stage,
             is_loaded=is_loaded,
+            has_adapters=has_adapters,
         )
         for vp_stage in range(parallel.virtual_pipeline_model_parallel_size)
     ]
@@ -244,7 +252,7 @@ def freeze(chunks: ModelChunks) -> list[GPTModel]:
 
 
 def _layer_spec(
-    model: ModelConfig, parallel: ParallelConfig
+    model: ModelConfig, parallel: ParallelConfig, *, has_adapters: bool
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """Transformer Engine's layers where it is installed and supports the model, else torch's.
 
@@ -253,21 +261,25 @@ def _layer_spec(
     sequence parallelism, and ``ContextAttention`` context parallelism, which megatron-core's own
     norms and attention refuse; its attention would also keep the scores of every layer.
     """
-    if HAVE_TE and not cpu_megatron.is_installed() and not model.post_layernorms:
+    core_attention: type = ContextAttention
+    if HAVE_TE and not cpu_megatron.is_installed():
         from megatron_ext.training.te_attention import RowAttention
 
-        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_layernorm)
-        layer.submodules.self_attention.submodules.core_attention = RowAttention
-        return layer
+        if not (model.post_layernorms or has_adapters):
+            layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_layernorm)
+            layer.submodules.self_attention.submodules.core_attention = RowAttention
+            return layer
+        core_attention = RowAttention if has_adapters else core_attention
     layer = get_gpt_layer_local_spec(normalization=model.normalization)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchNorm
+    attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
     if model.qk_layernorm:
-        attention = layer.submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = TorchNorm
-    layer.submodules.self_attention.submodules.core_attention = ContextAttention
+    attention.core_attention = core_attention
+    attention.linear_qkv, attention.linear_proj = ColumnLinear, RowLinear
+    mlp.linear_fc1, mlp.linear_fc2 = ColumnLinear, RowLinear
     if model.post_layernorms:
-        layer.submodules.self_attention.submodules.linear_proj = PostNormLinear
-        layer.submodules.mlp.submodules.linear_fc2 = PostNormLinear
+        attention.linear_proj = mlp.linear_fc2 = PostNormLinear
     if model.local_rotary_base is not None:
         _rotate_by_kind(layer, model, parallel)
     layers_of_chunk = model.num_layers // (

@@ -62,8 +62,17 @@ def make_weighting(loss: LossConfig, *, train_iters: int) -> LossWeighting:
 
 
 def layer_gradients(gpt: GPTModel, groups: ProcessGroups) -> LayerGradients:
-    """Measures of the terms' gradients over the matrices of a last stage's last layer."""
-    matrices = [weight for weight in gpt.decoder.layers[-1].parameters() if weight.dim() > 1]
+    """Measures of the terms' gradients over the matrices of a last stage's last layer that learn.
+
+    With adapters these are theirs, but for those with a partial gradient on each rank.
+    """
+    matrices = [
+        weight
+        for weight in gpt.decoder.layers[-1].parameters()
+        if weight.dim() > 1
+        and weight.requires_grad
+        and not getattr(weight, "sequence_parallel", False)
+    ]
     return LayerGradients(matrices, _TERMS, tp_group=groups.tp, dp_group=groups.dp_cp)
 
 

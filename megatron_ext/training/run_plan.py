@@ -23,6 +23,7 @@ from megatron_ext.training.config import (
     TeacherConfig,
     TrainingConfig,
 )
+from megatron_ext.training.lora_config import LoraConfig
 from megatron_ext.training.run_folder import config_values
 from megatron_ext.training.teacher_config import EvaluationConfig
 
@@ -110,6 +111,10 @@ class RunPlan:
     training: TrainingConfig
     parallel: ParallelConfig
     optimizer: OptimizerConfig
+
+    lora: LoraConfig | None
+    """Adapters of the student."""
+
     evaluation: EvaluationConfig
 
     projections: tuple[Path, ...]
@@ -133,6 +138,7 @@ class RunPlan:
             training=config.training,
             parallel=config.parallel,
             optimizer=config.optimizer,
+            lora=config.lora,
             evaluation=config.evaluation,
             projections=tuple(sorted({Path(path) for path in projections if path})),
             values=config_values(config),

@@ -13,6 +13,33 @@ def train_one_step(rank, root, name):
     _trainer(config_from_arguments(argparse.Namespace(config=str(root / f"{name}.yaml")))).train()
 
 
+def train_with_adapters(rank, root, names):
+    """Runs of ``write_adapter_run``, one after the other."""
+    for name in names:
+        train_one_step(rank, root, name)
+
+
+def write_adapter_run(root, name, *, start, lora=None, training=None, **parallel):
+    """A run from the folder or run ``start``, with adapters if any, or of a step of nearly 0."""
+    for file in ("text.jsonl", "held-out.jsonl"):
+        (root / file).write_text('{"text": "the theory of the other thing"}\n' * 8)
+    run = {
+        "run_dir": str(root / name),
+        "initial_checkpoint": str(root / start),
+        "student": {"seq_length": 32, "make_vocab_size_divisible_by": 8},
+        "data": {
+            "train": [str(root / "text.jsonl")],
+            "validation": [str(root / "held-out.jsonl")],
+        },
+        "loss": {"objective": "next_token"},
+        "lora": lora,
+        "optimizer": {"lr": 1e-2 if lora else 1e-30, "lr_decay_style": "constant"},
+        "training": {"train_iters": 3 if lora else 1, "global_batch_size": 2, **(training or {})},
+        "parallel": parallel,
+    }
+    (root / f"{name}.yaml").write_text(yaml.safe_dump(run))
+
+
 def write_run(root, name, *, student, teacher, **parallel):
     """A run at a learning rate that is too small to change a weight."""
     (root / "text.jsonl").write_text('{"text": "the theory of the other thing"}\n' * 8)

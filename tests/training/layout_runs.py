@@ -1,10 +1,11 @@
 """Short runs of one student, which any parallel layout and any order of ids must agree on."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from megatron_ext.training.config import LossConfig
+from megatron_ext.training.lora_config import LoraConfig
 from tests.training.rank_functions import _trainer, go_back, save_start
 from tests.training.tiny_run import (
     CP2,
@@ -43,9 +44,14 @@ class Variant:
     teachers: int = 1
     """2: beside the other one a teacher of another width that has the student's tokenizer."""
 
+    lora: LoraConfig | None = None
+    trainable: tuple[str, ...] | None = None
+    linear: bool = False
+
     def __str__(self):
         packed, taught = "-packed" * self.packing, "-two-teachers" * (self.teachers == 2)
-        return f"{self.objective}{packed}{taught}"
+        adapted = f"-lora-{self.lora.rank}" if self.lora else ""
+        return f"{self.objective}{packed}{taught}{adapted}{'-'.join(('', *(self.trainable or ())))}"
 
 
 @dataclass(frozen=True)
@@ -68,9 +74,14 @@ class AxisRun:
             student={"num_layers": LAYERS, "seq_length": 40},
             teacher={"model": {"num_layers": LAYERS, "seq_length": 52}},
             data={"packing": variant.packing, **({} if variant.held_out else {"validation": ()})},
-            loss=LossConfig(objective=variant.objective, ce_weight=0.5),
+            loss=LossConfig(objective=variant.objective, ce_weight=0.5, linear=variant.linear),
+            lora=variant.lora,
             parallel=dict(self.parallel),
-            training={**dict.fromkeys(saves, variant.iterations), **self.training},
+            training={
+                **dict.fromkeys(saves, variant.iterations),
+                "trainable": variant.trainable,
+                **self.training,
+            },
             initial_checkpoint=checkpoints(folder, "start"),
         )
         if variant.teachers == 1:
@@ -95,7 +106,8 @@ def start_and_train(rank, folder, runs):
         own = _own_teacher(folder)
         run_dir = str(folder / "own")
         save_start(changed(config, run_dir=run_dir, tokenizer=own.tokenizer, student=own.model))
-    start = AxisRun(name="start", variant=changed(runs[0].variant, teachers=1)).config(folder)
+    plain = replace(runs[0].variant, teachers=1, lora=None, trainable=None)
+    start = AxisRun(name="start", variant=plain).config(folder)
     save_start(changed(start, initial_checkpoint=None))
     train_runs(rank, folder, runs)
 

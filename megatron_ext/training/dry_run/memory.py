@@ -207,13 +207,13 @@ class RankMemory:
 
 def rank_memory(plan: Plan, stage: int) -> RankMemory:
     """The memory of a rank of ``stage``."""
-    parameters = plan.student.parameters(stage)
+    learning = plan.learning(stage)
     is_last = plan.student.is_last(stage)
     teachers, local = list(plan.teachers.values()), plan.local_teachers
     return RankMemory(
-        student_weights=parameters * plan.element,
-        gradients=parameters * FP32,
-        optimizer_state=_optimizer_state(plan, parameters),
+        student_weights=plan.student_parameters(stage) * plan.element,
+        gradients=learning * FP32,
+        optimizer_state=_optimizer_state(plan, learning),
         teacher_weights=(
             sum(teacher.parameters(stage) for teacher in local) + (_heads(plan) if is_last else 0)
         )

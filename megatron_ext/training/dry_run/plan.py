@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -14,6 +14,7 @@ from megatron_ext.projection.layout import VocabularyLayout
 from megatron_ext.projection.layout.vocabulary_layout import LayoutStatistics
 from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.training.config import ModelConfig
+from megatron_ext.training.lora_config import PARTS, LoraConfig
 from megatron_ext.training.run_plan import RunPlan
 
 
@@ -70,13 +71,17 @@ class ModelShape:
         return attention + hidden * self.ffn * (3 if self.model.swiglu else 2)
 
     @property
-    def _attention_extras(self) -> int:
-        """Biases and norms that only some families' layers have, on a rank."""
+    def _biases(self) -> int:
+        """Biases that only some families' layers have, on a rank."""
         width = self.model.head_width
-        bias = width * (self.heads + 2 * self.query_groups)
-        norms = 2 * width * (2 if self.model.normalization == "LayerNorm" else 1)
-        extras = bias * self.model.add_qkv_bias + norms * self.model.qk_layernorm
-        return extras + 2 * self.model.hidden_size * self.model.post_layernorms
+        return width * (self.heads + 2 * self.query_groups) * self.model.add_qkv_bias
+
+    @property
+    def _other_norms(self) -> int:
+        """Norms that only some families' layers have, on a rank."""
+        heads = 2 * self.model.head_width * (2 if self.model.normalization == "LayerNorm" else 1)
+        behind = 2 * self.model.hidden_size * self.model.post_layernorms
+        return heads * self.model.qk_layernorm + behind
 
     def is_last(self, stage: int) -> bool:
         """Whether a stage has the head."""
@@ -84,19 +89,38 @@ class ModelShape:
 
     def parameters(self, stage: int) -> int:
         """Parameters of a stage on one rank, as megatron-core's ``GPTModel`` has them."""
+        return self.learning(stage, frozenset(PARTS))
+
+    def learning(self, stage: int, parts: Collection[str]) -> int:
+        """Parameters of a stage on one rank that belong to ``parts`` (``training.trainable``)."""
         norm = self.model.hidden_size * (2 if self.model.normalization == "LayerNorm" else 1)
-        total = self.layers * (self.layer_products + 2 * norm + self._attention_extras)
+        norms = self.layers * (2 * norm + self._other_norms)
+        layers = self.layers * (self.layer_products + self._biases) + norms
         vocabulary = self.head_rows * self.model.hidden_size
-        if stage == 0:
+        total = layers if "layers" in parts else norms if "norms" in parts else 0
+        if stage == 0 and "embeddings" in parts:
             total += vocabulary
             if self.model.position_embedding_type == "learned_absolute":
                 total += self.model.seq_length * self.model.hidden_size
         if self.is_last(stage):
-            total += norm
+            total += norm if "norms" in parts else 0
             # A tied head is the embedding itself on one stage, and a copy of it on another.
-            if not (self.is_tied and stage == 0):
+            if "head" in parts and not (self.is_tied and stage == 0):
                 total += vocabulary
         return total
+
+    def adapters(self, lora: LoraConfig) -> int:
+        """Parameters of a stage's adapters on one rank."""
+        hidden, width = self.model.hidden_size, self.model.head_width
+        product = width * (self.heads + 2 * self.query_groups)
+        opened = self.ffn * (2 if self.model.swiglu else 1)
+        sides = {
+            "linear_qkv": hidden + product,
+            "linear_proj": width * self.heads + hidden,
+            "linear_fc1": hidden + opened,
+            "linear_fc2": self.ffn + hidden,
+        }
+        return self.layers * lora.rank * sum(sides[name] for name in lora.targets)
 
 
 FP32: Final = 4
@@ -163,6 +187,24 @@ class Plan:
             forms=forms or {},
             has_flash=has_flash,
         )
+
+    @property
+    def learning_parts(self) -> Collection[str]:
+        """Parts of the student's own weights that learn, by the names of ``training.trainable``."""
+        trainable = self.run.training.trainable
+        if trainable is None:
+            return () if self.run.lora else PARTS
+        return trainable
+
+    def learning(self, stage: int) -> int:
+        """Parameters of the student's stage on one rank that learn."""
+        adapters = self.student.adapters(self.run.lora) if self.run.lora else 0
+        return adapters + self.student.learning(stage, self.learning_parts)
+
+    def student_parameters(self, stage: int) -> int:
+        """Parameters of the student's stage on one rank, adapters included."""
+        lora = self.run.lora
+        return self.student.parameters(stage) + (self.student.adapters(lora) if lora else 0)
 
     @property
     def local_teachers(self) -> list[ModelShape]:

@@ -68,6 +68,9 @@ def _run(plan: Plan) -> str:
         f"layers      {layers}, {training.precision}",
         f"student     {_model(student)}",
     ]
+    learning = student.tp * sum(plan.learning(stage) for stage in range(plan.stages))
+    if learning < student.tp * sum(map(plan.student_parameters, range(plan.stages))):
+        lines.append(f"learning    {learning:,} parameters on the ranks of a replica")
     lines += [f"{name:<11} {_teacher(plan, name)}" for name in plan.teachers]
     return "\n".join(lines)
 

@@ -4,7 +4,7 @@ Operations: a product with ``w`` weights takes ``2 w`` operations for each token
 ``4 T h`` in each layer, every position being compared with every other; a backward pass twice its
 forward, and once more where layers are recomputed. The loss is counted in bytes instead, since it
 is bound by memory: each logit is read twice, and the gradient written once (``B2`` of
-docs/performance.md).
+docs/performance.md). Adapters are not counted: they are narrow.
 
 Traffic: collectives are taken to be rings, so that an all-reduce of ``m`` bytes over ``r`` ranks
 sends ``2 m (r - 1) / r`` from each, a reduce-scatter or an all-gather half of that.
@@ -19,6 +19,9 @@ from megatron_ext.training.dry_run.plan import FP32, ModelShape, Plan
 
 _FORWARD_AND_BACKWARD = 3
 """Operations of a forward and a backward pass, in those of a forward pass."""
+
+_FROZEN = 2
+"""The same of weights that do not learn, of which there is no gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +47,13 @@ def step_arithmetic(plan: Plan) -> StepArithmetic:
     rows = plan.run.training.global_batch_size
     student = plan.student
     teachers = plan.teachers
+    layers, head = (
+        _FORWARD_AND_BACKWARD if part in plan.learning_parts else _FROZEN
+        for part in ("layers", "head")
+    )
     return StepArithmetic(
-        student_layers=round(
-            (_FORWARD_AND_BACKWARD + plan.recomputed_share) * rows * _layers(student)
-        ),
-        student_head=_FORWARD_AND_BACKWARD * rows * _head(student),
+        student_layers=round((layers + plan.recomputed_share) * rows * _layers(student)),
+        student_head=head * rows * _head(student),
         # Remote layers are computed by others; a head is applied where its targets are read.
         teacher_layers=rows * sum(_layers(teacher) for teacher in plan.local_teachers),
         teacher_heads=rows * sum(_head(teachers[name]) for name in _with_heads(plan)),
@@ -138,7 +143,7 @@ def all_reduced(message: int, ranks: int) -> int:
 
 
 def _data_parallel(plan: Plan, stage: int) -> int:
-    parameters = plan.student.parameters(stage)
+    parameters = plan.learning(stage)
     if plan.run.parallel.use_distributed_optimizer:
         ranks = plan.gradient_ranks
         return parameters * (FP32 + plan.element) * (ranks - 1) // ranks
@@ -192,7 +197,8 @@ def _pipeline(plan: Plan, stage: int) -> int:
 
 def _tied_embedding(plan: Plan, stage: int) -> int:
     is_end = stage == 0 or plan.student.is_last(stage)
-    if not (plan.student.is_tied and plan.stages > 1 and is_end):
+    learns = "head" in plan.learning_parts
+    if not (plan.student.is_tied and plan.stages > 1 and is_end and learns):
         return 0
     return all_reduced(plan.student.head_rows * plan.student.model.hidden_size * FP32, 2)
 

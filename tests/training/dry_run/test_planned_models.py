@@ -9,6 +9,8 @@ from megatron_ext.distributed.layout import Layout
 from megatron_ext.training.config import ParallelConfig, TrainingConfig
 from megatron_ext.training.dry_run.memory import rank_memory, stage_activations
 from megatron_ext.training.dry_run.plan import ModelShape
+from megatron_ext.training.learning_parts import add_adapters, freeze_parts
+from megatron_ext.training.lora_config import LoraConfig
 from megatron_ext.training.models import build_model_chunks
 from megatron_ext.training.run_plan import RunPlan
 from megatron_ext.training.student import Student
@@ -21,7 +23,23 @@ from tests.training.dry_run.planned_runs import (
     planned_run,
 )
 from tests.training.rank_functions import fresh_groups
-from tests.training.tiny_run import CP2, PP2, TP2
+from tests.training.tiny_run import CP2, PP2, TP2, changed
+
+
+class Kept(NamedTuple):
+    """What a run keeps, and what of it learns."""
+
+    precision: str = "fp32"
+    use_distributed_optimizer: bool = False
+    lora: LoraConfig | None = None
+    parts: tuple[str, ...] | None = None
+
+
+def _run_of(case):
+    config = planned_run(
+        precision=case.precision, use_distributed_optimizer=case.use_distributed_optimizer
+    )
+    return changed(config, lora=case.lora, training={"trainable": case.parts})
 
 
 class Measured(NamedTuple):
@@ -40,15 +58,11 @@ def measure_models(rank, layout, models):
 
 
 def measure_optimizer(rank, cases):
-    """Bytes of what a student's training keeps on this rank, after a step.
-
-    Args:
-        cases: Precision, and whether the optimizer is distributed.
-    """
+    """Bytes of what a student's training keeps on this rank, after a step."""
     groups = fresh_groups(Layout())
     found = []
-    for precision, is_distributed in cases:
-        config = planned_run(precision=precision, use_distributed_optimizer=is_distributed)
+    for case in cases:
+        config = _run_of(case)
         chunks = build_model_chunks(
             config.student,
             padded_vocab_size=PADDED_VOCABULARY,
@@ -56,16 +70,21 @@ def measure_optimizer(rank, cases):
             training=config.training,
             groups=groups,
         )
+        if config.lora:
+            add_adapters(chunks, config.lora, seed=1)
+        freeze_parts(chunks, config.training.trainable)
         student = Student(chunks, RunPlan.of(config))
         for weight in chunks[0].parameters():
-            weight.main_grad.fill_(1e-3)
+            if weight.requires_grad:
+                weight.main_grad.fill_(1e-3)
         student.update()
         buffers = [b for ddp in student.ddp for b in ddp.buffers]
         found.append(
             {
+                "filled": 256 * sum(weight.requires_grad for weight in chunks[0].parameters()),
                 "weights": _bytes(chunks[0].parameters()),
                 "gradients": sum(b.grad_data.nbytes for b in buffers),
-                "optimizer_state": _optimizer_bytes(student.optimizer, precision),
+                "optimizer_state": _optimizer_bytes(student.optimizer, case.precision),
             }
         )
     return found
@@ -159,16 +178,20 @@ def test_the_forward_pass_keeps_the_activations_that_are_planned(measured, layou
 
 
 def test_weights_gradients_and_moments_take_what_is_planned():
-    cases = [(p, is_sharded) for p in ("fp32", "bf16") for is_sharded in (False, True)]
+    lora = LoraConfig(rank=3, targets=("linear_qkv", "linear_fc2"))
+    cases = [Kept(p, is_sharded) for p in ("fp32", "bf16") for is_sharded in (False, True)]
+    cases += [Kept(lora=LoraConfig(rank=2)), Kept(parts=("embeddings", "head"))]
+    cases.append(Kept("bf16", True, lora, ("norms",)))
     ranks = run_ranks(2, measure_optimizer, cases)
-    for number, (precision, is_sharded) in enumerate(cases):
-        config = planned_run(precision=precision, use_distributed_optimizer=is_sharded)
-        plan = plan_of(config, world_size=2)
+    for number, case in enumerate(cases):
+        plan = plan_of(_run_of(case), world_size=2)
         memory = rank_memory(plan, 0)
         found = [rank[number] for rank in ranks]
         for rank in found:
             assert rank["weights"] == memory.student_weights
-            # Buffers are filled up so that every replica has an equal part.
-            assert rank["gradients"] == pytest.approx(memory.gradients, rel=0.02)
+            # Buffers are filled up so that every replica has an equal part, of each parameter.
+            assert rank["gradients"] == pytest.approx(
+                memory.gradients, rel=0.02, abs=rank["filled"]
+            )
         mean = sum(rank["optimizer_state"] for rank in found) / len(found)
         assert mean == pytest.approx(memory.optimizer_state, rel=0.02)

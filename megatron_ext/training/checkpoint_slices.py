@@ -1,0 +1,148 @@
+"""Tensors of one of our checkpoints, by name and layer, without process groups or a model.
+
+``dist_checkpointing`` loads the state of a whole layout, so single layers of tensors are read with
+torch's distributed checkpointing, in whose format the files are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megatron_ext.errors import CheckpointError
+from megatron_ext.training.checkpoint import LOADING_ERRORS, checkpoint_lora
+from megatron_ext.training.checkpoint_manifest import Manifest
+from megatron_ext.training.checkpoint_reader import CheckpointReader, check_format
+from megatron_ext.training.lora_config import LoraConfig
+
+
+class CheckpointSlices:
+    """Tensors of a checkpoint, read by name and layer.
+
+    Weights with an adapter are read as they work together, ``W + scale * B A`` in fp32 rounded to
+    the dtype of W.
+
+    Args:
+        checkpoint: One iteration's folder.
+        verify: Check every file against the checkpoint's manifest.
+
+    Raises:
+        CheckpointError: It cannot be read, or a file is damaged.
+    """
+
+    def __init__(self, checkpoint: Path, *, verify: bool = True) -> None:
+        self._checkpoint = checkpoint
+        manifest = Manifest.of(checkpoint, verify=verify)
+        check_format(manifest)
+        self._reader = CheckpointReader(manifest)
+        self._metadata: Metadata = self._reader.read_metadata()
+        manifest.check()
+        self.tensors: Mapping[str, TensorStorageMetadata] = {
+            name: stored
+            for name, stored in self._metadata.state_dict_metadata.items()
+            if isinstance(stored, TensorStorageMetadata)
+        }
+        self.lora: LoraConfig | None = checkpoint_lora(checkpoint, verify=False)
+        """Adapters of the checkpoint."""
+
+    def adapter(
+        self, name: str, layer: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """A [R, in] and B [out, R] beside the weight ``name``, of every layer [layers, ...] where
+        none is given; None where it has no adapter.
+
+        Raises:
+            CheckpointError: As ``read``.
+        """
+        stem = name.removesuffix("weight")
+        if self.lora is None or f"{stem}lora.a" not in self.tensors:
+            return None
+        a, b = self._read([(f"{stem}lora.a", layer), (f"{stem}lora.b", layer)])
+        return a, b
+
+    def read(self, wanted: Sequence[tuple[str, int | None]]) -> list[torch.Tensor]:
+        """Read tensors by name, each whole, or one layer of it where layers are stacked.
+
+        Names must be distinct.
+
+        Raises:
+            CheckpointError: A file is missing, or cut short.
+        """
+        tensors = self._read(wanted)
+        for tensor, (name, layer) in zip(tensors, wanted, strict=True):
+            adapter = self.adapter(name, layer)
+            if adapter is not None and self.lora is not None:
+                add_product(tensor, *adapter, scale=self.lora.scale)
+        return tensors
+
+    def _read(self, wanted: Sequence[tuple[str, int | None]]) -> list[torch.Tensor]:
+        """Tensors as they are stored."""
+        targets = _Targets()
+        items: list[ReadItem] = []
+        try:
+            for name, layer in wanted:
+                stored = self.tensors[name]
+                chunk = _chunk(stored, layer)
+                target = torch.empty(chunk.sizes, dtype=stored.properties.dtype)
+                targets.of_chunk[name, chunk.offsets] = target
+                items += create_read_items_for_chunk_list(name, stored, [chunk])
+            self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+            self._reader.read_data(LoadPlan(items), targets).wait()
+        except (CheckpointError, MemoryError):
+            raise
+        except LOADING_ERRORS as error:
+            raise CheckpointError(
+                "the checkpoint cannot be read",
+                where=self._checkpoint,
+                got=(str(error).splitlines() or [type(error).__name__])[0][:300],
+                fix="copy it again: a file of it is missing or cut short",
+            ) from error
+        return [
+            tensor if layer is None else tensor.squeeze(0)
+            for tensor, (_, layer) in zip(targets.of_chunk.values(), wanted, strict=True)
+        ]
+
+
+class _Targets(DefaultLoadPlanner):
+    """A load planner that maps what is read to its target tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_chunk: dict[tuple[str, torch.Size], torch.Tensor] = {}
+        """Target by name and offset in the whole tensor, in order."""
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """The rectangle of a target that an item is read to."""
+        index = read_item.dest_index
+        assert index.offset is not None, "items are made of chunks"
+        tensor = self.of_chunk[index.fqn, index.offset]
+        for axis, (start, length) in enumerate(
+            zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        ):
+            tensor = tensor.narrow(axis, start, length)
+        return tensor
+
+
+def _chunk(stored: TensorStorageMetadata, layer: int | None) -> ChunkStorageMetadata:
+    """The rectangle of a whole tensor, or of one layer of it."""
+    offsets, sizes = [0] * len(stored.size), list(stored.size)
+    if layer is not None:
+        offsets[0], sizes[0] = layer, 1
+    return ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+
+
+@torch.no_grad()
+def add_product(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, scale: float) -> None:
+    """Add ``scale * b @ a`` to ``weight`` in place, in fp32 with one rounding."""
+    product = b.float() @ a.float()
+    weight.copy_(product.mul_(scale).add_(weight.float()))

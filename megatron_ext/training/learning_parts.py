@@ -1,0 +1,174 @@
+"""The parts of a student that learn: adapters beside its linear layers, and parts of its own.
+
+The other parts are frozen before DDP and the optimizer see them.
+
+T positions, B rows, R rank; a rank of the tensor-parallel group has a share of the wide side of an
+adapter, as it has of its layer: the output of a column-parallel one, the input of a row-parallel
+one. Matrices are drawn whole and cut, so that a layout does not change them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import zlib
+from collections.abc import Collection, Iterator
+from typing import Any, Final
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from torch.nn import functional
+
+from megatron_ext.distributed.shard_collectives import copy_to_shards
+from megatron_ext.training.layers import ColumnLinear, RowLinear
+from megatron_ext.training.lora_config import LoraConfig
+from megatron_ext.training.models import ModelChunks
+
+ADAPTER: Final = "lora"
+"""Submodule of a linear layer that holds its adapter."""
+
+
+class Adapter(torch.nn.Module):
+    """``scale * B A x`` for one linear layer; A [R, in] is drawn, B [out, R] is zero.
+
+    Args:
+        linear: The layer, whose share of the weights on this rank decides that of A and B.
+        rank: R
+        scale: Factor of the product.
+        seed: Seed of A, which has the values of a linear layer of torch.
+    """
+
+    def __init__(
+        self, linear: ColumnLinear | RowLinear, *, rank: int, scale: float, seed: int
+    ) -> None:
+        super().__init__()
+        self.scale = scale
+        self._group = linear.tp_group
+        self._is_cut_by_sequence = bool(linear.config.sequence_parallel)
+        outputs, inputs = linear.weight.shape
+        size, place = self._group.size(), self._group.rank()
+        self._is_of_columns = isinstance(linear, ColumnLinear)
+        width = inputs if self._is_of_columns else inputs * size
+        bound = 1 / math.sqrt(width)
+        drawn = torch.empty(rank, width, dtype=torch.float32).uniform_(
+            -bound, bound, generator=torch.Generator().manual_seed(seed)
+        )
+        own = drawn if self._is_of_columns else drawn.chunk(size, dim=1)[place]
+        like = {"dtype": linear.weight.dtype, "device": linear.weight.device}
+        self.a = torch.nn.Parameter(own.to(**like).contiguous())
+        self.b = torch.nn.Parameter(torch.zeros(outputs, rank, **like))
+        self._mark(*((self.b, 0, self.a) if self._is_of_columns else (self.a, 1, self.b)))
+
+    def _mark(self, cut: torch.nn.Parameter, axis: int, whole: torch.nn.Parameter) -> None:
+        """Say which matrix ranks share, and which has a part of its gradient on each."""
+        set_tensor_model_parallel_attributes(cut, is_parallel=True, dim=axis, stride=1)
+        whole.sequence_parallel = self._is_cut_by_sequence  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """What is added to the layer's output, [T, B, out], of its input [T, B, in].
+
+        Collectives over the tensor-parallel group, R wide: column-parallel an all-reduce backward,
+        row-parallel one forward; under sequence parallelism an all-gather and a reduce-scatter.
+        """
+        narrow = functional.linear(x, self.a)
+        if self._is_of_columns and self._is_cut_by_sequence:
+            narrow = gather_from_sequence_parallel_region(
+                narrow, tensor_parallel_output_grad=True, group=self._group
+            )
+        elif self._is_of_columns:
+            narrow = copy_to_shards(narrow, self._group)
+        elif self._is_cut_by_sequence:
+            narrow = reduce_scatter_to_sequence_parallel_region(narrow, group=self._group)
+        else:
+            narrow = reduce_from_tensor_model_parallel_region(narrow, group=self._group)
+        return functional.linear(narrow * self.scale, self.b)
+
+
+def add_adapters(chunks: ModelChunks, lora: LoraConfig, *, seed: int) -> None:
+    """Give the linear layers of a student their adapters; before it is wrapped.
+
+    Args:
+        chunks: This rank's part of the student, with its first weights.
+        seed: Seed of the run.
+    """
+    for chunk in chunks:
+        for name, linear in _linear_layers(chunk):
+            if name.rsplit(".", 1)[-1] in lora.targets:
+                own_seed = zlib.crc32(f"{seed} {name}".encode())
+                linear.lora = Adapter(linear, rank=lora.rank, scale=lora.scale, seed=own_seed)
+
+
+def _linear_layers(chunk: GPTModel) -> Iterator[tuple[str, Any]]:
+    """Linear layers of a chunk, named by the number of their layer over all stages."""
+    for layer in chunk.decoder.layers:
+        for name in ("linear_qkv", "linear_proj"):
+            yield f"{layer.layer_number}.{name}", getattr(layer.self_attention, name)
+        for name in ("linear_fc1", "linear_fc2"):
+            yield f"{layer.layer_number}.{name}", getattr(layer.mlp, name)
+
+
+_NORM: Final = re.compile(r"layer_?norm")
+
+
+def parts_of(name: str, *, is_tied: bool) -> set[str]:
+    """Names of ``training.trainable`` that a parameter of a ``GPTModel`` belongs to.
+
+    A norm of a layer belongs to ``layers`` and to ``norms``; an adapter to none.
+    """
+    if _is_of_adapter(name):
+        return set()
+    if name.startswith(("embedding.", "output_layer.")):
+        is_head = name.startswith("output_layer.")
+        if is_tied and name.endswith(("word_embeddings.weight", "output_layer.weight")):
+            return {"embeddings", "head"}
+        return {"head"} if is_head else {"embeddings"}
+    parts = {"layers"} if name.startswith("decoder.layers.") else set()
+    return parts | ({"norms"} if _NORM.search(name) else set())
+
+
+def freeze_parts(chunks: ModelChunks, trainable: Collection[str] | None) -> None:
+    """Freeze the parts that are not to learn; adapters always do.
+
+    Args:
+        chunks: This rank's part of the student, with its adapters if any, not wrapped yet.
+        trainable: Parts that learn; None for all, or none where there are adapters.
+    """
+    parameters = [
+        (name, parameter, chunk.share_embeddings_and_output_weights)
+        for chunk in chunks
+        for name, parameter in chunk.named_parameters()
+    ]
+    if trainable is None and not any(_is_of_adapter(name) for name, _, _ in parameters):
+        return
+    chosen = set(trainable or ())
+    for name, parameter, is_tied in parameters:
+        learns = _is_of_adapter(name) or bool(chosen & parts_of(name, is_tied=is_tied))
+        parameter.requires_grad_(learns)
+    config = chunks[0].config
+    if config.pipeline_model_parallel_size > 1 or config.recompute_granularity is not None:
+        _pass_gradients(chunks[0])
+
+
+def _is_of_adapter(name: str) -> bool:
+    return f".{ADAPTER}." in name
+
+
+def _pass_gradients(chunk: GPTModel) -> None:
+    """Make the embeddings' output require a gradient even where the embeddings do not.
+
+    Stages of a pipeline and recomputed layers pass a gradient back whatever learns.
+    """
+    if not chunk.pre_process:
+        return
+
+    def require(_: torch.nn.Module, inputs: Any, embeddings: torch.Tensor) -> torch.Tensor:
+        is_asked = torch.is_grad_enabled() and not embeddings.requires_grad
+        return embeddings.requires_grad_() if is_asked else embeddings
+
+    chunk.embedding.register_forward_hook(require)

@@ -1,0 +1,65 @@
+"""What of a student learns is named exactly, or refused with the names that there are."""
+
+import pytest
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.training.config import LoraConfig
+from tests.training.dry_run.planned_runs import planned_run
+from tests.training.tiny_run import changed
+
+
+@pytest.mark.parametrize(
+    ("targets", "layers"),
+    [
+        (("q_proj", "k_proj", "v_proj"), ("linear_qkv",)),
+        (("down_proj", "o_proj"), ("linear_proj", "linear_fc2")),
+        (("linear_fc1", "gate_proj", "up_proj"), ("linear_fc1",)),
+    ],
+)
+def test_targets_may_have_the_names_of_either_library(targets, layers):
+    assert LoraConfig(rank=2, targets=targets).targets == layers
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"targets": ("q_proj", "o_proj")}, "q_proj, k_proj, v_proj together"),
+        ({"targets": ("linear_qkw",)}, "did you mean 'linear_qkv'"),
+        ({"targets": ()}, "no targets"),
+        ({"rank": 0}, "rank must be positive"),
+        ({"alpha": -1.0}, "alpha must be positive"),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        LoraConfig(**{"rank": 2, **options})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"training": {"trainable": ("embedings", "head")}}, "did you mean 'embeddings'"),
+        ({"training": {"trainable": ()}}, "nothing of the student would learn"),
+        ({"training": {"trainable": ("head",)}}, "the same weights.* got head alone"),
+        (
+            {
+                "training": {"trainable": ("embeddings", "head")},
+                "loss": {"weighting": "gradient_magnitude"},
+            },
+            "last layer's matrices, which do not learn",
+        ),
+    ],
+)
+def test_parts_that_cannot_learn_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        changed(planned_run(), **changes)
+
+
+def test_an_untied_head_learns_alone_and_adapters_may_have_parts_beside_them():
+    changed(
+        planned_run(),
+        student={"untie_embeddings_and_output_weights": True},
+        training={"trainable": ("head",)},
+        lora=LoraConfig(rank=2),
+        loss={"weighting": "gradient_magnitude"},
+    )
