@@ -5,7 +5,8 @@
     torchrun --nproc-per-node 8 -m megatron_ext evaluate --tensor-model-parallel-size 2 ...
 
 A checkpoint is a run folder, its folder of checkpoints, one of these, or a HuggingFace folder.
-Processes beyond tensor and pipeline parallelism are replicas, which share the items.
+Several predict together, token by token or, with --mode byte, across vocabularies. Processes beyond
+tensor and pipeline parallelism are replicas, which share the items.
 """
 
 from __future__ import annotations
@@ -16,15 +17,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.cli.output import quiet_libraries
-from megatron_ext.distributed.layout import Layout, launched_processes
+from megatron_ext.cli.model_arguments import (
+    add_model_arguments,
+    check_layout,
+    ensemble_values,
+    finish,
+    load_models,
+)
+from megatron_ext.distributed.layout import launched_processes
 from megatron_ext.errors import ConfigError
 from megatron_ext.evaluation.lm_eval_tasks import PREFIX, LmEvalTask
 from megatron_ext.evaluation.run_tasks import results_table, write_results, write_samples
 from megatron_ext.evaluation.tasks import TASKS, Task, TaskOptions
-from megatron_ext.imports import large_imports
 
 if TYPE_CHECKING:
+    from megatron_ext.evaluation.ensemble import ByteEnsemble
     from megatron_ext.evaluation.megatron_language_model import MegatronLanguageModel
 
 _ABOUT = (
@@ -44,7 +51,13 @@ _ABOUT = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the verb."""
-    parser.add_argument("--checkpoint", type=Path, required=True, help="what to measure")
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        required=True,
+        action="append",
+        help="what to measure; several times for models that predict together",
+    )
     parser.add_argument("--task", required=True, help=f"one of {', '.join(TASKS)}, or lm_eval:NAME")
     parser.add_argument(
         "--data", type=Path, help="file or folder in its published format; for lm_eval:NAME tasks"
@@ -73,59 +86,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     generation.add_argument("--temperature", type=float, default=0.0, help="0: the first choice")
     generation.add_argument("--top-p", type=float, default=1.0, help="draw among the likeliest")
     generation.add_argument("--seed", type=int, default=0, help="of the draws")
-    model = parser.add_argument_group("model")
-    model.add_argument("--tokenizer", help="the one that comes with the checkpoint if not given")
-    model.add_argument(
-        "--allow-other-tokenizer",
-        action="store_true",
-        help="measure with a tokenizer that the model was not trained with",
-    )
-    model.add_argument(
-        "--no-verify",
-        dest="verify",
-        action="store_false",
-        help="do not check the checkpoint's files against its manifest",
-    )
-    for name in ("tensor", "pipeline"):
-        model.add_argument(
-            f"--{name}-model-parallel-size", type=int, default=1, metavar="INT", help="processes"
-        )
-    model.add_argument(
-        "--precision", choices=("fp32", "bf16"), help="bf16 on a GPU, fp32 on a CPU if not given"
-    )
-    model.add_argument("--seq-length", type=int, metavar="INT", help="tokens read at once")
-    model.add_argument(
-        "--micro-batch-size", type=int, default=8, metavar="INT", help="rows in one forward pass"
-    )
-    model.add_argument(
-        "--no-bos",
-        dest="adds_bos",
-        action="store_false",
-        help="do not begin contexts with the tokenizer's BOS",
-    )
-    model.add_argument(
-        "--apply-chat-template",
-        dest="applies_chat_template",
-        action="store_true",
-        help="ask each item as a message of a user, in the tokenizer's chat template",
-    )
+    add_model_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Read the files, load the model, print a table and write the results."""
     task = _task(arguments)
-    quiet_libraries()
-    # Imported after all other checks: megatron-core and torch take seconds to load.
-    with large_imports():
-        from megatron_ext.distributed import process_groups
-        from megatron_ext.evaluation.megatron_language_model import (
-            ModelOptions,
-            load_language_model,
-        )
-
-    names = (field for field in ModelOptions.__dataclass_fields__)
-    options = ModelOptions(**{name: getattr(arguments, name) for name in names})
-    model = load_language_model(arguments.checkpoint, options)
+    model = load_models(arguments)
     result = task.run(model)
 
     def write() -> None:
@@ -136,7 +103,7 @@ def run(arguments: argparse.Namespace) -> None:
         sys.stdout.write(results_table(arguments.task, result))
 
     model.once(write)
-    process_groups.finalize()
+    finish(model)
 
 
 def _task(arguments: argparse.Namespace) -> Task:
@@ -147,10 +114,7 @@ def _task(arguments: argparse.Namespace) -> Task:
             raise ConfigError("too small", where=f"--{name.replace('_', '-')}", got=value)
     if arguments.num_fewshot is not None and arguments.num_fewshot < 0:
         raise ConfigError("too small", where="--num-fewshot", got=arguments.num_fewshot)
-    Layout(
-        tensor_model_parallel_size=arguments.tensor_model_parallel_size,
-        pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
-    ).replicas(launched_processes())
+    check_layout(arguments)
     if arguments.applies_chat_template and arguments.task == "bits_per_byte":
         raise ConfigError(
             "texts are no messages of a user",
@@ -166,9 +130,15 @@ def _task(arguments: argparse.Namespace) -> Task:
     return make(TaskOptions(**options))
 
 
-def _about(arguments: argparse.Namespace, model: MegatronLanguageModel) -> dict[str, Any]:
+def _about(
+    arguments: argparse.Namespace, model: MegatronLanguageModel | ByteEnsemble
+) -> dict[str, Any]:
     """Description of the measurement: checkpoint, settings, versions and machine."""
     values = {name: getattr(arguments, name) for name in _ABOUT}
+    paths = [str(checkpoint) for checkpoint in arguments.checkpoint]
+    values["checkpoint"] = paths[0]
+    if len(paths) > 1 or arguments.mode == "byte":
+        values |= {"checkpoint": paths, **ensemble_values(arguments)}
     values["precision"], values["seq_length"] = model.precision, model.max_length
     values["processes"] = launched_processes()
     return {name: str(v) if isinstance(v, Path) else v for name, v in values.items()}

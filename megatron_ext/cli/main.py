@@ -33,6 +33,7 @@ VERBS = {
     "report": "write a page about a run, or about several side by side",
     "import-hf": "import a HuggingFace folder as a checkpoint of a student or a teacher",
     "export-hf": "export a run or a checkpoint to a HuggingFace folder",
+    "generate": "generate text with a model, or with several together",
     "evaluate": "measure a model: bits per byte, multiple choice, generated answers",
     "tokenize": "tokenize documents to Megatron's .bin and .idx",
     "run": "run a script of Megatron-LM with our flags and tokenizers",

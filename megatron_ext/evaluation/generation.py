@@ -13,19 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from functools import partial
+from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core.inference.contexts import StaticInferenceContext
-from megatron.core.models.gpt import GPTModel
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.distributed.vocab_parallel import VocabShard, log_softmax, vocab_argmax
 from megatron_ext.errors import ConfigError
 from megatron_ext.evaluation.language_model import GenerationOptions, LogLikelihood, TokenRequest
+from megatron_ext.evaluation.token_mixture import CACHE_STEP, TokenMixture, last_logits
+from megatron_ext.losses import TeacherTargets
 from megatron_ext.teachers.base import TokenRows
 from megatron_ext.teachers.megatron_teacher import MegatronTeacher
 
@@ -67,20 +68,18 @@ def draws(places: Sequence[int], options: GenerationOptions) -> torch.Tensor:
 _CHECK_EVERY: Final = 16
 """Steps between two checks for the end of all texts, each of which waits for the device."""
 
-_CACHE_STEP: Final = 64
-"""Multiple of the lengths of caches, so that rotary embeddings are made for few lengths."""
-
 IsDone = Callable[[Sequence[int]], bool]
 """Whether the generated ids, without the prompt, contain the end of the text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generator:
-    """Generation with one replica of a model, all of whose ranks make the same calls."""
+    """Generation with one replica of a model, all of whose ranks make the same calls.
 
-    chunk: GPTModel
-    """This rank's part of the model, frozen."""
+    Several models read and choose in lockstep, each with a cache of its own.
+    """
 
+    models: TokenMixture
     shard: VocabShard
     groups: ProcessGroups
     micro_batch_size: int
@@ -143,13 +142,12 @@ class Generator:
             uniforms[row, lengths[row] : lengths[row] + len(numbers)] = numbers
         tokens, uniforms = tokens.to(device), uniforms.to(device)
         prompt_ends = torch.tensor(lengths, device=device)
-        context = StaticInferenceContext(len(prompts), -(-total // _CACHE_STEP) * _CACHE_STEP)
+        longest = -(-total // CACHE_STEP) * CACHE_STEP
+        contexts = [StaticInferenceContext(len(prompts), longest) for _ in self.models.chunks]
         begin, end = 0, min(lengths)
         while end < total:
-            chosen = self._step(tokens[:, begin:end], begin, context, uniforms[:, end], options)
+            chosen = self._step(tokens[:, begin:end], contexts, uniforms[:, end], options)
             tokens[:, end] = torch.where(prompt_ends > end, tokens[:, end], chosen)
-            context.increment_sequence_len_offset(end - begin)
-            context.enable_decode_mode()
             begin, end = end, end + 1
             if (end - min(lengths)) % _CHECK_EVERY == 0 and _all_done(
                 tokens[:, :end], lengths, options, is_done
@@ -163,39 +161,20 @@ class Generator:
     def _step(
         self,
         tokens: torch.Tensor,
-        begin: int,
-        context: StaticInferenceContext,
+        contexts: Sequence[StaticInferenceContext],
         uniforms: torch.Tensor,
         options: GenerationOptions,
     ) -> torch.Tensor:
-        """[B] the next token after ``tokens`` [B, T], which begin at the position ``begin``."""
-        positions = torch.arange(begin, begin + tokens.shape[1], device=tokens.device)
-
-        def forward(_: Any, model: GPTModel) -> tuple[torch.Tensor, Any]:
-            output = model(
-                tokens,
-                positions.expand_as(tokens),
-                None,
-                inference_context=context,
-                runtime_gather_output=True,
-            )
-            return output, lambda logits, *, non_loss_data: logits
-
-        outputs = get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=None,
-            model=[self.chunk],
-            num_microbatches=1,
-            seq_length=tokens.shape[1],
-            micro_batch_size=len(tokens),
-            forward_only=True,
-            collect_non_loss_data=True,
-        )
+        """[B] the next token after ``tokens`` [B, T]; each model has read those before."""
+        of_models = [
+            last_logits(chunk, tokens, context, shard=self.shard, groups=self.groups)
+            for chunk, context in zip(self.models.chunks, contexts, strict=True)
+        ]
         chosen = tokens.new_zeros(len(tokens))
-        if self.groups.is_last_stage:
-            logits = outputs[0][:, -1].float()
-            logits[:, self.shard.vocab_size :] = -torch.inf
-            chosen = next_tokens(logits, uniforms, options)
+        logits = [each for each in of_models if each is not None]
+        if logits:
+            mixed = self.models.mixed(logits, partial(torch.log_softmax, dim=-1))
+            chosen = next_tokens(mixed, uniforms, options)
             # Tensor-parallel ranks have the same logits, but one decides, so that none can differ.
             first = dist.get_process_group_ranks(self.groups.tp)[0]
             dist.broadcast(chosen, src=first, group=self.groups.tp)
@@ -227,9 +206,7 @@ class _Rows(NamedTuple):
 class TokenScorer:
     """Scoring of requests with megatron-core's forward-only schedule, without a cache."""
 
-    chunk: GPTModel
-    """This rank's part of the model, frozen."""
-
+    models: TokenMixture
     shard: VocabShard
     groups: ProcessGroups
     micro_batch_size: int
@@ -264,10 +241,16 @@ class TokenScorer:
         ]
         scored = [len(request.continuation) for request in requests]
         device, size = self.groups.device, self.micro_batch_size
-        teacher = MegatronTeacher([self.chunk], shard=self.shard)
-        targets = teacher.targets(list(self._microbatches([row[:-1] for row in rows])))
+        microbatches = list(self._microbatches([row[:-1] for row in rows]))
+        targets = zip(
+            *(
+                MegatronTeacher([chunk], shard=self.shard).targets(microbatches)
+                for chunk in self.models.chunks
+            ),
+            strict=True,
+        )
         sums = torch.zeros(len(rows), 2, dtype=torch.float64, device=device)
-        for start, target in zip(range(0, len(rows), size), targets, strict=False):
+        for start, of_models in zip(range(0, len(rows), size), targets, strict=False):
             part = range(start, min(start + size, len(rows)))
             places = [
                 (i - start, len(rows[i]) - 1 - scored[i] + k, rows[i][len(rows[i]) - scored[i] + k])
@@ -276,12 +259,12 @@ class TokenScorer:
             ]
             owner = torch.tensor([i for i in part for _ in range(scored[i])], device=device)
             row, column, labels = torch.tensor(places, device=device).unbind(1)
-            assert target.hidden is not None
-            assert target.head_weight is not None
-            hidden = target.hidden[row, column]
             for tile in range(0, len(labels), _TILE_ROWS):
                 of = slice(tile, tile + _TILE_ROWS)
-                logits = hidden[of] @ target.head_weight.t()
+                logits = self.models.mixed(
+                    [_logits(target, row[of], column[of]) for target in of_models],
+                    partial(log_softmax, shard=self.shard),
+                )
                 sums.index_add_(0, owner[of], _label_scores(logits, labels[of], self.shard))
         return self.groups.broadcast_from_last_stage(sums)
 
@@ -294,6 +277,13 @@ class TokenScorer:
                 tokens[row, : len(ids)] = torch.tensor(ids)
             tokens = tokens.to(self.groups.device)
             yield _Rows(tokens, torch.arange(length, device=tokens.device).expand_as(tokens), None)
+
+
+def _logits(target: TeacherTargets, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+    """[N, Vp] of the positions at ``row`` and ``column``, both [N]."""
+    assert target.hidden is not None
+    assert target.head_weight is not None
+    return target.hidden[row, column] @ target.head_weight.t()
 
 
 def _label_scores(logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard) -> torch.Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from megatron_ext.evaluation.language_model import (
     TokenRequest,
     prompt_ids,
 )
+from megatron_ext.evaluation.token_mixture import Mean, TokenMixture
 from megatron_ext.huggingface.checkpoint_files import (
     CheckpointFiles,
     is_checkpoint_folder,
@@ -65,7 +66,7 @@ class MegatronLanguageModel:
     @property
     def precision(self) -> str:
         """Precision of weights and computation, ``fp32`` or ``bf16``."""
-        params_dtype = self.scorer.chunk.config.params_dtype
+        params_dtype = self.scorer.models.chunks[0].config.params_dtype
         return next(name for name, dtype in DTYPES.items() if dtype == params_dtype)
 
     def log_likelihoods(self, requests: Sequence[TokenRequest]) -> list[LogLikelihood]:
@@ -84,15 +85,15 @@ class MegatronLanguageModel:
                 expected=f"at most {self.max_length}",
                 fix="raise --seq-length, if the model allows",
             )
-        local = [requests[i] for i in self._local(len(requests))]
-        return self._gathered(self.scorer.log_likelihoods(local), len(requests))
+        local = [requests[i] for i in self.local(len(requests))]
+        return self.gathered(self.scorer.log_likelihoods(local), len(requests))
 
     def generate(self, prompts: Sequence[str], options: GenerationOptions) -> list[str]:
         """Completion of each prompt, in order.
 
         Collectives: those of ``Generator``, and one all-gather of objects over ``dp``.
         """
-        places = self._local(len(prompts))
+        places = self.local(len(prompts))
         ids = [prompt_ids(prompts[i], self) for i in places]
 
         def is_done(new: Sequence[int]) -> bool:
@@ -101,7 +102,7 @@ class MegatronLanguageModel:
 
         new = self.generator.generate(ids, options, places=list(places), is_done=is_done)
         texts = [self._text(*pair, options.stop) for pair in zip(ids, new, strict=True)]
-        return self._gathered(texts, len(prompts))
+        return self.gathered(texts, len(prompts))
 
     def once(self, work: Callable[[], Result]) -> Result:
         """Result of ``work`` on the main rank.
@@ -114,26 +115,28 @@ class MegatronLanguageModel:
         dist.all_gather_object(of_ranks, results)
         return next(result for of_rank in of_ranks for result in of_rank)
 
-    def _local(self, count: int) -> range:
+    def local(self, count: int) -> range:
         """Indices of the requests of this replica."""
         return range(self.groups.dp_rank, count, self.groups.dp_size)
 
-    def _gathered(self, local: Sequence[Result], count: int) -> list[Result]:
+    def gathered(self, local: Sequence[Result], count: int) -> list[Result]:
+        """All results, from those of this replica's indices; one all-gather of objects."""
         of_replicas: list[Sequence[Result]] = [()] * self.groups.dp_size
         dist.all_gather_object(of_replicas, local, group=self.groups.dp)
         size = len(of_replicas)
         return [of_replicas[i % size][i // size] for i in range(count)]
 
-    def _ends(self) -> set[int]:
+    def ends(self) -> set[int]:
+        """Ids that end a text."""
         ends = (self.tokenizer.eos_id, self.tokenizer.eod)
         return {end for end in ends if end is not None}
 
     def _ends_text(self, new: Sequence[int]) -> bool:
-        return not self._ends().isdisjoint(new)
+        return not self.ends().isdisjoint(new)
 
     def _text(self, prompt: list[int], new: list[int], stops: Sequence[str]) -> str:
         """A completion up to its end."""
-        ends = self._ends()
+        ends = self.ends()
         last = next((i for i, token in enumerate(new) if token in ends), len(new))
         behind = prompt[-_LAST_IDS:]
         before = self.tokenizer.detokenize(behind, skip_special_tokens=True)
@@ -185,6 +188,14 @@ class ModelOptions:
     """Whether contexts and prompts are messages of a user in the tokenizer's chat template."""
 
 
+class OpenedModel(NamedTuple):
+    """A checkpoint that was found, before its model is built."""
+
+    checkpoint: Path
+    model: ModelConfig
+    tokenizer: MegatronTokenizerText
+
+
 def load_language_model(checkpoint: Path, options: ModelOptions) -> MegatronLanguageModel:
     """Build and load a model on every rank that torchrun started, or on this process alone.
 
@@ -198,16 +209,28 @@ def load_language_model(checkpoint: Path, options: ModelOptions) -> MegatronLang
     Raises:
         MegatronExtError: The checkpoint cannot be read, or the options do not fit the model.
     """
-    checkpoint = find_checkpoint(str(checkpoint), where="--checkpoint")
+    groups = groups_for(options)
+    return load_mixture([open_model(checkpoint, options)], options, groups)
+
+
+def groups_for(options: ModelOptions) -> ProcessGroups:
+    """The process groups of a layout; on a CPU where there is no GPU."""
     if not torch.cuda.is_available():
         cpu_megatron.install()
-    groups = process_groups.initialize(
-        Layout(
-            tensor_model_parallel_size=options.tensor_model_parallel_size,
-            pipeline_model_parallel_size=options.pipeline_model_parallel_size,
-        ),
-        timeout=_TIMEOUT,
+    layout = Layout(
+        tensor_model_parallel_size=options.tensor_model_parallel_size,
+        pipeline_model_parallel_size=options.pipeline_model_parallel_size,
     )
+    return process_groups.initialize(layout, timeout=_TIMEOUT)
+
+
+def open_model(checkpoint: Path, options: ModelOptions) -> OpenedModel:
+    """Find a checkpoint, and read what model it is of and its tokenizer.
+
+    Raises:
+        MegatronExtError: As ``load_language_model``.
+    """
+    checkpoint = find_checkpoint(str(checkpoint), where="--checkpoint")
     model, tokenizer = _model(checkpoint, options), _tokenizer(checkpoint, options)
     if options.applies_chat_template and tokenizer.chat_template is None:
         raise ConfigError(
@@ -223,33 +246,67 @@ def load_language_model(checkpoint: Path, options: ModelOptions) -> MegatronLang
         switch="pass --allow-other-tokenizer",
     )
     write_warnings(f"{checkpoint}: {doubt}" for doubt in doubts)
-    parallel = ParallelConfig(
-        tensor_model_parallel_size=options.tensor_model_parallel_size,
-        pipeline_model_parallel_size=options.pipeline_model_parallel_size,
-    )
-    padded_size = model.head_rows(
-        tokenizer.vocab_size, tensor_ranks=options.tensor_model_parallel_size
-    )
+    return OpenedModel(checkpoint, model, tokenizer)
+
+
+def load_mixture(
+    opened: Sequence[OpenedModel],
+    options: ModelOptions,
+    groups: ProcessGroups,
+    *,
+    weights: tuple[float, ...] = (1.0,),
+    mean: Mean = "probs",
+) -> MegatronLanguageModel:
+    """Build and load models of one vocabulary, which read and predict in lockstep.
+
+    Args:
+        weights: Weight of each, with the sum 1.
+        mean: What is averaged.
+
+    Collectives: those of ``load_first_weights``.
+
+    Raises:
+        ConfigError: The models have different vocabularies.
+        CheckpointError: Weights cannot be loaded.
+    """
+    first = opened[0]
+    for other in opened[1:]:
+        if other.tokenizer.fingerprint() != first.tokenizer.fingerprint():
+            raise ConfigError(
+                "models that predict token by token have different vocabularies",
+                where=other.checkpoint,
+                got=f"another one than {first.checkpoint}",
+                fix="combine them with --mode byte, or give one the other's tokenizer with "
+                "megatron-ext transfer init",
+            )
+    tp = options.tensor_model_parallel_size
+    ids = first.tokenizer.vocab_size
+    padded_size = max(each.model.head_rows(ids, tensor_ranks=tp) for each in opened)
     precision = options.precision or ("bf16" if groups.device.type == "cuda" else "fp32")
-    chunk = build_gpt_model(
-        model,
-        padded_vocab_size=padded_size,
-        parallel=parallel,
-        training=TrainingConfig(train_iters=1, precision=precision),
-        groups=groups,
-        is_loaded=True,
-    )
-    load_first_weights(checkpoint, [chunk], model, verify=options.verify)
-    (chunk,) = freeze([chunk])
+    chunks = []
+    for each in opened:
+        chunk = build_gpt_model(
+            each.model,
+            padded_vocab_size=padded_size,
+            parallel=ParallelConfig(
+                tensor_model_parallel_size=tp,
+                pipeline_model_parallel_size=options.pipeline_model_parallel_size,
+            ),
+            training=TrainingConfig(train_iters=1, precision=precision),
+            groups=groups,
+            is_loaded=True,
+        )
+        load_first_weights(each.checkpoint, [chunk], each.model, verify=options.verify)
+        chunks += freeze([chunk])
     shared: dict[str, Any] = {
-        "chunk": chunk,
-        "shard": groups.vocab_shard(vocab_size=tokenizer.vocab_size, padded_vocab_size=padded_size),
+        "models": TokenMixture(chunks=tuple(chunks), weights=weights, mean=mean),
+        "shard": groups.vocab_shard(vocab_size=ids, padded_vocab_size=padded_size),
         "groups": groups,
         "micro_batch_size": options.micro_batch_size,
-        "max_length": model.seq_length,
+        "max_length": min(each.model.seq_length for each in opened),
     }
     return MegatronLanguageModel(
-        tokenizer=tokenizer,
+        tokenizer=first.tokenizer,
         adds_bos=options.adds_bos,
         applies_chat_template=options.applies_chat_template,
         scorer=TokenScorer(**shared),

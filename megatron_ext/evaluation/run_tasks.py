@@ -78,9 +78,10 @@ def _language_model(student: StudentToEvaluate, micro_batch_size: int) -> Megatr
     # Imported late: megatron-core takes seconds to load, and wrong paths are reported before.
     from megatron_ext.evaluation.generation import Generator, TokenScorer
     from megatron_ext.evaluation.megatron_language_model import MegatronLanguageModel
+    from megatron_ext.evaluation.token_mixture import TokenMixture
 
     shared: dict[str, Any] = {
-        "chunk": student.chunk,
+        "models": TokenMixture(chunks=(student.chunk,)),
         "shard": student.shard,
         "groups": student.groups,
         "micro_batch_size": micro_batch_size,

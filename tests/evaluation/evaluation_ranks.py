@@ -87,12 +87,12 @@ def _without_cache(model, prompt):
     return new
 
 
-def evaluate(rank, arguments):
+def evaluate(rank, arguments, verb="evaluate"):
     """The verb as a program of one process would run it."""
     dist.destroy_process_group()
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         del os.environ[name]
-    main(["evaluate", *arguments])
+    main([verb, *arguments])
     # What the caller takes leave of.
     process_groups.join(timedelta(minutes=1))
 

@@ -22,14 +22,14 @@ PAIRS = [
 """Contexts and continuations; the last is longer than some models read."""
 
 
-def save_tiny_model(folder):
+def save_tiny_model(folder, *, seed=5, **tokenizer):
     """Random weights that are large enough to prefer some tokens."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    save_tokenizer(folder)
+    save_tokenizer(folder, **tokenizer)
     vocab_size = len(AutoTokenizer.from_pretrained(folder))
     sizes = {**SIZES, "vocab_size": vocab_size, "max_position_embeddings": 96}
-    torch.manual_seed(5)
+    torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False))
     model.save_pretrained(folder)
     return folder

@@ -204,6 +204,11 @@ class BitsPerByte:
 
 
 def texts_of(path: Path, field: str) -> list[str]:
+    """The texts in a field of a file's records; a ``.txt`` file is one text.
+
+    Raises:
+        DataError: The file cannot be read, or a record has no such text.
+    """
     if path.suffix == ".txt" or path.name.endswith(".txt.gz"):
         return [read_text(path)]
     return [text_of(record, field, where=path) for record in read_records(path)]

@@ -1,0 +1,138 @@
+"""Flags of the verbs that run trained models, and the loading of what they name."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+from megatron_ext.cli.output import quiet_libraries
+from megatron_ext.distributed.layout import Layout, launched_processes
+from megatron_ext.imports import large_imports
+
+if TYPE_CHECKING:
+    from megatron_ext.evaluation.ensemble import ByteEnsemble
+    from megatron_ext.evaluation.megatron_language_model import MegatronLanguageModel
+
+_OF_ENSEMBLE: Final = ("mode", "weight", "mean", "prune", "beam")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a model, and of several that predict together."""
+    model = parser.add_argument_group("model")
+    model.add_argument("--tokenizer", help="the one that comes with the checkpoint if not given")
+    model.add_argument(
+        "--allow-other-tokenizer",
+        action="store_true",
+        help="measure with a tokenizer that the model was not trained with",
+    )
+    model.add_argument(
+        "--no-verify",
+        dest="verify",
+        action="store_false",
+        help="do not check the checkpoint's files against its manifest",
+    )
+    for name in ("tensor", "pipeline"):
+        model.add_argument(
+            f"--{name}-model-parallel-size", type=int, default=1, metavar="INT", help="processes"
+        )
+    model.add_argument(
+        "--precision", choices=("fp32", "bf16"), help="bf16 on a GPU, fp32 on a CPU if not given"
+    )
+    model.add_argument("--seq-length", type=int, metavar="INT", help="tokens read at once")
+    model.add_argument(
+        "--micro-batch-size", type=int, default=8, metavar="INT", help="rows in one forward pass"
+    )
+    model.add_argument(
+        "--no-bos",
+        dest="adds_bos",
+        action="store_false",
+        help="do not begin contexts with the tokenizer's BOS",
+    )
+    model.add_argument(
+        "--apply-chat-template",
+        dest="applies_chat_template",
+        action="store_true",
+        help="ask each item as a message of a user, in the tokenizer's chat template",
+    )
+    ensemble = parser.add_argument_group("several models")
+    ensemble.add_argument(
+        "--mode",
+        choices=("common", "byte"),
+        default="common",
+        help="token by token, for one vocabulary, or byte by byte, for any (default: common)",
+    )
+    ensemble.add_argument(
+        "--weight", type=float, action="append", metavar="X", help="one for each; equal if none"
+    )
+    ensemble.add_argument(
+        "--mean",
+        choices=("probs", "logits"),
+        default="probs",
+        help="what is averaged token by token (default: probs)",
+    )
+    ensemble.add_argument(
+        "--prune",
+        type=float,
+        default=1e-3,
+        metavar="SHARE",
+        help="byte by byte, leave out readings with less of a text's probability (default: 0.001)",
+    )
+    ensemble.add_argument(
+        "--beam",
+        type=int,
+        default=8,
+        metavar="INT",
+        help="byte by byte, follow so many readings of a text (default: 8)",
+    )
+
+
+def check_layout(arguments: argparse.Namespace) -> None:
+    """Check that the launched processes divide into replicas.
+
+    Raises:
+        ConfigError: They do not.
+    """
+    Layout(
+        tensor_model_parallel_size=arguments.tensor_model_parallel_size,
+        pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
+    ).replicas(launched_processes())
+
+
+def ensemble_values(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Settings of several models, by name."""
+    return {name: getattr(arguments, name) for name in _OF_ENSEMBLE}
+
+
+def load_models(arguments: argparse.Namespace) -> MegatronLanguageModel | ByteEnsemble:
+    """Load what ``arguments.checkpoint`` names; collectives: those of ``load_ensemble``."""
+    quiet_libraries()
+    # Imported after all other checks: megatron-core and torch take seconds to load.
+    with large_imports():
+        from megatron_ext.evaluation.ensemble import EnsembleOptions, load_ensemble
+        from megatron_ext.evaluation.megatron_language_model import ModelOptions
+
+    names = (field for field in ModelOptions.__dataclass_fields__)
+    options = ModelOptions(**{name: getattr(arguments, name) for name in names})
+    values = ensemble_values(arguments)
+    ensemble = EnsembleOptions(**{**values, "weight": tuple(values["weight"] or ())})
+    return load_ensemble(arguments.checkpoint, options, ensemble)
+
+
+def finish(model: MegatronLanguageModel | ByteEnsemble) -> None:
+    """Say what a byte ensemble has left out, and take leave of the other processes."""
+    from megatron_ext.distributed import process_groups
+
+    lost = getattr(model, "lost", None)
+    if lost is not None:
+        model.once(lambda: _say_lost(lost))
+    process_groups.finalize()
+
+
+def _say_lost(lost: list[float]) -> None:
+    if lost:
+        mean, most = sum(lost) / len(lost), max(lost)
+        sys.stderr.write(
+            f"readings left out: {mean:.2%} of a text's probability in the mean, {most:.2%} at "
+            "most; less with a smaller --prune and a larger --beam\n"
+        )
