@@ -3,6 +3,7 @@
     megatron-ext transfer audit models/Qwen3-0.6B tokenizers/llama3_2 --data text.jsonl
     megatron-ext transfer init models/Qwen3-0.6B --tokenizer tokenizers/llama3_2 --output new/
     megatron-ext transfer extend models/Qwen3-0.6B --tokens words.txt --output with-words/
+    megatron-ext transfer extend models/Qwen3-0.6B --merges 1000 --data text.jsonl --output longer/
     megatron-ext transfer probe new-a/ new-b/ --data train.jsonl --held-out test.jsonl
 
 The new model is a starting point: distil it from what it was (docs/transfer.md).
@@ -21,12 +22,13 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Final
 
 from megatron_ext.cli.output import quiet_libraries
+from megatron_ext.errors import ConfigError
 from megatron_ext.evaluation.tasks.task import texts_of
 from megatron_ext.huggingface.checkpoint_files import is_checkpoint_folder
 from megatron_ext.imports import large_imports
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
 from megatron_ext.transfer.audit import audit_transfer
-from megatron_ext.transfer.extend import read_tokens
+from megatron_ext.transfer.extend import extend_tokenizer, read_tokens
 from megatron_ext.transfer.probe import ProbeOptions, probe, table, write_results
 
 if TYPE_CHECKING:
@@ -164,13 +166,18 @@ def _tell(output: Path, report: TransferReport) -> None:
 def add_extend_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``extend``."""
     parser.add_argument("model", type=Path, metavar="MODEL", help="HuggingFace folder")
-    parser.add_argument(
+    given = parser.add_mutually_exclusive_group(required=True)
+    given.add_argument(
         "--tokens",
         type=Path,
-        required=True,
         metavar="FILE",
         help="new tokens, one a line; one JSON string a line in a .jsonl file",
     )
+    given.add_argument(
+        "--merges", type=int, metavar="INT", help="so many merges, learnt from --data"
+    )
+    parser.add_argument("--data", type=Path, metavar="FILE", help="text, or JSON lines with a text")
+    parser.add_argument("--text-field", default="text", help="field with a record's text")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new folder")
     parser.add_argument(
         "--method",
@@ -181,27 +188,90 @@ def add_extend_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pad-to-multiple-of", type=int, default=1, metavar="INT", help="of the model's rows (1)"
     )
+    parser.add_argument(
+        "--distill",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="train the new rows so that the model reads --data as it did (0: not)",
+    )
+    parser.add_argument("--lr", type=float, default=1e-3, metavar="X", help="of that (1e-3)")
+    parser.add_argument("--seed", type=int, default=0, help="of that (0)")
 
 
 def extend(arguments: argparse.Namespace) -> None:
     """Add tokens to a model's vocabulary.
 
     megatron-ext transfer extend models/Qwen3-0.6B --tokens words.txt --output models/with-words
+    megatron-ext transfer extend MODEL --merges 1000 --data text.jsonl --distill 500 --output NEW
 
-    Texts become ordinary tokens with the next ids, found in a text before all others; old rows stay
-    bit for bit, and a new one starts from the pieces that spelled its text.
+    Texts become ordinary tokens with the next ids, found in a text before all others; merges go on
+    where those of a BPE end. Old rows stay bit for bit, and a new one starts from the pieces that
+    spelled its text; with --distill it learns to stand for them (arXiv 2505.20133).
     """
     quiet_libraries()
-    tokens = tuple(read_tokens(arguments.tokens))
+    needs_text = arguments.merges is not None or arguments.distill > 0
+    if needs_text and arguments.data is None:
+        raise ConfigError("merges and distillation need a text", where="--data", got="none")
+    texts = texts_of(arguments.data, arguments.text_field) if needs_text else []
+    tokens = [] if arguments.tokens is None else read_tokens(arguments.tokens)
     with large_imports():
-        from megatron_ext.transfer.write_model import TransferOptions, transfer
+        from megatron_ext.huggingface.tensor_files import check_target
+        from megatron_ext.transfer.merges import learn_merges
+        from megatron_ext.transfer.write_model import TransferOptions, transfer_model
 
+    check_target(arguments.output)
     options = TransferOptions(
-        method=arguments.method,
-        pad_to_multiple_of=arguments.pad_to_multiple_of,
-        added_tokens=tokens,
+        method=arguments.method, pad_to_multiple_of=arguments.pad_to_multiple_of
     )
-    _tell(arguments.output, transfer(arguments.model, arguments.model, arguments.output, options))
+    with TemporaryDirectory() as made:
+        tokenizer = Path(made)
+        if arguments.merges is None:
+            extend_tokenizer(arguments.model, tokenizer, tokens)
+        else:
+            learnt = learn_merges(arguments.model, tokenizer, texts, arguments.merges)
+            sys.stdout.write(
+                f"{len(learnt.pairs):,} merges: the text has {learnt.tokens_after:,} tokens, "
+                f"{learnt.tokens_before:,} before\n"
+            )
+        if not arguments.distill:
+            report = transfer_model(arguments.model, tokenizer, arguments.output, options)
+            _tell(arguments.output, report)
+            return
+        with TemporaryDirectory(dir=arguments.output.absolute().parent) as beside:
+            extended = Path(beside) / "extended"
+            report = transfer_model(arguments.model, tokenizer, extended, options)
+            _distil(arguments, extended, texts)
+    _tell(arguments.output, report)
+
+
+def _distil(arguments: argparse.Namespace, extended: Path, texts: list[str]) -> None:
+    """Train the rows of an extended model, and write it to the output."""
+    from megatron_ext.transfer.token_distillation import (
+        DistillationOptions,
+        distil_rows,
+        find_snippets,
+    )
+    from megatron_ext.transfer.write_model import replace_rows
+
+    options = DistillationOptions(steps=arguments.distill, lr=arguments.lr, seed=arguments.seed)
+    old, new = _tokenizer(str(arguments.model)), _tokenizer(str(extended))
+    snippets = find_snippets(old, new, texts, options)
+    found = distil_rows(
+        extended, old, new, snippets, options, tell=lambda line: print(line, file=sys.stderr)
+    )
+    replace_rows(extended, arguments.output, found.rows)
+    without = [i for i in range(old.vocab_size, new.vocab_size) if i not in found.snippets]
+    sys.stdout.write(
+        f"distilled {len(found.snippets):,} rows from {sum(found.snippets.values()):,} snippets; "
+        f"difference {found.losses[0]:.4f} at first, {found.losses[-1]:.4f} at last\n"
+    )
+    if without:
+        named = ", ".join(
+            repr((new.token_bytes(i) or b"").decode(errors="replace")) for i in without[:_SHOWN]
+        )
+        more = ", ..." if len(without) > _SHOWN else ""
+        sys.stdout.write(f"not in the text, as they started: {len(without):,}: {named}{more}\n")
 
 
 @contextmanager

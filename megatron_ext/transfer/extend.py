@@ -16,8 +16,10 @@ from typing import Any, Final
 from megatron_ext.errors import DataError, TokenizerError
 from megatron_ext.files import write_text
 from megatron_ext.huggingface.checkpoint_files import TOKENIZER_FILES, read_json
+from megatron_ext.tokenizers.libraries.huggingface_file import PINNED_KEY
 
 TOKENIZER_FILE: Final = "tokenizer.json"
+CONFIG_FILE: Final = "tokenizer_config.json"
 _SHOWN: Final = 5
 
 
@@ -103,7 +105,7 @@ def bpe_file(folder: Path) -> dict[str, Any]:
 def add_to_bpe(values: dict[str, Any], tokens: Sequence[str]) -> list[str]:
     """Add tokens to the contents of a ``tokenizer.json``; returns those with new ids."""
     vocabulary, added = values["model"]["vocab"], values["added_tokens"]
-    following = max(*vocabulary.values(), *(entry["id"] for entry in added), -1) + 1
+    following = next_id(values)
     known = {entry["content"] for entry in added}
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
     new = []
@@ -118,9 +120,51 @@ def add_to_bpe(values: dict[str, Any], tokens: Sequence[str]) -> list[str]:
     return new
 
 
+def next_id(values: dict[str, Any]) -> int:
+    """The id behind all of a ``tokenizer.json``, whose added tokens keep theirs from here on."""
+    vocabulary = values["model"]["vocab"]
+    for entry in values["added_tokens"]:
+        # The library tokenizers numbers those anew that a grown vocabulary lacks.
+        vocabulary.setdefault(entry["content"], entry["id"])
+    return max(vocabulary.values(), default=-1) + 1
+
+
 def copy_tokenizer(folder: Path, target: Path, values: dict[str, Any]) -> None:
-    """Copy a tokenizer's files, with other contents of ``tokenizer.json``."""
+    """Copy a tokenizer's files, with other contents of ``tokenizer.json``.
+
+    Added tokens that text did not spell do not become text by being in the vocabulary now.
+    """
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, target / name)
+    config = folder / CONFIG_FILE
+    given = read_json(config) if config.is_file() else {}
+    changed = _config_of(given, bpe_file(folder), values)
+    if changed != given:
+        write_text(target / CONFIG_FILE, json.dumps(changed, indent=2, ensure_ascii=False) + "\n")
     write_text(target / TOKENIZER_FILE, json.dumps(values, ensure_ascii=False))
+
+
+def _config_of(
+    given: dict[str, Any], before: dict[str, Any], values: dict[str, Any]
+) -> dict[str, Any]:
+    """The ``tokenizer_config.json`` of a grown ``tokenizer.json``.
+
+    transformers takes added tokens from there where they are listed.
+    """
+    known = {entry["content"] for entry in before["added_tokens"]}
+    pinned = {
+        entry["content"]
+        for entry in before["added_tokens"]
+        if not entry["special"] and entry["content"] not in before["model"]["vocab"]
+    }
+    pinned = {*pinned, *given.get(PINNED_KEY, ())} & values["model"]["vocab"].keys()
+    changed = {**given, PINNED_KEY: sorted(pinned)} if pinned else dict(given)
+    if "added_tokens_decoder" in given:
+        new = {
+            str(entry["id"]): {key: value for key, value in entry.items() if key != "id"}
+            for entry in values["added_tokens"]
+            if entry["content"] not in known
+        }
+        changed["added_tokens_decoder"] = {**given["added_tokens_decoder"], **new}
+    return changed

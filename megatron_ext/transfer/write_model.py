@@ -20,10 +20,12 @@ import torch
 from megatron_ext.constants import __version__
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.huggingface.checkpoint_files import (
+    CONFIG_FILE,
     GENERATION_FILE,
     CheckpointFiles,
     StoredTensor,
     read_json,
+    side_files,
 )
 from megatron_ext.huggingface.families import FAMILIES, HEAD
 from megatron_ext.huggingface.model_settings import family_of
@@ -37,7 +39,6 @@ from megatron_ext.huggingface.tensor_files import (
 from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
 from megatron_ext.transfer.digits import digit_scheme, keep_digits
-from megatron_ext.transfer.extend import extend_tokenizer
 from megatron_ext.transfer.matching_pursuit import grown_rows, pursued_shares
 from megatron_ext.transfer.row_sources import RowSources, row_sources
 from megatron_ext.transfer.shares import (
@@ -86,9 +87,6 @@ class TransferOptions:
 
     keeps_digits: bool = False
     """Whether numbers are cut as the old tokenizer cuts them; changes the new tokenizer."""
-
-    added_tokens: tuple[str, ...] = ()
-    """Texts that become tokens of the tokenizer's folder."""
 
     max_shard_bytes: int = 5 * 10**9
 
@@ -246,6 +244,50 @@ def transfer_model(
     return report
 
 
+def replace_rows(folder: Path, output: Path, rows: Mapping[str, torch.Tensor]) -> None:
+    """Write a model again, with other last rows of its embedding or head.
+
+    Args:
+        folder: HuggingFace folder.
+        output: New or empty folder.
+        rows: [n, D] of ``embedding`` and ``head``, in place of those before the padding's.
+
+    Raises:
+        CheckpointError: The output cannot be written.
+    """
+    files = CheckpointFiles(folder)
+    names = _vocabulary_names(family_of(files).architecture)
+    tensors = {"embedding": min(names - {HEAD_NAME}), "head": HEAD_NAME}
+    new = {tensors[part]: matrix for part, matrix in rows.items()}
+    ids = build_tokenizer(TokenizerConfig(model=str(folder))).vocab_size
+    with TensorReader(files) as reader:
+
+        def read(plans: list[TensorPlan]) -> dict[str, torch.Tensor]:
+            read = {plan.name: reader.rows(plan.name, slice(None), None) for plan in plans}
+            for name in read.keys() & new.keys():
+                read[name] = read[name].clone()
+                read[name][ids - len(new[name]) : ids] = new[name].to(read[name].dtype)
+            return read
+
+        plans = [
+            TensorPlan(name=name, shape=stored.shape, dtype=_DTYPES[stored.dtype])
+            for name, stored in files.tensors.items()
+        ]
+        write_checkpoint(
+            output,
+            config=files.config,
+            files=shards(plans, max_shard_bytes=TransferOptions().max_shard_bytes),
+            read=read,
+            write_others=lambda target: _copy_others(folder, target),
+        )
+
+
+def _copy_others(folder: Path, target: Path) -> None:
+    for file in side_files(folder):
+        if file.name != CONFIG_FILE:
+            shutil.copyfile(file, target / file.name)
+
+
 def transfer(
     model: Path,
     tokenizer_folder: Path | None,
@@ -254,7 +296,7 @@ def transfer(
     *,
     wrap: Callable[[list[str]], Any] = list,
 ) -> TransferReport:
-    """``transfer_model`` to bytes, or to a folder's tokenizer with the old digits or more tokens.
+    """``transfer_model`` to bytes, or to a folder's tokenizer with the old digits.
 
     Args:
         model: Folder of a model of a supported family.
@@ -278,9 +320,6 @@ def transfer(
             if digit_scheme(new) != digit_scheme(old):
                 keep_digits(folder, Path(made), new=new, old=old)
                 folder = Path(made)
-        elif options.added_tokens:
-            extend_tokenizer(folder, Path(made), options.added_tokens)
-            folder = Path(made)
         return transfer_model(model, folder, output, options, wrap=wrap)
 
 

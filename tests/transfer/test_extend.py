@@ -1,5 +1,8 @@
 """Tokens that a model gains: one id each, made of what spelled them, and no old row changed."""
 
+import json
+import re
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -8,6 +11,8 @@ from megatron_ext.cli.main import main
 from megatron_ext.errors import DataError, MegatronExtError, TokenizerError
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.transfer.extend import extend_tokenizer, read_tokens
+from megatron_ext.transfer.merges import learn_merges
+from tests.conversation.shared_files import SHARED
 from tests.huggingface.tiny_models import tensors_of
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -79,6 +84,91 @@ def test_control_tokens_and_other_kinds_of_tokenizers_are_refused(tmp_path, unti
     with pytest.raises((MegatronExtError, SystemExit)):
         main([*words, str(tmp_path / "words.jsonl")])
     assert not (tmp_path / "new").exists()
+
+
+PUBLISHED = ["qwen2_5", "llama3_2", "gpt2"]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("kind", ["tokens", "merges"])
+def test_published_tokenizers_keep_every_id_here_and_in_transformers(tmp_path, name, kind):
+    folder, new_folder = SHARED / "tokenizers" / name, tmp_path
+    if not folder.is_dir():
+        pytest.skip(f"no {folder}: set MEGATRON_EXT_SHARED")
+    if kind == "tokens":
+        extend_tokenizer(folder, new_folder, ["dictionary display", " of the"])
+    else:
+        learnt = learn_merges(folder, new_folder, [TEXT] * 3, 20)
+        assert learnt.tokens_after < learnt.tokens_before
+    old, new, theirs = _tokenizer(folder), _tokenizer(new_folder), _of_transformers(new_folder)
+    for token in range(old.vocab_size):
+        assert new.token_bytes(token) == old.token_bytes(token)
+    added = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    for entry in added:
+        assert theirs.convert_tokens_to_ids(entry["content"]) == entry["id"]
+        # Text spells a control token as little as before.
+        assert new.text_to_ids(entry["content"]) == old.text_to_ids(entry["content"])
+    ids = new.text_to_ids(TEXT)
+    assert max(ids) >= old.vocab_size
+    assert ids == theirs(TEXT, add_special_tokens=False)["input_ids"]
+    assert new.detokenize(ids) == TEXT
+    if kind == "merges":
+        ends, old_ends = (set(it.encode_with_byte_ends(TEXT)[1].tolist()) for it in (new, old))
+        # Cut as before, then merged further.
+        assert ends < old_ends
+
+
+def test_merges_are_the_most_frequent_pairs(tmp_path, untied):
+    text = "the theory of the zebra, zebra and zebra"
+    learnt = learn_merges(untied, tmp_path, [text], 100)
+    old, new = _tokenizer(untied), _tokenizer(tmp_path)
+    assert new.vocab_size == old.vocab_size + len(learnt.pairs)
+    assert learnt.tokens_before == len(old.text_to_ids(text))
+    assert learnt.tokens_after == len(new.text_to_ids(text))
+    assert "Ġzebra" in {"".join(pair) for pair in learnt.pairs}
+    # Nothing is there twice any more.
+    assert len(learnt.pairs) < 100
+    with pytest.raises(DataError, match="no pair of tokens is twice"):
+        learn_merges(untied, tmp_path, ["q"], 1)
+
+
+def test_distilled_rows_read_a_text_as_its_old_tokens_did(tmp_path, untied, capsys):
+    text = "the weather of the other thing, then there is the weather and a theory. "
+    (tmp_path / "text.txt").write_text(text * 8)
+    (tmp_path / "words.txt").write_text("weather\nnowhere\n")
+    words = ["transfer", "extend", str(untied), "--tokens", str(tmp_path / "words.txt")]
+    plain, distilled = tmp_path / "plain", tmp_path / "distilled"
+    main([*words, "--output", str(plain), "--pad-to-multiple-of", "8"])
+    options = ["--distill", "30", "--data", str(tmp_path / "text.txt"), "--lr", "0.02"]
+    main([*words, "--output", str(distilled), "--pad-to-multiple-of", "8", *options])
+    said = capsys.readouterr().out
+    assert "not in the text, as they started: 1: 'nowhere'" in said
+    first, last = re.search(r"difference ([\d.]+) at first, ([\d.]+) at last", said).groups()
+    assert float(last) < 0.9 * float(first)
+    before, after = tensors_of(plain), tensors_of(distilled)
+    new = _tokenizer(distilled).text_to_ids("weather")[0]
+    assert before.keys() == after.keys()
+    for name, weight in before.items():
+        rows = torch.ones(len(weight), dtype=torch.bool)
+        if name in (EMBEDDING, HEAD):
+            rows[new] = False
+            assert not torch.equal(after[name][new], weight[new])
+        assert torch.equal(after[name][rows], weight[rows])
+    assert _of_transformers(distilled)("weather")["input_ids"] == [new]
+
+
+def test_text_that_merges_and_distillation_need_is_asked_for(tmp_path, untied):
+    words = ["transfer", "extend", str(untied), "--output", str(tmp_path / "new")]
+    with pytest.raises(SystemExit):
+        main([*words, "--merges", "3"])
+    assert not (tmp_path / "new").exists()
+
+
+TEXT = "A dictionary display of the value; zebra zebra of the zebra. "
+
+
+def _of_transformers(folder):
+    return AutoTokenizer.from_pretrained(folder)
 
 
 def _tokenizer(folder):

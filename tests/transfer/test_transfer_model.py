@@ -18,9 +18,21 @@ from megatron_ext.tokenizers import MegatronTokenizer, TokenizerConfig, build_to
 from megatron_ext.transfer.row_sources import row_sources
 from megatron_ext.transfer.write_model import TransferOptions, transfer, transfer_model
 from tests.huggingface.tiny_models import VOCAB_SIZE, save_model, tensors_of
+from tests.process_group import run_ranks
 from tests.tokenizers.tokenizer_files import nfkc_sentencepiece, rank_file
+from tests.transfer.transfer_ranks import vocabulary_shards
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def test_tensor_parallel_ranks_have_the_rows_of_one_process(tmp_path, untied, new_tokenizer):
+    transfer_model(untied, new_tokenizer, tmp_path / "new")
+    whole = tensors_of(tmp_path / "new")
+    ranks = run_ranks(2, vocabulary_shards, tmp_path / "new")
+    for name, *shards in zip((EMBEDDING, HEAD), *ranks, strict=True):
+        rows = torch.cat(shards)
+        assert torch.equal(rows[: len(whole[name])], whole[name].float())
+        assert not rows[len(whole[name]) :].any()
 
 
 def test_the_same_tokenizer_leaves_every_tensor_as_it_is(tmp_path, untied):

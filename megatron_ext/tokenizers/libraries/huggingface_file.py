@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from uuid import uuid4
 
 from megatron_ext.errors import TokenizerError
@@ -32,6 +32,11 @@ _METASPACE = "▁"
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _HIDDEN = f" {uuid4().hex} "
 """Random prefix of pieces that no text may spell: no text can contain it but by a guess."""
+
+
+PINNED_KEY: Final = "megatron_ext_pinned_tokens"
+"""Key of ``tokenizer_config.json``: added tokens that are in the model's vocabulary to keep their
+ids alone. The library tokenizers numbers added tokens anew where a vocabulary has grown."""
 
 
 class HuggingFaceFile:
@@ -62,7 +67,10 @@ class HuggingFaceFile:
             if not isinstance(document, dict):
                 raise TypeError(f"{type(document).__name__} instead of an object")
             self._model: dict[str, Any] = document["model"]
-            self._ids: dict[str, int] = _model_ids(self._model)
+            self._pinned = set((config or {}).get(PINNED_KEY) or ())
+            self._ids: dict[str, int] = {
+                name: i for name, i in _model_ids(self._model).items() if name not in self._pinned
+            }
             added: list[dict[str, Any]] = document.get("added_tokens") or []
             self._added = _with_special(added, self._ids, names_to_add(roles or {}, special_tokens))
             self._document: dict[str, Any] = {**document, "added_tokens": self._added}
@@ -185,7 +193,7 @@ class HuggingFaceFile:
         Added tokens that the model's own vocabulary holds and that are not special (white space,
         HTML tags in Gemma) are ordinary vocabulary and stay.
         """
-        hidden = self.special_names & self._ids.keys()
+        hidden = (self.special_names & self._ids.keys()) | self._pinned
         document = _without_first_prefix(self.whole()) if continued else self.whole()
         return {
             **document,
