@@ -74,13 +74,15 @@ def add_init_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new folder")
     parser.add_argument(
         "--method",
-        choices=("fvt", "fvt-asymmetric", "omp", "mean"),
+        choices=("fvt", "fvt-asymmetric", "omp", "mean", "hypernet"),
         default="fvt",
         help="rows of tokens that the old vocabulary lacks: the mean of the old pieces (fvt); the "
         "same with a head weighted by bytes (fvt-asymmetric); combinations that a donor with the "
-        "new vocabulary shows (omp); the mean of all rows (mean)",
+        "new vocabulary shows (omp); the mean of all rows (mean); what a network predicts that was "
+        "trained for the model (hypernet)",
     )
     parser.add_argument("--donor", type=Path, metavar="DIR", help="model with the new vocabulary")
+    parser.add_argument("--hypernet", type=Path, metavar="DIR", help="network of train-hypernet")
     parser.add_argument(
         "--k", type=int, default=64, metavar="INT", help="tokens in a combination of omp (64)"
     )
@@ -120,6 +122,7 @@ def init(arguments: argparse.Namespace) -> None:
     options = TransferOptions(
         method=arguments.method,
         donor=arguments.donor,
+        hypernet=arguments.hypernet,
         k=arguments.k,
         calibrates_norms=arguments.calibrate_norms,
         unties=arguments.untie,
@@ -360,10 +363,63 @@ def run_probe(arguments: argparse.Namespace) -> None:
     sys.stdout.write(table(rows))
 
 
+def add_train_hypernet_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``train-hypernet``."""
+    parser.add_argument("model", type=Path, metavar="MODEL", help="HuggingFace folder")
+    parser.add_argument(
+        "--data", type=Path, required=True, metavar="FILE", help="text to learn from"
+    )
+    parser.add_argument("--text-field", default="text", help="field with a record's text")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new folder")
+    for name, default, words in (
+        ("steps", 1000, "optimizer steps"),
+        ("batch-size", 8, "texts of a step"),
+        ("seq-length", 128, "tokens of a text"),
+        ("vocabulary-size", 4096, "tokens of a learnt vocabulary at most"),
+        ("layers", 2, "layers of the network"),
+        ("hidden", 128, "its width"),
+        ("seed", 0, "of all draws"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=int, default=default, metavar="INT", help=f"{words} ({default})"
+        )
+    parser.add_argument("--lr", type=float, default=1e-3, metavar="X", help="learning rate (1e-3)")
+
+
+def train_hypernet(arguments: argparse.Namespace) -> None:
+    """Train a network that predicts the rows of new tokens from their old pieces.
+
+    megatron-ext transfer train-hypernet models/Qwen3-0.6B --data text.jsonl --output hypernet/
+
+    Vocabularies are learnt from the text on the fly (arXiv 2405.07883), so that one network serves
+    any tokenizer that the model goes over to: transfer init --method hypernet --hypernet hypernet/.
+    """
+    quiet_libraries()
+    texts = texts_of(arguments.data, arguments.text_field)
+    with large_imports():
+        from megatron_ext.huggingface.tensor_files import check_target
+        from megatron_ext.transfer.train_hypernetwork import (
+            HypernetworkTraining,
+            train_hypernetwork,
+        )
+
+    check_target(arguments.output)
+    names = ("steps", "batch_size", "seq_length", "vocabulary_size", "layers", "hidden", "seed")
+    options = HypernetworkTraining(
+        lr=arguments.lr, **{name: getattr(arguments, name) for name in names}
+    )
+    network = train_hypernetwork(
+        arguments.model, texts, options, tell=lambda line: print(line, file=sys.stderr)
+    )
+    network.save(arguments.output)
+    sys.stdout.write(f"{arguments.output}\n")
+
+
 _Action = tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], None]]
 _ACTIONS: Final[dict[str, _Action]] = {
     "init": (add_init_flags, init),
     "extend": (add_extend_flags, extend),
     "audit": (add_audit_flags, audit),
     "probe": (add_probe_flags, run_probe),
+    "train-hypernet": (add_train_hypernet_flags, train_hypernet),
 }

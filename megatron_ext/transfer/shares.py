@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from megatron_ext.projection.projection_matrix import ProjectionMatrix
 from megatron_ext.transfer.row_sources import NO_SOURCE, RowSources, flattened
 
-TransferMethod = Literal["fvt", "fvt-asymmetric", "omp", "mean"]
+TransferMethod = Literal["fvt", "fvt-asymmetric", "omp", "mean", "hypernet"]
 TRANSFER_METHODS: Final = get_args(TransferMethod)
 VocabularyPart = Literal["input", "head"]
 
@@ -48,7 +48,10 @@ class Shares:
 
 
 def piece_shares(sources: RowSources, method: TransferMethod, part: VocabularyPart) -> Shares:
-    """Weights of the pieces of each token, which sum to 1; no entries for ``mean``."""
+    """Weights of the pieces of each token, which sum to 1; no entries for ``mean``.
+
+    A hypernetwork adds to those of ``fvt``.
+    """
     rows: Sequence[Sequence[int]] = (
         sources.pieces if method != "mean" else [()] * len(sources.copied)
     )

@@ -39,6 +39,7 @@ from megatron_ext.huggingface.tensor_files import (
 from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
 from megatron_ext.transfer.digits import digit_scheme, keep_digits
+from megatron_ext.transfer.hypernetwork import Hypernetwork, rows_fingerprint
 from megatron_ext.transfer.matching_pursuit import grown_rows, pursued_shares
 from megatron_ext.transfer.row_sources import RowSources, row_sources
 from megatron_ext.transfer.shares import (
@@ -70,6 +71,9 @@ class TransferOptions:
     donor: Path | None = None
     """Folder of a model with the new vocabulary, for ``omp``."""
 
+    hypernet: Path | None = None
+    """Folder of a hypernetwork that was trained for the model, for ``hypernet``."""
+
     k: int = 64
     """Anchors of each row of ``omp``."""
 
@@ -97,6 +101,20 @@ class TransferOptions:
                 where="--donor",
                 got=f"--method {self.method} and {self.donor or 'no donor'}",
                 fix="name a model with the new vocabulary, or another method",
+            )
+        if (self.method == "hypernet") != (self.hypernet is not None):
+            raise ConfigError(
+                "hypernet reads a hypernetwork, and no other method does",
+                where="--hypernet",
+                got=f"--method {self.method} and {self.hypernet or 'no hypernetwork'}",
+                fix="name one of transfer train-hypernet, or another method",
+            )
+        if self.hypernet is not None and self.calibrates_norms:
+            raise ConfigError(
+                "a hypernetwork predicts norms, too",
+                where="--calibrate-norms",
+                got="--method hypernet",
+                fix="leave it out",
             )
         if self.pad_to_multiple_of < 1:
             raise ConfigError(
@@ -352,6 +370,8 @@ class _NewTensors:
         self.unusual: list[str] = []
         self._grown: set[int] = set()
         self._donor = None if options.donor is None else _Donor(options.donor)
+        self._network = None if options.hypernet is None else Hypernetwork.load(options.hypernet)
+        self._predicted: torch.Tensor | None = None
 
     def check(self, old_size: int, new: MegatronTokenizerText) -> None:
         """Check everything that can be wrong before a file is written.
@@ -377,6 +397,16 @@ class _NewTensors:
                     where=stored.file,
                     got=stored.dtype,
                     expected=f"one of {', '.join(_DTYPES)}",
+                )
+        if self._network is not None:
+            found = rows_fingerprint(self._whole(self._input), old_size)
+            parts = 1 if self.is_tied else 2
+            if (self._network.config.model, self._network.config.parts) != (found, parts):
+                raise ConfigError(
+                    "the hypernetwork was trained for another model",
+                    where="--hypernet",
+                    got=self._options.hypernet,
+                    fix="train one with megatron-ext transfer train-hypernet",
                 )
         if self._donor is not None:
             self._donor.check(new, anchors=len(self._sources.anchors[0]), k=self._options.k)
@@ -422,6 +452,8 @@ class _NewTensors:
         rows = new_rows(
             shares, old, vocab_size=self._old_size, calibrates=self._options.calibrates_norms
         )
+        if self._network is not None:
+            rows[torch.from_numpy(self._sources.spelled)] = self._predictions(part).to(rows.dtype)
         if self._donor is not None:
             spelled = self._sources.spelled
             self._grown.update(grown_rows(self._donor.rows(part), rows, spelled))
@@ -430,6 +462,20 @@ class _NewTensors:
         padded = rows.new_zeros(self.height, rows.shape[1])
         padded[: len(rows)] = rows
         return padded
+
+    def _predictions(self, part: VocabularyPart) -> torch.Tensor:
+        """[spelled tokens, D] of a hypernetwork, in fp32 on the host."""
+        assert self._network is not None
+        width = self._network.config.width
+        if self._predicted is None:
+            names = [self._input] if self.is_tied else [self._input, HEAD_NAME]
+            matrices = [self._whole(name)[: self._old_size].float() for name in names]
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            pieces = [self._sources.pieces[i] for i in self._sources.spelled]
+            network, rows = self._network.to(device), torch.cat(matrices, dim=1).to(device)
+            self._predicted = network.predict(rows, pieces).cpu()
+        # Where embedding and head are one matrix, both are the same columns.
+        return self._predicted[:, :width] if part == "input" else self._predicted[:, -width:]
 
     def _shares(self, part: VocabularyPart) -> Shares:
         if self._stated is not None:
@@ -498,6 +544,11 @@ class _Donor:
             device = "cuda" if torch.cuda.is_available() else "cpu"
             self._read = (name, whole.to(device))
         return self._read[1]
+
+
+def input_name(files: CheckpointFiles) -> str:
+    """Name of the embedding of a model."""
+    return min(_vocabulary_names(family_of(files).architecture) - {HEAD_NAME})
 
 
 def _vocabulary_names(architecture: str) -> frozenset[str]:
