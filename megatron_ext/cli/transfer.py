@@ -32,7 +32,7 @@ from megatron_ext.transfer.extend import extend_tokenizer, read_tokens
 from megatron_ext.transfer.probe import ProbeOptions, probe, table, write_results
 
 if TYPE_CHECKING:
-    from megatron_ext.transfer.write_model import TransferReport
+    from megatron_ext.transfer.options import TransferReport
 
 _TEXTS: Final = 1000
 """Most records of a text that an audit reads."""
@@ -117,7 +117,8 @@ def init(arguments: argparse.Namespace) -> None:
     with large_imports():
         from tqdm import tqdm
 
-        from megatron_ext.transfer.write_model import TransferOptions, transfer
+        from megatron_ext.transfer.options import TransferOptions
+        from megatron_ext.transfer.write_model import transfer
 
     options = TransferOptions(
         method=arguments.method,
@@ -221,7 +222,8 @@ def extend(arguments: argparse.Namespace) -> None:
     with large_imports():
         from megatron_ext.huggingface.tensor_files import check_target
         from megatron_ext.transfer.merges import learn_merges
-        from megatron_ext.transfer.write_model import TransferOptions, transfer_model
+        from megatron_ext.transfer.options import TransferOptions
+        from megatron_ext.transfer.write_model import transfer_model
 
     check_target(arguments.output)
     options = TransferOptions(

@@ -32,7 +32,7 @@ from megatron_ext.transfer.hypernetwork import (
     padded,
     rows_fingerprint,
 )
-from megatron_ext.transfer.write_model import input_name
+from megatron_ext.transfer.new_tensors import input_name
 
 _TOLD: Final = 10
 _BYTES: Final = 256

@@ -9,12 +9,13 @@ from megatron_ext.cli.main import main
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.transfer.hypernetwork import Hypernetwork, HypernetworkConfig, padded
+from megatron_ext.transfer.options import TransferOptions
 from megatron_ext.transfer.row_sources import row_sources
 from megatron_ext.transfer.train_hypernetwork import (
     HypernetworkTraining,
     train_hypernetwork,
 )
-from megatron_ext.transfer.write_model import TransferOptions, transfer_model
+from megatron_ext.transfer.write_model import transfer_model
 from tests.huggingface.tiny_models import tensors_of
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

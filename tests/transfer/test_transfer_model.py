@@ -15,8 +15,9 @@ from megatron_ext.huggingface.tensor_files import TensorPlan, write_checkpoint
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.nemo.legacy_file import write_legacy_file
 from megatron_ext.tokenizers import MegatronTokenizer, TokenizerConfig, build_tokenizer
+from megatron_ext.transfer.options import TransferOptions
 from megatron_ext.transfer.row_sources import row_sources
-from megatron_ext.transfer.write_model import TransferOptions, transfer, transfer_model
+from megatron_ext.transfer.write_model import transfer, transfer_model
 from tests.huggingface.tiny_models import VOCAB_SIZE, save_model, tensors_of
 from tests.process_group import run_ranks
 from tests.tokenizers.tokenizer_files import nfkc_sentencepiece, rank_file

@@ -203,7 +203,8 @@ def embed(arguments: argparse.Namespace) -> None:
     The older name of that command; --projection is here alone.
     """
     # Imported late: torch takes seconds to load.
-    from megatron_ext.transfer.write_model import TransferOptions, transfer_model
+    from megatron_ext.transfer.options import TransferOptions
+    from megatron_ext.transfer.write_model import transfer_model
 
     options = TransferOptions(projection=arguments.projection)
     report = transfer_model(arguments.model, arguments.tokenizer, arguments.output, options)
