@@ -102,6 +102,11 @@ def add_init_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pad-to-multiple-of", type=int, default=1, metavar="INT", help="of the model's rows (1)"
     )
+    parser.add_argument(
+        "--as-checkpoint",
+        action="store_true",
+        help="write a folder of checkpoints of ours, as import-hf makes it",
+    )
 
 
 def init(arguments: argparse.Namespace) -> None:
@@ -130,15 +135,32 @@ def init(arguments: argparse.Namespace) -> None:
         pad_to_multiple_of=arguments.pad_to_multiple_of,
         keeps_digits=arguments.keep_digits,
     )
-    with _as_folder(arguments.model) as model:
+    with _as_folder(arguments.model) as model, _target(arguments) as target:
         report = transfer(
             model,
             arguments.tokenizer,
-            arguments.output,
+            target,
             options,
             wrap=lambda names: tqdm(names, unit="tensor", leave=False, disable=None),
         )
     _tell(arguments.output, report)
+
+
+@contextmanager
+def _target(arguments: argparse.Namespace) -> Iterator[Path]:
+    """The folder to write to; for a checkpoint of ours one beside it, which is imported."""
+    if not arguments.as_checkpoint:
+        yield arguments.output
+        return
+    from megatron_ext.huggingface.tensor_files import check_target
+    from megatron_ext.training.import_checkpoint import import_huggingface
+
+    check_target(arguments.output)
+    arguments.output.absolute().parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=arguments.output.absolute().parent) as beside:
+        folder = Path(beside) / arguments.output.name
+        yield folder
+        import_huggingface(folder, arguments.output)
 
 
 def _tell(output: Path, report: TransferReport) -> None:

@@ -21,7 +21,7 @@ from megatron_ext.transfer.write_model import transfer, transfer_model
 from tests.huggingface.tiny_models import VOCAB_SIZE, save_model, tensors_of
 from tests.process_group import run_ranks
 from tests.tokenizers.tokenizer_files import nfkc_sentencepiece, rank_file
-from tests.transfer.transfer_ranks import vocabulary_shards
+from tests.transfer.transfer_ranks import run_verbs, vocabulary_shards
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -34,6 +34,21 @@ def test_tensor_parallel_ranks_have_the_rows_of_one_process(tmp_path, untied, ne
         rows = torch.cat(shards)
         assert torch.equal(rows[: len(whole[name])], whole[name].float())
         assert not rows[len(whole[name]) :].any()
+
+
+def test_a_checkpoint_of_ours_is_the_folder_imported(tmp_path, untied, new_tokenizer):
+    init = ["transfer", "init", str(untied), "--tokenizer", str(new_tokenizer), "--output"]
+    folder, ours, back = (str(tmp_path / name) for name in ("folder", "ours", "back"))
+    commands = [
+        [*init, folder],
+        [*init, ours, "--as-checkpoint"],
+        ["export-hf", ours, back],
+    ]
+    run_ranks(1, run_verbs, commands)
+    expected, found = tensors_of(tmp_path / "folder"), tensors_of(tmp_path / "back")
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert {path.name for path in tmp_path.iterdir()} == {"folder", "ours", "back"}
 
 
 def test_the_same_tokenizer_leaves_every_tensor_as_it_is(tmp_path, untied):

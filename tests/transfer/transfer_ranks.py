@@ -1,5 +1,6 @@
 """What spawned ranks run: a transferred model over tensor-parallel ranks."""
 
+from megatron_ext.cli.main import main
 from megatron_ext.evaluation.megatron_language_model import ModelOptions, load_language_model
 
 
@@ -8,3 +9,9 @@ def vocabulary_shards(rank, folder):
     options = ModelOptions(tensor_model_parallel_size=2)
     (chunk,) = load_language_model(folder, options).scorer.models.chunks
     return chunk.embedding.word_embeddings.weight.data, chunk.output_layer.weight.data
+
+
+def run_verbs(rank, commands):
+    """Commands, one after the other."""
+    for words in commands:
+        main(words)
