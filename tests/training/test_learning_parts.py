@@ -15,17 +15,15 @@ from tests.training.run_results import (
     tensors_of,
     weights_of,
 )
+from tests.training.tiny_run import PP2, TP2
 
-ADAPTED = Variant(objective="projected_kl", lora=LoraConfig(rank=4, alpha=8.0), iterations=3)
+ADAPTED = Variant(objective="projected_kl", lora=LoraConfig(rank=4, alpha=8.0))
 MIXED = Variant(
     objective="next_token",
     lora=LoraConfig(rank=2, targets=("linear_qkv", "linear_fc2")),
     trainable=("norms",),
-    iterations=2,
 )
-VOCABULARY = Variant(
-    objective="projected_kl", trainable=("embeddings", "head"), iterations=2, linear=True
-)
+VOCABULARY = Variant(objective="projected_kl", trainable=("embeddings", "head"), linear=True)
 VARIANTS = (ADAPTED, MIXED, VOCABULARY)
 ONE_ROW = {"micro_batch_size": 1}
 FULL = {
@@ -34,27 +32,34 @@ FULL = {
     "recompute_num_layers": 1,
 }
 SEQUENCE = {"sequence_parallel": True, "use_distributed_optimizer": True}
-RUNS = [
-    AxisRun("adapted-tp2-pp2", ADAPTED, LAYOUTS["tp2-pp2"], {"save_interval": 1}),
-    AxisRun("adapted-cp2-tp2", ADAPTED, LAYOUTS["cp2-tp2"] | SEQUENCE, FULL),
-    AxisRun("vocabulary-pp4", VOCABULARY, LAYOUTS["pp4"], ONE_ROW),
+TWO_RANKS = [
+    AxisRun("adapted-tp2", ADAPTED, TP2 | {"sequence_parallel": True}, FULL | {"save_interval": 1}),
+    AxisRun("vocabulary-pp2", VOCABULARY, PP2, ONE_ROW),
 ]
+FOUR_RANKS = []
 if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
-    RUNS += [
+    FOUR_RANKS += [
+        AxisRun("adapted-tp2-pp2", ADAPTED, LAYOUTS["tp2-pp2"]),
+        AxisRun("adapted-cp2-tp2", ADAPTED, LAYOUTS["cp2-tp2"] | SEQUENCE, FULL),
         AxisRun("adapted-pp2-vp2", ADAPTED, LAYOUTS["pp2-vp2"], ONE_ROW),
         AxisRun("mixed-tp2-pp2", MIXED, LAYOUTS["tp2-pp2"] | SEQUENCE),
         AxisRun("mixed-pp4-recompute", MIXED, LAYOUTS["pp4"], FULL | ONE_ROW),
+        # Stages in the middle have nothing that learns.
+        AxisRun("vocabulary-pp4", VOCABULARY, LAYOUTS["pp4"], ONE_ROW),
         AxisRun("vocabulary-tp2-dp2", VOCABULARY, LAYOUTS["tp2-dp2"] | SEQUENCE, ONE_ROW),
     ]
-AGAIN = AxisRun("again", ADAPTED, {}, {"save_interval": 1}, ("adapted-tp2-pp2", 2))
+RUNS = TWO_RANKS + FOUR_RANKS
+AGAIN = AxisRun("again", ADAPTED, {}, {"save_interval": 1}, ("adapted-tp2", 1))
 
 
 @pytest.fixture(scope="module")
 def runs(folder):
     alone = [AxisRun(str(variant), variant, {}, {"save_interval": 1}) for variant in VARIANTS]
     run_ranks(1, start_and_train, folder, alone, timeout_s=240)
-    run_ranks(4, train_runs, folder, RUNS, timeout_s=480)
-    run_ranks(1, train_runs, folder, [AGAIN, _again(ADAPTED), _again(VOCABULARY)], timeout_s=240)
+    run_ranks(2, train_runs, folder, TWO_RANKS, timeout_s=240)
+    if FOUR_RANKS:
+        run_ranks(4, train_runs, folder, FOUR_RANKS, timeout_s=480)
+    run_ranks(1, train_runs, folder, [AGAIN, _again(ADAPTED)], timeout_s=240)
     return folder
 
 
@@ -105,8 +110,8 @@ def test_the_optimizer_has_a_state_of_what_learns_alone(runs, variant):
         assert stated == {"embedding.word_embeddings.weight"}
 
 
-@pytest.mark.parametrize("variant", [ADAPTED, VOCABULARY], ids=str)
-def test_a_run_goes_on_bit_for_bit(runs, variant):
+def test_a_run_goes_on_bit_for_bit(runs):
+    variant = ADAPTED
     before, after = runs / str(variant), runs / f"{variant}-again"
     ours, theirs = (map(without_measurements, read_metrics(run)) for run in (after, before))
     assert [*ours] == [*theirs]
