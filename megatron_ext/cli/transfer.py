@@ -265,6 +265,7 @@ def extend(arguments: argparse.Namespace) -> None:
             report = transfer_model(arguments.model, tokenizer, arguments.output, options)
             _tell(arguments.output, report)
             return
+        arguments.output.absolute().parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=arguments.output.absolute().parent) as beside:
             extended = Path(beside) / "extended"
             report = transfer_model(arguments.model, tokenizer, extended, options)

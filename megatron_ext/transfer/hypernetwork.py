@@ -170,8 +170,11 @@ def padded(pieces: Sequence[Sequence[int]], device: torch.device) -> torch.Tenso
     return torch.tensor(rows, device=device)
 
 
-def rows_fingerprint(embedding: torch.Tensor, ids: int) -> str:
-    """SHA-256 of a model's embedding [rows, D] without padding, and of its dtype."""
-    matrix = embedding[:ids].contiguous()
-    raw = matrix.view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(str(matrix.dtype).encode() + raw).hexdigest()
+def rows_fingerprint(matrices: Sequence[torch.Tensor], ids: int) -> str:
+    """SHA-256 of a model's embedding and head [rows, D] without padding, and of their dtypes."""
+    digest = hashlib.sha256()
+    for matrix in matrices:
+        rows = matrix[:ids].contiguous()
+        digest.update(str(rows.dtype).encode())
+        digest.update(rows.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

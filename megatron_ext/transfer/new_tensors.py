@@ -87,9 +87,9 @@ class NewTensors:
                     expected=f"one of {', '.join(DTYPES)}",
                 )
         if self._network is not None:
-            found = rows_fingerprint(self._whole(self._input), old_size)
-            parts = 1 if self.is_tied else 2
-            if (self._network.config.model, self._network.config.parts) != (found, parts):
+            names = [self._input] if self.is_tied else [self._input, HEAD_NAME]
+            found = rows_fingerprint([self._whole(name) for name in names], old_size)
+            if self._network.config.model != found:
                 raise ConfigError(
                     "the hypernetwork was trained for another model",
                     where="--hypernet",

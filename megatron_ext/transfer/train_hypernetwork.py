@@ -32,7 +32,7 @@ from megatron_ext.transfer.hypernetwork import (
     padded,
     rows_fingerprint,
 )
-from megatron_ext.transfer.new_tensors import input_name
+from megatron_ext.transfer.new_tensors import HEAD_NAME, input_name
 
 _TOLD: Final = 10
 _BYTES: Final = 256
@@ -156,7 +156,7 @@ class _Learner:
         matrices = [embedding.weight] if is_tied else [embedding.weight, head]
         self._rows = torch.cat([matrix[: old.vocab_size] for matrix in matrices], dim=1)
         config = HypernetworkConfig(
-            model=_fingerprint(folder, old.vocab_size),
+            model=_fingerprint(folder, old.vocab_size, is_tied=is_tied),
             width=embedding.weight.shape[1],
             parts=len(matrices),
             hidden=options.hidden,
@@ -238,7 +238,8 @@ class _Learner:
         return padded(rows, torch.device("cpu"))
 
 
-def _fingerprint(folder: Path, ids: int) -> str:
+def _fingerprint(folder: Path, ids: int, *, is_tied: bool) -> str:
     files = CheckpointFiles(folder)
+    names = [input_name(files)] if is_tied else [input_name(files), HEAD_NAME]
     with TensorReader(files) as reader:
-        return rows_fingerprint(reader.rows(input_name(files), slice(None), None), ids)
+        return rows_fingerprint([reader.rows(name, slice(None), None) for name in names], ids)

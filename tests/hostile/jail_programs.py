@@ -182,8 +182,20 @@ def tried(program: str, words: dict[str, str]) -> Outcome:
     return sandbox.run_program(program, LIMITS)
 
 
-def left_behind() -> list[int]:
-    """Processes of programs of this process that still run, or whose parents have gone."""
+def left_behind(*, within: float = 2.0) -> list[int]:
+    """Processes of programs of this process that still run, or whose parents have gone.
+
+    Args:
+        within: Seconds in which a killed one may give its memory back, which takes the kernel a
+            moment after the program's end is known.
+    """
+    last = time.monotonic() + within
+    while (found := _still_there()) and time.monotonic() < last:
+        time.sleep(0.02)
+    return found
+
+
+def _still_there() -> list[int]:
     mine = {child.pid for child in psutil.Process().children(recursive=True)}
     found = []
     for process in psutil.process_iter(["ppid", "cmdline"]):

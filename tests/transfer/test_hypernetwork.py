@@ -1,9 +1,11 @@
 """A hypernetwork begins as the mean of the pieces, learns, and is used for its own model alone."""
 
 import re
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megatron_ext.cli.main import main
 from megatron_ext.errors import CheckpointError, ConfigError
@@ -89,7 +91,15 @@ def test_init_copies_first_and_predicts_the_rest(tmp_path, untied, tied, new_tok
             predicted = expected[names.index(name)].to(after[name].dtype)
             assert torch.equal(after[name][spelled], predicted)
         assert torch.equal(after[name][same], mean[name][same])
-    other = untied if is_tied else tied
+    # The same model but for one number of its head, or of its only matrix.
+    other = tmp_path / "touched"
+    rows = tensors_of(model)[names[-1]][: old.vocab_size][-1:].float()
+    shutil.copytree(model, other)
+    for file in other.glob("*.safetensors"):
+        tensors = load_file(file)
+        if names[-1] in tensors:
+            tensors[names[-1]][old.vocab_size - 1] = (rows[0] + 1).to(tensors[names[-1]].dtype)
+            save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(ConfigError, match="another model"):
         transfer_model(other, new_tokenizer, tmp_path / "other", options)
     assert not (tmp_path / "other").exists()
