@@ -10,6 +10,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -84,12 +85,11 @@ def _words(folder: Path, texts: Iterable[str]) -> Counter[tuple[str, ...]]:
             words.update(word for word in _WORD.findall(normal) if word)
         else:
             words.update(word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(normal))
-    return Counter(
-        {
-            tuple(token.value for token in tokenizer.model.tokenize(word)): number
-            for word, number in words.items()
-        }
-    )
+    cut: Counter[tuple[str, ...]] = Counter()
+    for word, number in words.items():
+        # Words with unknown parts may be cut alike.
+        cut[tuple(token.value for token in tokenizer.model.tokenize(word))] += number
+    return cut
 
 
 def _unmerged(model: dict[str, Any]) -> set[str]:
@@ -111,6 +111,9 @@ class _Words:
         self._places: defaultdict[Pair, set[int]] = defaultdict(set)
         for place in range(len(self._words)):
             self._count(place, 1)
+        # Entries of a count that a pair no longer has are passed over.
+        self._heap = [(-number, pair) for pair, number in self._counts.items()]
+        heapify(self._heap)
 
     @property
     def token_count(self) -> int:
@@ -119,25 +122,29 @@ class _Words:
 
     def most_frequent(self) -> Pair | None:
         """The next pair to merge; None where none is there twice."""
-        candidates = (
-            (-number, pair)
-            for pair, number in self._counts.items()
-            if number > 1 and "".join(pair) not in self._taken and self._unmerged.isdisjoint(pair)
-        )
-        best = min(candidates, default=None)
-        return None if best is None else best[1]
+        while self._heap:
+            number, pair = heappop(self._heap)
+            is_current = number < -1 and self._counts[pair] == -number
+            is_new = "".join(pair) not in self._taken and self._unmerged.isdisjoint(pair)
+            if is_current and is_new:
+                return pair
+        return None
 
     def merge(self, pair: Pair) -> None:
         """Merge a pair wherever it is."""
         self._taken.add("".join(pair))
+        changed: set[Pair] = set()
         for place in sorted(self._places[pair]):
-            self._count(place, -1)
+            changed |= self._count(place, -1)
             self._words[place] = _merged(self._words[place], pair)
-            self._count(place, 1)
+            changed |= self._count(place, 1)
+        for other in changed & self._counts.keys():
+            heappush(self._heap, (-self._counts[other], other))
 
-    def _count(self, place: int, sign: int) -> None:
-        word = self._words[place]
-        for pair in pairwise(word):
+    def _count(self, place: int, sign: int) -> set[Pair]:
+        """Count the pairs of a word, or take them out; returns them."""
+        pairs = [*pairwise(self._words[place])]
+        for pair in pairs:
             self._counts[pair] += sign * self._numbers[place]
             if sign > 0:
                 self._places[pair].add(place)
@@ -145,6 +152,7 @@ class _Words:
                 self._places[pair].discard(place)
             if not self._counts[pair]:
                 del self._counts[pair]
+        return set(pairs)
 
 
 def _merged(word: list[str], pair: Pair) -> list[str]:

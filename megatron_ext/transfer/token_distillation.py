@@ -82,7 +82,7 @@ def find_snippets(
     texts: Iterable[str],
     options: DistillationOptions,
 ) -> dict[int, list[Snippet]]:
-    """Snippets by the new token that they are around, drawn from a text.
+    """Snippets by the new token that they are around, the first in the texts.
 
     Args:
         old: Tokenizer of the model as it was, whose ids the new one has, too.
