@@ -208,7 +208,8 @@ class ByteTree:
         ]
         likely = sum(reading.weight > self._prune for reading in readings)
         # Where nothing else is left, even unlikely readings are followed.
-        count = min(likely, self._beam or likely) if going_on or likely else len(readings)
+        count = likely if going_on or likely else len(readings)
+        count = min(count, self._beam or count)
         grown = [self._grown(reading) for reading in readings[:count]]
         self._waiting = readings[count:][: self._beam]
         self._left_out = 1 - (1 - self._left_out) * (

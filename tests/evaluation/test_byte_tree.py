@@ -77,6 +77,21 @@ def test_what_is_left_out_is_no_more_than_is_said():
     assert left_out[2] > 0
 
 
+def test_the_beam_holds_where_every_reading_is_unlikely():
+    asked = []
+
+    def counting(ids):
+        asked.append(ids)
+        return table(ids)
+
+    narrow = ByteTree(ByteVocabulary(TOKENS, [STOP]), counting, PROMPT, prune=0.999, beam=1)
+    for count, byte in enumerate(b"bbbbbb", 1):
+        narrow.read(byte)
+        # One reading is followed, and one may have waited for this byte.
+        assert len(asked) <= 1 + 2 * count
+    assert narrow.lost > 0
+
+
 def test_a_byte_that_no_token_has_is_refused():
     with pytest.raises(DataError, match="0x63"):
         tree().read(ord("c"))
