@@ -173,8 +173,7 @@ def checkpoint_model(checkpoint: Path, *, verify: bool = True) -> ModelConfig:
             where=checkpoint,
             fix="name checkpoints of megatron-ext distill or import-hf",
         )
-    fields = {field.name for field in dataclasses.fields(ModelConfig)}
-    return ModelConfig(**{name: value for name, value in student.items() if name in fields})
+    return ModelConfig(**_known(student, ModelConfig))
 
 
 def checkpoint_lora(checkpoint: Path, *, verify: bool = True) -> LoraConfig | None:
@@ -189,7 +188,13 @@ def checkpoint_lora(checkpoint: Path, *, verify: bool = True) -> LoraConfig | No
     lora = checkpoint_config(checkpoint, verify=verify).get("lora")
     if not isinstance(lora, Mapping):
         return None
-    return LoraConfig(**{**lora, "targets": tuple(lora["targets"])})
+    return LoraConfig(**_known(lora, LoraConfig))
+
+
+def _known(values: Mapping[str, Any], config_type: Any) -> dict[str, Any]:
+    """Values of the fields that a configuration has in this version."""
+    names = {field.name for field in dataclasses.fields(config_type)}
+    return {name: value for name, value in values.items() if name in names}
 
 
 def checkpoint_config(checkpoint: Path, *, verify: bool = True) -> Mapping[str, Any]:
