@@ -29,7 +29,7 @@ from megatron_ext.imports import large_imports
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
 from megatron_ext.transfer.audit import audit_transfer
 from megatron_ext.transfer.extend import extend_tokenizer, read_tokens
-from megatron_ext.transfer.probe import ProbeOptions, probe, table, write_results
+from megatron_ext.transfer.probe import ProbeOptions, probe, run_verb, table, write_results
 
 if TYPE_CHECKING:
     from megatron_ext.transfer.options import TransferReport
@@ -153,14 +153,14 @@ def _target(arguments: argparse.Namespace) -> Iterator[Path]:
         yield arguments.output
         return
     from megatron_ext.huggingface.tensor_files import check_target
-    from megatron_ext.training.import_checkpoint import import_huggingface
 
     check_target(arguments.output)
     arguments.output.absolute().parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=arguments.output.absolute().parent) as beside:
         folder = Path(beside) / arguments.output.name
         yield folder
-        import_huggingface(folder, arguments.output)
+        # In a process of its own: an import runs on the CPU, where a method may have used a GPU.
+        run_verb(["import-hf", str(folder), str(arguments.output)])
 
 
 def _tell(output: Path, report: TransferReport) -> None:

@@ -120,7 +120,7 @@ def _train(folder: Path, run: Path, steps: int, options: ProbeOptions) -> None:
     file = run.with_suffix(".json")
     file.parent.mkdir(parents=True, exist_ok=True)
     write_text(file, json.dumps(config, indent=2) + "\n")
-    _run(["distill", "--config", str(file)])
+    run_verb(["distill", "--config", str(file)])
 
 
 def _measure(
@@ -130,7 +130,7 @@ def _measure(
         tell(f"{output.parent.name}: {output.stem.replace('_', ' after ')} steps")
         output.parent.mkdir(parents=True, exist_ok=True)
         limit = [] if options.limit is None else ["--limit", str(options.limit)]
-        _run(
+        run_verb(
             [
                 *("evaluate", "--checkpoint", str(model), "--task", "bits_per_byte"),
                 *("--data", str(options.held_out), "--output", str(output)),
@@ -141,13 +141,18 @@ def _measure(
     return float(result["metrics"]["bits_per_byte"])
 
 
-def _run(words: list[str]) -> None:
+def run_verb(words: list[str]) -> None:
+    """Call ``megatron-ext`` in a process of its own.
+
+    Raises:
+        ConfigError: It failed; the text ends in its last lines.
+    """
     finished = subprocess.run(
         [sys.executable, "-m", "megatron_ext", *words], capture_output=True, text=True, check=False
     )
     if finished.returncode:
         last = " | ".join(finished.stderr.strip().splitlines()[-_ERROR_LINES:])
-        raise ConfigError(f"megatron-ext {words[0]} of the probe failed", got=last)
+        raise ConfigError(f"megatron-ext {words[0]} failed", got=last)
 
 
 def table(rows: Sequence[ProbeRow]) -> str:
