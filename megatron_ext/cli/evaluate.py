@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.cli.model_arguments import (
     add_model_arguments,
-    check_layout,
+    check_model_arguments,
     ensemble_values,
     finish,
     load_models,
@@ -108,13 +108,13 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _task(arguments: argparse.Namespace) -> Task:
     """Build the task, which checks its data before a model is loaded."""
-    for name in ("limit", "seq_length", "micro_batch_size", "max_new_tokens"):
+    for name in ("limit", "max_new_tokens"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise ConfigError("too small", where=f"--{name.replace('_', '-')}", got=value)
     if arguments.num_fewshot is not None and arguments.num_fewshot < 0:
         raise ConfigError("too small", where="--num-fewshot", got=arguments.num_fewshot)
-    check_layout(arguments)
+    check_model_arguments(arguments)
     if arguments.applies_chat_template and arguments.task == "bits_per_byte":
         raise ConfigError(
             "texts are no messages of a user",

@@ -19,11 +19,10 @@ from pathlib import Path
 
 from megatron_ext.cli.model_arguments import (
     add_model_arguments,
-    check_layout,
+    check_model_arguments,
     finish,
     load_models,
 )
-from megatron_ext.errors import ConfigError
 from megatron_ext.evaluation.language_model import GenerationOptions
 from megatron_ext.evaluation.tasks.task import texts_of
 from megatron_ext.files import write_text
@@ -68,11 +67,7 @@ def run(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
         stop=tuple(arguments.stop),
     )
-    for name in ("seq_length", "micro_batch_size"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise ConfigError("too small", where=f"--{name.replace('_', '-')}", got=value)
-    check_layout(arguments)
+    check_model_arguments(arguments)
     prompts = [arguments.prompt]
     if arguments.prompts is not None:
         prompts = texts_of(arguments.prompts, arguments.text_field)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from megatron_ext.cli.output import quiet_libraries
 from megatron_ext.distributed.layout import Layout, launched_processes
+from megatron_ext.errors import ConfigError
+from megatron_ext.evaluation.language_model import BEAM, PRUNE, EnsembleOptions
 from megatron_ext.imports import large_imports
 
 if TYPE_CHECKING:
@@ -74,29 +76,41 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     ensemble.add_argument(
         "--prune",
         type=float,
-        default=1e-3,
+        default=PRUNE,
         metavar="SHARE",
-        help="byte by byte, leave out readings with less of a text's probability (default: 0.001)",
+        help="byte by byte, leave out readings with less of a text's probability "
+        f"(default: {PRUNE})",
     )
     ensemble.add_argument(
         "--beam",
         type=int,
-        default=8,
+        default=BEAM,
         metavar="INT",
-        help="byte by byte, follow so many readings of a text (default: 8)",
+        help=f"byte by byte, follow so many readings of a text (default: {BEAM})",
     )
 
 
-def check_layout(arguments: argparse.Namespace) -> None:
-    """Check that the launched processes divide into replicas.
+def check_model_arguments(arguments: argparse.Namespace) -> None:
+    """Check what can be checked before a model is loaded.
 
     Raises:
-        ConfigError: They do not.
+        ConfigError: A size is too small, the launched processes do not divide into replicas, or
+            the models cannot be combined so.
     """
+    for name in ("seq_length", "micro_batch_size"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ConfigError("too small", where=f"--{name.replace('_', '-')}", got=value)
     Layout(
         tensor_model_parallel_size=arguments.tensor_model_parallel_size,
         pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
     ).replicas(launched_processes())
+    _ensemble(arguments).weights(len(arguments.checkpoint))
+
+
+def _ensemble(arguments: argparse.Namespace) -> EnsembleOptions:
+    values = ensemble_values(arguments)
+    return EnsembleOptions(**{**values, "weight": tuple(values["weight"] or ())})
 
 
 def ensemble_values(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -109,14 +123,12 @@ def load_models(arguments: argparse.Namespace) -> MegatronLanguageModel | ByteEn
     quiet_libraries()
     # Imported after all other checks: megatron-core and torch take seconds to load.
     with large_imports():
-        from megatron_ext.evaluation.ensemble import EnsembleOptions, load_ensemble
+        from megatron_ext.evaluation.ensemble import load_ensemble
         from megatron_ext.evaluation.megatron_language_model import ModelOptions
 
     names = (field for field in ModelOptions.__dataclass_fields__)
     options = ModelOptions(**{name: getattr(arguments, name) for name in names})
-    values = ensemble_values(arguments)
-    ensemble = EnsembleOptions(**{**values, "weight": tuple(values["weight"] or ())})
-    return load_ensemble(arguments.checkpoint, options, ensemble)
+    return load_ensemble(arguments.checkpoint, options, _ensemble(arguments))
 
 
 def finish(model: MegatronLanguageModel | ByteEnsemble) -> None:

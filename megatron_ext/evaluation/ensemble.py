@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Final, Literal, TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.evaluation.byte_tree import END, ByteTree, ByteVocabulary
 from megatron_ext.evaluation.generation import next_tokens
 from megatron_ext.evaluation.language_model import (
+    EnsembleOptions,
     GenerationOptions,
     LogLikelihood,
     TokenRequest,
@@ -34,7 +35,7 @@ from megatron_ext.evaluation.megatron_language_model import (
     load_mixture,
     open_model,
 )
-from megatron_ext.evaluation.token_mixture import Mean, NextTokens
+from megatron_ext.evaluation.token_mixture import NextTokens
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.token_bytes import TokenBytes
 
@@ -46,11 +47,8 @@ _OPEN_BYTES: Final = 16
 _CHECK_EVERY: Final = 16
 """Bytes between two counts of the tokens of a completion."""
 
-PRUNE: Final = 1e-3
-"""Share of a text's probability below which a reading is not followed."""
-
-BEAM: Final = 8
-"""Readings of a text that are followed."""
+_SPARE: Final = 2
+"""Tokens of any model that there is room for, for each of the first model's."""
 
 
 @dataclass(frozen=True)
@@ -64,19 +62,22 @@ class ByteModel:
     """
 
     model: MegatronLanguageModel
-    prune: float = PRUNE
-    beam: int | None = BEAM
+    prune: float
+    beam: int | None
 
-    def tree(self, prompt: str) -> ByteTree:
+    def tree(self, prompt: str, *, following: int) -> ByteTree:
         """The readings of texts that begin with a prompt, with all of it read.
 
+        A prompt that is too long loses its beginning.
+
+        Args:
+            following: Tokens behind the prompt that there is room for.
+
         Raises:
-            DataError: The prompt is longer than the model reads, or not in its vocabulary.
+            DataError: The prompt is not in the model's vocabulary.
         """
         ids, rest = self._opened(prompt)
-        room = self._next_tokens.max_length - len(rest)
-        if room < 1:
-            raise DataError("the model reads too few tokens for this", got=f"{room}")
+        room = max(1, self._next_tokens.max_length - len(rest) - following)
         tree = ByteTree(
             self._vocabulary, self._after, ids[-room:], prune=self.prune, beam=self.beam
         )
@@ -158,7 +159,7 @@ class ByteEnsemble:
     @property
     def max_length(self) -> int:
         """Longest sequence in tokens of the first model: others may need twice as many."""
-        return min(model.model.max_length for model in self.models) // 2
+        return min(model.model.max_length for model in self.models) // _SPARE
 
     @property
     def adds_bos(self) -> bool:
@@ -216,7 +217,8 @@ class ByteEnsemble:
             for ids in (request.context, request.continuation)
         )
         text = context.removeprefix(first.lead).decode(errors="ignore")
-        trees = [model.tree(text) for model in self.models]
+        following = _SPARE * len(request.continuation)
+        trees = [model.tree(text, following=following) for model in self.models]
         nats, is_greedy = 0.0, True
         # What the tokenizer writes before a text is read with an empty prompt.
         for byte in continuation if text else continuation.removeprefix(first.lead):
@@ -232,7 +234,8 @@ class ByteEnsemble:
 
     def _completion(self, prompt: str, place: int, options: GenerationOptions) -> str:
         generator = torch.Generator().manual_seed((options.seed << 31) + place)
-        trees = [model.tree(prompt) for model in self.models]
+        following = _SPARE * options.max_new_tokens
+        trees = [model.tree(prompt, following=following) for model in self.models]
         new = bytearray()
         text = ""
         while True:
@@ -265,65 +268,6 @@ class ByteEnsemble:
         pairs = zip(self.weights, trees, strict=True)
         mixed: NDArray[np.float64] = np.sum([w * tree.next_bytes() for w, tree in pairs], axis=0)
         return mixed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnsembleOptions:
-    """Combination of several models."""
-
-    mode: Literal["common", "byte"] = "common"
-    """``common``: token by token, for models of one vocabulary; ``byte``: byte by byte, for any."""
-
-    weight: tuple[float, ...] = ()
-    """Weight of each model; equal when not given."""
-
-    mean: Mean = "probs"
-    """What is averaged; in the mode ``byte`` probabilities alone."""
-
-    prune: float = PRUNE
-    """In the mode ``byte``, share of a text's probability below which a reading is left out."""
-
-    beam: int = BEAM
-    """In the mode ``byte``, most readings of a text that are followed."""
-
-    def weights(self, count: int) -> tuple[float, ...]:
-        """Weights of ``count`` models, with the sum 1.
-
-        Raises:
-            ConfigError: There are not as many, or one cannot be used.
-        """
-        given = self.weight or (1.0,) * count
-        total = sum(given)
-        if len(given) != count:
-            raise ConfigError(
-                "weights and models are not as many",
-                where="--weight",
-                got=f"{len(given)} of {count} models",
-                fix="give one for each model, in their order",
-            )
-        if not all(weight >= 0 and math.isfinite(weight) for weight in given) or not total > 0:
-            raise ConfigError(
-                "weights cannot be used",
-                where="--weight",
-                got=", ".join(map(str, given)),
-                expected="numbers, at least 0, and not all 0",
-            )
-        return tuple(weight / total for weight in given)
-
-    def __post_init__(self) -> None:
-        if self.mode == "byte" and self.mean == "logits":
-            raise ConfigError(
-                "models of several vocabularies have no logits in common",
-                where="--mean",
-                got="logits with --mode byte",
-                fix="leave it out",
-            )
-        if not 0 <= self.prune < 1:
-            raise ConfigError(
-                "no share of a text", where="--prune", got=self.prune, expected="0 to below 1"
-            )
-        if self.beam < 1:
-            raise ConfigError("no reading would be followed", where="--beam", got=self.beam)
 
 
 def load_ensemble(

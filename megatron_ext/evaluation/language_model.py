@@ -6,9 +6,10 @@ here: tasks read their files before a model is built.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Final, Literal, NamedTuple, Protocol, TypeVar
 
 from megatron_ext.errors import ConfigError, TokenizerError
 from megatron_ext.tokenizers import MegatronTokenizerText
@@ -68,6 +69,72 @@ class GenerationOptions:
                 raise ConfigError(
                     f"{name} cannot be used", got=getattr(self, name), expected=expected
                 )
+
+
+Mean = Literal["probs", "logits"]
+"""What several models average: probabilities, or logits, whose mean is a geometric one."""
+
+PRUNE: Final = 1e-3
+BEAM: Final = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnsembleOptions:
+    """Combination of several models."""
+
+    mode: Literal["common", "byte"] = "common"
+    """``common``: token by token, for models of one vocabulary; ``byte``: byte by byte, for any."""
+
+    weight: tuple[float, ...] = ()
+    """Weight of each model; equal when not given."""
+
+    mean: Mean = "probs"
+    """What is averaged; in the mode ``byte`` probabilities alone."""
+
+    prune: float = PRUNE
+    """In the mode ``byte``, share of a text's probability below which a reading is left out."""
+
+    beam: int = BEAM
+    """In the mode ``byte``, most readings of a text that are followed."""
+
+    def weights(self, count: int) -> tuple[float, ...]:
+        """Weights of ``count`` models, with the sum 1.
+
+        Raises:
+            ConfigError: There are not as many, or one cannot be used.
+        """
+        given = self.weight or (1.0,) * count
+        total = sum(given)
+        if len(given) != count:
+            raise ConfigError(
+                "weights and models are not as many",
+                where="--weight",
+                got=f"{len(given)} of {count} models",
+                fix="give one for each model, in their order",
+            )
+        if not all(weight >= 0 and math.isfinite(weight) for weight in given) or not total > 0:
+            raise ConfigError(
+                "weights cannot be used",
+                where="--weight",
+                got=", ".join(map(str, given)),
+                expected="numbers, at least 0, and not all 0",
+            )
+        return tuple(weight / total for weight in given)
+
+    def __post_init__(self) -> None:
+        if self.mode == "byte" and self.mean == "logits":
+            raise ConfigError(
+                "models of several vocabularies have no logits in common",
+                where="--mean",
+                got="logits with --mode byte",
+                fix="leave it out",
+            )
+        if not 0 <= self.prune < 1:
+            raise ConfigError(
+                "no share of a text", where="--prune", got=self.prune, expected="0 to below 1"
+            )
+        if self.beam < 1:
+            raise ConfigError("no reading would be followed", where="--beam", got=self.beam)
 
 
 class LanguageModel(Protocol):

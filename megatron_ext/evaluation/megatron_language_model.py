@@ -22,10 +22,11 @@ from megatron_ext.evaluation.generation import Generator, TokenScorer
 from megatron_ext.evaluation.language_model import (
     GenerationOptions,
     LogLikelihood,
+    Mean,
     TokenRequest,
     prompt_ids,
 )
-from megatron_ext.evaluation.token_mixture import Mean, TokenMixture
+from megatron_ext.evaluation.token_mixture import TokenMixture
 from megatron_ext.huggingface.checkpoint_files import (
     CheckpointFiles,
     is_checkpoint_folder,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -20,9 +20,7 @@ from numpy.typing import NDArray
 
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
-
-Mean = Literal["probs", "logits"]
-"""What is averaged: probabilities, or logits, which gives a geometric mean of probabilities."""
+from megatron_ext.evaluation.language_model import Mean
 
 CACHE_STEP: Final = 64
 """Multiple of the lengths of caches, so that rotary embeddings are made for few lengths."""

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 from megatron.core import parallel_state
 
-from megatron_ext.evaluation.ensemble import EnsembleOptions, load_ensemble
+from megatron_ext.evaluation.ensemble import load_ensemble
 from megatron_ext.evaluation.language_model import (
+    EnsembleOptions,
     GenerationOptions,
     continuation_request,
     prompt_ids,

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.evaluation.ensemble import EnsembleOptions
+from megatron_ext.evaluation.language_model import EnsembleOptions
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.tokenizers.token_bytes import TokenBytes
 from tests.evaluation.ensemble_ranks import WEIGHTS, ask_bytes, ask_common
