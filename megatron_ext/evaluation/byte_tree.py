@@ -141,7 +141,11 @@ class ByteTree:
 
     @property
     def lost(self) -> float:
-        """Share of the text's probability whose readings are left out, at most."""
+        """Share of the text's probability whose readings were left out, of each when it was.
+
+        No bound for one text: what went on in a way that the readings left out explain better has
+        lost more.
+        """
         return 1 - (1 - self._left_out) * (1 - self._waiting_share)
 
     @property
@@ -200,21 +204,24 @@ class ByteTree:
         total = sum(reading.weight for reading in readings) + sum(map(_mass, going_on))
         if not total > 0:
             raise DataError("no token of the model goes on with this byte", got=f"0x{byte:02x}")
-        self._left_out = self.lost
-        readings = [
-            _Reading(reading.weight / total, reading.ids)
-            for reading in sorted(readings, key=lambda reading: -reading.weight)
-            if reading.weight > 0
-        ]
-        likely = sum(reading.weight > self._prune for reading in readings)
+        readings = sorted(
+            (reading for reading in readings if reading.weight > 0),
+            key=lambda reading: -reading.weight,
+        )
+        likely = sum(reading.weight > self._prune * total for reading in readings)
         # Where nothing else is left, even unlikely readings are followed.
         count = likely if going_on or likely else len(readings)
         count = min(count, self._beam or count)
-        grown = [self._grown(reading) for reading in readings[:count]]
-        self._waiting = readings[count:][: self._beam]
-        self._left_out = 1 - (1 - self._left_out) * (
-            1 - sum(reading.weight for reading in readings[count:][len(self._waiting) :])
-        )
+        waiting = readings[count:][: self._beam]
+        left_out = sum(reading.weight for reading in readings[count + len(waiting) :])
+        self._left_out = 1 - (1 - self.lost) * (1 - left_out / total)
+        # Weights are shares of what is not left out.
+        total -= left_out
+        grown = [
+            self._grown(_Reading(reading.weight / total, reading.ids))
+            for reading in readings[:count]
+        ]
+        self._waiting = [_Reading(reading.weight / total, reading.ids) for reading in waiting]
         for node in going_on:
             node.weight /= total
         self._nodes = going_on + grown

@@ -149,7 +149,7 @@ class ByteEnsemble:
     """Weight of each, with the sum 1."""
 
     lost: list[float] = field(default_factory=list)
-    """Of every text so far and every model, the share whose readings were left out, at most."""
+    """``ByteTree.lost`` of every text so far and every model."""
 
     @property
     def tokenizer(self) -> MegatronTokenizerText:

@@ -62,7 +62,7 @@ def test_next_bytes_are_those_of_all_sequences(text):
     np.testing.assert_allclose(found.next_bytes(), sums / sums.sum(), rtol=1e-12, atol=0)
 
 
-def test_what_is_left_out_is_no_more_than_is_said():
+def test_what_is_left_out_is_counted():
     text, left_out = b"aababbaabab", []
     for prune, beam in ((0.0, None), (0.02, None), (0.0, 2), (0.3, 1)):
         whole, found = tree(), tree(prune=prune, beam=beam)
