@@ -82,9 +82,11 @@ def run(arguments: argparse.Namespace) -> None:
     write_warnings(inputs.warnings)
     # Imported after all other checks: megatron-core takes seconds to load.
     with large_imports():
+        from megatron_ext.evaluation.student_engine import engine_of
         from megatron_ext.training.distill import distill
 
-    distill(config, inputs, evaluator=evaluator)
+    engine = engine_of(config.data.rollouts, seed=config.training.seed)
+    distill(config, inputs, evaluator=evaluator, engine_of=engine)
 
 
 def _serve(teacher: TeacherPlan) -> None:

@@ -300,31 +300,41 @@ class ConversationAligner:
         return AlignedText(
             student.ids.astype(np.int32),
             np.diff(student.byte_ends, prepend=0).astype(np.int32),
-            tuple(self._teacher_tokens(student, teacher, record) for teacher in self._teachers),
+            tuple(
+                teacher_tokens(student, record, self._student, other) for other in self._teachers
+            ),
             trained=student.trained,
         )
 
-    def _teacher_tokens(
-        self,
-        student: EncodedConversation,
-        tokenizer: MegatronTokenizerText,
-        record: ConversationRecord,
-    ) -> TeacherTokens:
-        teacher = _encoded(tokenizer, record)
-        alignment = align_encoded_conversations(
-            student,
-            teacher,
-            student_tokenizer=self._student,
-            teacher_tokenizer=tokenizer,
-        ).alignment
-        chunk_id = alignment.student_chunk_id
-        untrained = np.zeros(alignment.chunk_count, np.bool_)
-        untrained[chunk_id[(chunk_id != NO_CHUNK) & ~student.trained]] = True
-        student_marks, teacher_marks = (
-            without_chunks(marks, untrained) for marks in chunk_marks(alignment)
-        )
-        ids = teacher.ids.astype(np.int32)
-        return TeacherTokens(ids, student_marks, teacher_marks, teacher.trained)
+
+def teacher_tokens(
+    student: EncodedConversation,
+    record: ConversationRecord,
+    student_tokenizer: MegatronTokenizerText,
+    tokenizer: MegatronTokenizerText,
+) -> TeacherTokens:
+    """A conversation that the student has read, as tokens of a teacher; chunks are of trained
+    tokens of the student alone.
+
+    Raises:
+        ConfigError: The teacher's tokenizer has no prompt format.
+        ConversationError: The conversation does not fit its format.
+    """
+    teacher = _encoded(tokenizer, record)
+    alignment = align_encoded_conversations(
+        student,
+        teacher,
+        student_tokenizer=student_tokenizer,
+        teacher_tokenizer=tokenizer,
+    ).alignment
+    chunk_id = alignment.student_chunk_id
+    untrained = np.zeros(alignment.chunk_count, np.bool_)
+    untrained[chunk_id[(chunk_id != NO_CHUNK) & ~student.trained]] = True
+    student_marks, teacher_marks = (
+        without_chunks(marks, untrained) for marks in chunk_marks(alignment)
+    )
+    ids = teacher.ids.astype(np.int32)
+    return TeacherTokens(ids, student_marks, teacher_marks, teacher.trained)
 
 
 def _encoded(tokenizer: MegatronTokenizerText, record: ConversationRecord) -> EncodedConversation:

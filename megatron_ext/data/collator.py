@@ -135,6 +135,9 @@ class CrossTokenizerCollator:
         memory_cache_bytes: Without a ``cache_dir``, size of each process's cache in memory of the
             most recently used texts.
 
+    Attributes:
+        tokenizers: Those of ``sides``.
+
     Raises:
         ConfigError: A value that cannot be used, or two teachers of one name.
         TokenizerError: The student's tokenizer is none of ours.
@@ -191,7 +194,7 @@ class CrossTokenizerCollator:
             )
             for spec in self._others
         )
-        self._tokenizers = [student_tokenizer, *map(_tokenizer, self._others)]
+        self.tokenizers = (student_tokenizer, *map(_tokenizer, self._others))
         self.aligner = self._aligner(cache_dir, cache_max_bytes, memory_cache_bytes)
 
     @property
@@ -201,7 +204,7 @@ class CrossTokenizerCollator:
 
     def prepare(self) -> None:
         """Build the engines of all tokenizers, for worker processes to inherit."""
-        for tokenizer in self._tokenizers:
+        for tokenizer in self.tokenizers:
             tokenizer.prepare_engine()
 
     def __call__(self, records: Sequence[Record]) -> CrossTokenizerBatch:
@@ -236,7 +239,7 @@ class CrossTokenizerCollator:
         )
 
     def _aligner(self, cache_dir: str | Path | None, max_bytes: int, memory_bytes: int) -> Aligner:
-        own, *others = self._tokenizers
+        own, *others = self.tokenizers
         aligner = ContentAligner(own, others)
         if cache_dir is not None:
             folder = cache_folder(cache_dir, own, others)

@@ -241,7 +241,7 @@ class ByteEnsemble:
         while True:
             mixed = torch.from_numpy(self._mixed(trees)).log()
             uniform = torch.rand(1, dtype=torch.float64, generator=generator)
-            byte = int(next_tokens(mixed[None], uniform, options))
+            byte = int(next_tokens(mixed[None], uniform, options).ids)
             if byte == END:
                 break
             new.append(byte)

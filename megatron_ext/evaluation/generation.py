@@ -23,6 +23,7 @@ from megatron.core.inference.contexts import StaticInferenceContext
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.distributed.vocab_parallel import VocabShard, log_softmax, vocab_argmax
+from megatron_ext.engines.engine import Completion
 from megatron_ext.errors import ConfigError
 from megatron_ext.evaluation.language_model import GenerationOptions, LogLikelihood, TokenRequest
 from megatron_ext.evaluation.token_mixture import CACHE_STEP, TokenMixture, last_logits
@@ -31,10 +32,23 @@ from megatron_ext.teachers.base import TokenRows
 from megatron_ext.teachers.megatron_teacher import MegatronTeacher
 
 
+class ChosenTokens(NamedTuple):
+    """The next token of each row, and what it was chosen from."""
+
+    ids: torch.Tensor
+    """[B] int64"""
+
+    log_probs: torch.Tensor
+    """[B] fp64 natural logarithm of the probability with which each was chosen."""
+
+    entropies: torch.Tensor
+    """[B] fp64 entropy in nats of what was chosen from."""
+
+
 def next_tokens(
     logits: torch.Tensor, uniforms: torch.Tensor, options: GenerationOptions
-) -> torch.Tensor:
-    """The next token of each row, [B] int64: the likeliest one, or a sample.
+) -> ChosenTokens:
+    """The next token of each row: the likeliest one, or a sample.
 
     A sample inverts the cumulative distribution at the row's uniform number, over the likeliest
     tokens whose probabilities reach ``top_p``, so that it depends on that row alone.
@@ -45,14 +59,21 @@ def next_tokens(
         options: Temperature and top-p.
     """
     if options.temperature == 0:
-        return logits.argmax(dim=-1)
+        certain = torch.zeros_like(uniforms)
+        return ChosenTokens(logits.argmax(dim=-1), certain, certain)
     scaled = logits.double() / options.temperature
     probs, columns = torch.softmax(scaled, dim=-1).sort(dim=-1, descending=True, stable=True)
     reached = probs.cumsum(dim=-1)
-    kept = probs.masked_fill(reached - probs >= options.top_p, 0.0).cumsum(dim=-1)
-    target = uniforms * kept[:, -1]
-    place = torch.searchsorted(kept, target[:, None], right=True).clamp_(max=logits.shape[-1] - 1)
-    return columns.gather(1, place)[:, 0]
+    kept = probs.masked_fill(reached - probs >= options.top_p, 0.0)
+    sums = kept.cumsum(dim=-1)
+    total = sums[:, -1:]
+    place = torch.searchsorted(sums, uniforms[:, None] * total, right=True)
+    place = place.minimum((kept > 0).sum(dim=-1, keepdim=True) - 1)
+    return ChosenTokens(
+        columns.gather(1, place)[:, 0],
+        (kept.gather(1, place) / total).log()[:, 0],
+        total.log()[:, 0] - torch.special.xlogy(kept, kept).sum(dim=-1) / total[:, 0],
+    )
 
 
 def draws(places: Sequence[int], options: GenerationOptions) -> torch.Tensor:
@@ -92,17 +113,17 @@ class Generator:
         *,
         places: Sequence[int],
         is_done: IsDone,
-    ) -> list[list[int]]:
+    ) -> list[Completion]:
         """New ids of each prompt, up to ``max_new_tokens``; some may follow the end of the text.
 
         Prompts that are too long lose their beginnings.
 
         Args:
             places: Index of each prompt among all, which its samples depend on.
-            is_done: Called every few steps.
+            is_done: Called every few steps with the new ids of a prompt.
 
         Collectives: at each step those of the schedule and of the layers, one all-gather over
-        ``tp`` of the last logits, one broadcast of [B] over ``tp`` and one over ``pp``.
+        ``tp`` of the last logits, one broadcast of [3, B] over ``tp`` and one over ``pp``.
 
         Raises:
             ConfigError: The model is too short for so many new tokens.
@@ -117,12 +138,12 @@ class Generator:
             )
         cut = [prompt[-room:] for prompt in prompts]
         order = sorted(range(len(cut)), key=lambda i: -len(cut[i]))
-        completions: list[list[int]] = [[] for _ in cut]
+        completions = [Completion([], [])] * len(cut)
         for start in range(0, len(order), self.micro_batch_size):
             part = order[start : start + self.micro_batch_size]
             new = self._batch([cut[i] for i in part], [places[i] for i in part], options, is_done)
-            for i, ids in zip(part, new, strict=True):
-                completions[i] = ids
+            for i, completion in zip(part, new, strict=True):
+                completions[i] = completion
         return completions
 
     @torch.no_grad()
@@ -132,7 +153,7 @@ class Generator:
         places: Sequence[int],
         options: GenerationOptions,
         is_done: IsDone,
-    ) -> list[list[int]]:
+    ) -> list[Completion]:
         device, lengths = self.groups.device, [len(prompt) for prompt in prompts]
         total = max(lengths) + options.max_new_tokens
         tokens = torch.zeros(len(prompts), total, dtype=torch.int64)
@@ -141,21 +162,26 @@ class Generator:
             tokens[row, : lengths[row]] = torch.tensor(prompts[row])
             uniforms[row, lengths[row] : lengths[row] + len(numbers)] = numbers
         tokens, uniforms = tokens.to(device), uniforms.to(device)
+        # Log-probabilities and entropies.
+        chosen_from = torch.zeros(2, len(prompts), total, dtype=torch.float64, device=device)
         prompt_ends = torch.tensor(lengths, device=device)
         longest = -(-total // CACHE_STEP) * CACHE_STEP
         contexts = [StaticInferenceContext(len(prompts), longest) for _ in self.models.chunks]
         begin, end = 0, min(lengths)
         while end < total:
             chosen = self._step(tokens[:, begin:end], contexts, uniforms[:, end], options)
-            tokens[:, end] = torch.where(prompt_ends > end, tokens[:, end], chosen)
+            tokens[:, end] = torch.where(prompt_ends > end, tokens[:, end], chosen.ids)
+            chosen_from[0, :, end], chosen_from[1, :, end] = chosen.log_probs, chosen.entropies
             begin, end = end, end + 1
             if (end - min(lengths)) % _CHECK_EVERY == 0 and _all_done(
                 tokens[:, :end], lengths, options, is_done
             ):
                 break
+        new = [slice(n, min(end, n + options.max_new_tokens)) for n in lengths]
+        of_rows = zip(tokens.tolist(), *chosen_from.tolist(), strict=True)
         return [
-            ids[length : min(end, length + options.max_new_tokens)]
-            for ids, length in zip(tokens.tolist(), lengths, strict=True)
+            Completion(*(values[part] for values in of_row))
+            for part, of_row in zip(new, of_rows, strict=True)
         ]
 
     def _step(
@@ -164,21 +190,23 @@ class Generator:
         contexts: Sequence[StaticInferenceContext],
         uniforms: torch.Tensor,
         options: GenerationOptions,
-    ) -> torch.Tensor:
-        """[B] the next token after ``tokens`` [B, T]; each model has read those before."""
+    ) -> ChosenTokens:
+        """The next token after ``tokens`` [B, T]; each model has read those before."""
         of_models = [
             last_logits(chunk, tokens, context, shard=self.shard, groups=self.groups)
             for chunk, context in zip(self.models.chunks, contexts, strict=True)
         ]
-        chosen = tokens.new_zeros(len(tokens))
+        # Ids are exact in fp64, and one broadcast takes all three.
+        chosen = torch.zeros(3, len(tokens), dtype=torch.float64, device=tokens.device)
         logits = [each for each in of_models if each is not None]
         if logits:
             mixed = self.models.mixed(logits, partial(torch.log_softmax, dim=-1))
-            chosen = next_tokens(mixed, uniforms, options)
+            chosen = torch.stack([part.double() for part in next_tokens(mixed, uniforms, options)])
             # Tensor-parallel ranks have the same logits, but one decides, so that none can differ.
             first = dist.get_process_group_ranks(self.groups.tp)[0]
             dist.broadcast(chosen, src=first, group=self.groups.tp)
-        return self.groups.broadcast_from_last_stage(chosen)
+        ids, log_probs, entropies = self.groups.broadcast_from_last_stage(chosen)
+        return ChosenTokens(ids.long(), log_probs, entropies)
 
 
 def _all_done(

@@ -102,7 +102,10 @@ class MegatronLanguageModel:
             return self._ends_text(new) or any(stop in text for stop in options.stop)
 
         new = self.generator.generate(ids, options, places=list(places), is_done=is_done)
-        texts = [self._text(*pair, options.stop) for pair in zip(ids, new, strict=True)]
+        texts = [
+            self._text(prompt, completion.ids, options.stop)
+            for prompt, completion in zip(ids, new, strict=True)
+        ]
         return self.gathered(texts, len(prompts))
 
     def once(self, work: Callable[[], Result]) -> Result:

@@ -39,7 +39,7 @@ class RunTasks:
         """Metrics of all tasks. Collectives: those of the tasks' calls of ``LanguageModel``."""
         model = _language_model(student, self._micro_batch_size)
         metrics: dict[str, float] = {}
-        with _evaluating(student.chunk):
+        with evaluating(student.chunk):
             for name, task in self._tasks.items():
                 metrics |= main_metrics(name, task.run(model).metrics)
         return metrics
@@ -97,7 +97,7 @@ def _language_model(student: StudentToEvaluate, micro_batch_size: int) -> Megatr
 
 
 @contextmanager
-def _evaluating(chunk: Any) -> Iterator[None]:
+def evaluating(chunk: Any) -> Iterator[None]:
     """Evaluation mode while entered; each forward pass reports progress to the watchdog."""
     from megatron_ext.training.watchdog import tick
 

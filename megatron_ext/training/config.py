@@ -22,6 +22,7 @@ from megatron_ext.training.loop_config import TrainingConfig as TrainingConfig
 from megatron_ext.training.lora_config import LoraConfig, check_tied
 from megatron_ext.training.model_config import ModelConfig as ModelConfig
 from megatron_ext.training.model_config import check_not_negative, check_positive
+from megatron_ext.training.rollout_config import RolloutConfig
 from megatron_ext.training.teacher_config import (
     STUDENT_RANKS,
     EvaluationConfig,
@@ -150,6 +151,8 @@ class DataConfig:
 
     max_record_mib: int = MAX_RECORD_MIB
     """MiB of a record; a longer one cannot be read, and no more of it is held in memory."""
+
+    rollouts: RolloutConfig | None = field(default=None, metadata={"prefix": "rollouts-"})
 
     def __post_init__(self) -> None:
         if not self.train:

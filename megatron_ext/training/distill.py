@@ -17,6 +17,7 @@ from megatron_ext.data.global_batches import Replica
 from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.engines.engine import Engine
 from megatron_ext.errors import ConfigError
 from megatron_ext.huggingface.checkpoint_files import SIDE_FOLDER, copy_side_files
 from megatron_ext.tokenizers import MegatronTokenizerText
@@ -28,6 +29,7 @@ from megatron_ext.training.first_weights import load_first_weights, model_part
 from megatron_ext.training.inputs import Inputs
 from megatron_ext.training.learning_parts import add_adapters, freeze_parts
 from megatron_ext.training.learning_step import learning_step
+from megatron_ext.training.rollouts import Rollouts
 from megatron_ext.training.run_folder import (
     CHECKPOINTS,
     TOKENIZER_FOLDER,
@@ -60,6 +62,10 @@ class StudentToEvaluate:
     """Longest sequence, in tokens."""
 
 
+EngineOf = Callable[[StudentToEvaluate], Engine]
+"""Makes the engine of a run's rollouts."""
+
+
 class Evaluator(Protocol):
     """Measures a student between steps; it leaves weights, modes and random states as they were."""
 
@@ -88,22 +94,61 @@ def measurement(
             expected="an evaluator, such as that of megatron-ext distill",
             fix="pass one to distill, or remove the tasks",
         )
-    student = StudentToEvaluate(
+    return partial(evaluator, _between_steps(trainer, tokenizer))
+
+
+def rollouts_of(
+    trainer: Trainer, engine_of: EngineOf | None, tokenizer: MegatronTokenizerText
+) -> Rollouts | None:
+    """The rollouts of a run; None where it has none.
+
+    Args:
+        tokenizer: The student's.
+
+    Raises:
+        ConfigError: There are rollouts, but no engine.
+    """
+    texts = trainer.data.texts
+    if texts is None:
+        return None
+    if engine_of is None:
+        raise ConfigError(
+            "there is no engine for the rollouts of this run",
+            where="data.rollouts",
+            expected="an engine, such as that of megatron-ext distill",
+            fix="pass one to distill, or remove the section",
+        )
+    return Rollouts(
+        engine=engine_of(_between_steps(trainer, tokenizer)),
+        texts=texts,
+        groups=trainer.groups,
+        run_dir=trainer.run_dir,
+    )
+
+
+def _between_steps(trainer: Trainer, tokenizer: MegatronTokenizerText) -> StudentToEvaluate:
+    return StudentToEvaluate(
         chunk=trainer.student.chunks[-1],
         shard=trainer.step.shard,
         tokenizer=tokenizer,
         groups=trainer.groups,
         max_length=trainer.plan.student.seq_length,
     )
-    return partial(evaluator, student)
 
 
-def distill(config: DistillConfig, inputs: Inputs, *, evaluator: Evaluator | None = None) -> Path:
+def distill(
+    config: DistillConfig,
+    inputs: Inputs,
+    *,
+    evaluator: Evaluator | None = None,
+    engine_of: EngineOf | None = None,
+) -> Path:
     """Train the student that ``config`` describes; call it on every rank, under torchrun or alone.
 
     Args:
         inputs: The result of ``read_inputs`` for it.
         evaluator: Runs the tasks of ``config.evaluation``, where it has any.
+        engine_of: Makes the engine of ``config.data.rollouts``, where there are any.
 
     Returns:
         The run's folder.
@@ -117,6 +162,7 @@ def distill(config: DistillConfig, inputs: Inputs, *, evaluator: Evaluator | Non
             groups = process_groups.initialize(config.parallel.layout, timeout=timeout)
             watchdog.enter("building the models")
             trainer = build_trainer(config, groups, inputs)
+            trainer.rollouts = rollouts_of(trainer, engine_of, inputs.tokenizer)
         except BaseException:
             disown_run_folder(Path(config.run_dir))
             raise

@@ -235,6 +235,35 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         Exclusion(features.TASKS, cut, _NOT_CUT, _ON_CHECKPOINTS)
         for cut in (features.CONTEXT, features.SEQUENCE, features.INTERLEAVED, features.LATE_GATHER)
     ),
+    # What the student samples.
+    *(
+        Exclusion(features.ROLLOUTS, cut, _NOT_CUT, "change the layout, or leave rollouts out")
+        for cut in (features.CONTEXT, features.SEQUENCE, features.INTERLEAVED, features.LATE_GATHER)
+    ),
+    Exclusion(
+        features.ROLLOUTS,
+        features.LAYOUT,
+        "a student is sampled from with its head in the order of the ids",
+        _BY_IDS,
+    ),
+    Exclusion(
+        features.ROLLOUTS,
+        features.CACHE,
+        "a cache has no targets for what the student will write",
+        "leave the cache out, so that the teacher reads each sample",
+    ),
+    Exclusion(
+        features.ROLLOUTS,
+        features.CROSS_ENTROPY,
+        "cross-entropy would teach the student its own samples as if they were right",
+        "set loss.ce_weight to 0; recorded texts that are mixed in are distilled, too",
+    ),
+    Exclusion(
+        features.ROLLOUTS,
+        features.NO_TEACHER,
+        "nothing is learnt from the student's own texts without a teacher",
+        "add a teacher, or leave rollouts out",
+    ),
     # The other loop.
     Exclusion(
         features.HELD_OUT,
@@ -253,6 +282,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
             features.REMOTE,
             features.TRAINABLE,
             features.LORA,
+            features.ROLLOUTS,
         )
     ),
     *(

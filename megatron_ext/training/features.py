@@ -243,6 +243,12 @@ CONTEXT: Final = key_feature("parallel.context_parallel_size", off=1)
 SEQUENCE: Final = key_feature("parallel.sequence_parallel")
 INTERLEAVED: Final = key_feature("parallel.virtual_pipeline_model_parallel_size", off=1)
 LATE_GATHER: Final = key_feature("parallel.overlap_param_gather")
+ROLLOUTS: Final = Feature(
+    name="`data.rollouts`",
+    key="data.rollouts",
+    value=lambda setting: setting.config.data.rollouts and "of prompts",
+)
+CROSS_ENTROPY: Final = key_feature("loss.ce_weight", off=0.0)
 TASKS: Final = key_feature("evaluation.tasks", off=None)
 REMOTE: Final = key_feature("{teacher}.placement", off="student_ranks")
 ON_OTHER_DEVICES: Final = key_feature(

@@ -15,7 +15,9 @@ from megatron_ext.data.aligner import PackedSample
 from megatron_ext.data.collator import CrossTokenizerCollator, TeacherCTSpec
 from megatron_ext.data.global_batches import GlobalBatches, Replica, WeightedDataset
 from megatron_ext.data.packed_dataset import PackedTextDataset
+from megatron_ext.data.prompts import PromptDataset
 from megatron_ext.data.reading_order import read_blend
+from megatron_ext.data.sampled_text import SampledTexts
 from megatron_ext.documents.dataset import ArrowTextDataset, CorpusNames
 from megatron_ext.documents.documents import CorpusReport, Documents, JoinedDocuments
 from megatron_ext.documents.id_tokenizers import IdTokenizers
@@ -62,23 +64,58 @@ def make_collator(
 
 def _dataset(
     config: DistillConfig,
-    paths: Sequence[str],
+    documents: Documents,
     collator: CrossTokenizerCollator,
-    tokenizers: IdTokenizers,
+    prompts: SampledTexts | None = None,
 ) -> PackedTextDataset:
-    documents = _documents(config.data, paths, tokenizers, "data.train")
     blocks = _BLOCKS_A_ROW * config.training.global_batch_size
     # A row is filled from one block, which should hold text for 16 rows of four bytes a token.
-    least = 64 * config.student.seq_length if config.data.packing else 1
-    return PackedTextDataset(
-        documents,
-        collator,
-        seed=config.training.seed,
-        block_bytes=min(_BLOCK_BYTES, max(least, int(documents.sizes.sum()) // blocks)),
-        run_documents=min(_RUN_DOCUMENTS, max(1, len(documents) // (2 * blocks))),
-        pack=config.data.packing,
-        refuse_bad=config.data.bad_documents == "stop",
-    )
+    is_packed = config.data.packing and prompts is None
+    least = 64 * config.student.seq_length if is_packed else 1
+    options: dict[str, Any] = {
+        "seed": config.training.seed,
+        "block_bytes": min(_BLOCK_BYTES, max(least, int(documents.sizes.sum()) // blocks)),
+        "run_documents": min(_RUN_DOCUMENTS, max(1, len(documents) // (2 * blocks))),
+        "pack": is_packed,
+        "refuse_bad": config.data.bad_documents == "stop",
+    }
+    if prompts is not None:
+        return PromptDataset(prompts, documents, collator, **options)
+    return PackedTextDataset(documents, collator, **options)
+
+
+def _sources(
+    config: DistillConfig,
+    collator: CrossTokenizerCollator,
+    tokenizers: IdTokenizers,
+    texts: SampledTexts | None,
+) -> list[WeightedDataset]:
+    """Recorded texts, and prompts where there are rollouts, with their shares of the rows."""
+    recorded = [
+        (source.weight, _documents(config.data, source.paths, tokenizers, "data.train"))
+        for source in read_blend(config.data.train, where="data.train")
+    ]
+    whole = sum(weight for weight, _ in recorded)
+    rollouts = config.data.rollouts
+    if rollouts is None or texts is None:
+        return [WeightedDataset(w, _dataset(config, each, collator)) for w, each in recorded]
+    asked = recorded
+    if rollouts.prompts:
+        where = "data.rollouts.prompts"
+        asked = [
+            (source.weight, _documents(config.data, source.paths, tokenizers, where))
+            for source in read_blend(rollouts.prompts, where=where)
+        ]
+    sources = [
+        WeightedDataset(weight * (1 - rollouts.share) / whole, _dataset(config, each, collator))
+        for weight, each in recorded
+        if rollouts.share < 1
+    ]
+    total = sum(weight for weight, _ in asked)
+    return sources + [
+        WeightedDataset(weight * rollouts.share / total, _dataset(config, each, collator, texts))
+        for weight, each in asked
+    ]
 
 
 def _documents(
@@ -147,6 +184,18 @@ def summary(datasets: Sequence[PackedTextDataset]) -> dict[str, Any]:
     }
 
 
+def _sampled_texts(config: DistillConfig, collator: CrossTokenizerCollator) -> SampledTexts | None:
+    rollouts = config.data.rollouts
+    if rollouts is None:
+        return None
+    return SampledTexts(
+        collator,
+        most_ids=config.student.seq_length - rollouts.max_new_tokens,
+        prompt_characters=rollouts.prompt_characters,
+        trains_whitespace=rollouts.train_whitespace,
+    )
+
+
 _BLANK = PackedSample(())
 """A row that predicts nothing."""
 
@@ -202,6 +251,9 @@ class RunData:
 
     config: DistillConfig
 
+    texts: SampledTexts | None = None
+    """Reader of prompts and of completions; None in a run without rollouts."""
+
     @classmethod
     def read(
         cls,
@@ -224,13 +276,11 @@ class RunData:
             teachers={name: teacher for name, (teacher, _) in teachers.items()},
             named=config.data.indexed_tokenizer,
         )
-        sources = [
-            WeightedDataset(source.weight, _dataset(config, source.paths, collator, id_tokenizers))
-            for source in read_blend(config.data.train, where="data.train")
-        ]
+        sampled = _sampled_texts(config, collator)
+        sources = _sources(config, collator, id_tokenizers, sampled)
         held_out = None
         if config.data.validation:
-            texts = PackedTextDataset(
+            held_out_texts = PackedTextDataset(
                 _documents(config.data, config.data.validation, id_tokenizers, "data.validation"),
                 # Without an end-of-document token, labels are the text whose bytes are counted.
                 make_collator(config, tokenizer, teachers, append_eod=False),
@@ -238,8 +288,10 @@ class RunData:
                 pack=False,
                 refuse_bad=config.data.bad_documents == "stop",
             )
-            held_out = HeldOut(texts, global_batch_size=config.training.global_batch_size)
-        return cls(collator=collator, sources=sources, held_out=held_out, config=config)
+            held_out = HeldOut(held_out_texts, global_batch_size=config.training.global_batch_size)
+        return cls(
+            collator=collator, sources=sources, held_out=held_out, config=config, texts=sampled
+        )
 
     @property
     def has_student_ids(self) -> bool:

@@ -29,6 +29,7 @@ from megatron_ext.training.checkpoint_folder import latest_checkpoint
 from megatron_ext.training.checkpoint_writer import CheckpointWriter
 from megatron_ext.training.faults import FaultCounts, forget_refused
 from megatron_ext.training.learning_step import learned_projection_file
+from megatron_ext.training.rollouts import forget_rollouts
 from megatron_ext.training.run_folder import (
     CHECKPOINTS,
     PROJECTION_FILE,
@@ -161,7 +162,7 @@ class SavedRun:
         checkpoint = latest_checkpoint(self._folder)
         run_dir = self._plan.run_dir
         if checkpoint is None:
-            self._groups.on_main(lambda: forget_refused(run_dir, last_iteration=0))
+            self._groups.on_main(lambda: _forget(run_dir, last_iteration=0))
             return 0
         training = self._plan.training
         common = load_common(checkpoint, verify=training.verify_checkpoints)
@@ -182,7 +183,7 @@ class SavedRun:
         else:
             # The checkpoint, of another layout, has no state for these ranks.
             seed_random_state(training.seed, iteration=iteration, groups=self._groups)
-        self._groups.on_main(lambda: forget_refused(run_dir, last_iteration=iteration))
+        self._groups.on_main(lambda: _forget(run_dir, last_iteration=iteration))
         return iteration
 
     def save(self, iteration: int, *, is_last: bool) -> None:
@@ -252,3 +253,9 @@ def _files(plan: RunPlan) -> Sequence[Path]:
     learners = plan.teachers if plan.loss.learned_projection else ()
     learned = [run_dir / learned_projection_file(name) for name in learners]
     return (run_dir / TOKENIZER_FOLDER, run_dir / SIDE_FOLDER, *built, *plan.projections, *learned)
+
+
+def _forget(run_dir: Path, *, last_iteration: int) -> None:
+    """Drop what the logs beside the metrics hold of later iterations."""
+    forget_refused(run_dir, last_iteration=last_iteration)
+    forget_rollouts(run_dir, last_iteration=last_iteration)

@@ -40,6 +40,7 @@ from megatron_ext.training.metrics import (
     result_lines,
 )
 from megatron_ext.training.microbatch import Microbatch, MicrobatchWithTargets
+from megatron_ext.training.rollouts import Rollouts
 from megatron_ext.training.run_data import HeldOut, RunData
 from megatron_ext.training.run_folder import disown_run_folder
 from megatron_ext.training.run_loss import layer_gradients, observe
@@ -97,14 +98,17 @@ class Trainer:
     stop: StopRequest | None = None
     """Signals that end the run between two iterations."""
 
-    reader: ReadAhead[list[Microbatch]] = field(init=False)
+    rollouts: Rollouts | None = None
+    """Completes prompts; None in a run without any."""
+
+    reader: ReadAhead[list[Microbatch | list[PackedSample]]] = field(init=False)
     """Microbatches of ``batches`` on the host, one step ahead; further for remote teachers that
-    prefetch."""
+    prefetch. Rows with prompts are not completed yet."""
 
     def __post_init__(self) -> None:
         self.reader = ReadAhead(
             self.batches,
-            lambda microbatches: [self._on_host(rows) for rows in microbatches],
+            lambda microbatches: [self._read(rows) for rows in microbatches],
             depth=max((r.prefetch for r in remote_teachers(self.teachers).values()), default=0),
             total=self.plan.training.train_iters,
         )
@@ -249,6 +253,7 @@ class Trainer:
             **self.counts.metrics(),
             **self._counts_of_teachers(counts),
             **self._weights_of_terms(step),
+            **(self.rollouts.metrics() if self.rollouts else {}),
             **(dataclasses.asdict(counts.chunk_counts) if self.step.term else {}),
         }
 
@@ -310,12 +315,17 @@ class Trainer:
         Remote teachers are sent it and the batches that are read ahead.
         """
         reader = self.reader
-        on_host = reader.take()
+        on_host = self._completed(reader.take())
+        known = [(reader.iteration, on_host)]
+        for iteration, rows in reader.ahead():
+            ready = [batch for batch in rows if isinstance(batch, Microbatch)]
+            if len(ready) == len(rows):
+                known.append((iteration, ready))
         for name, teacher in remote_teachers(self.teachers).items():
             teacher.ask_ahead(
                 [
                     (iteration, [batch.teachers[name] for batch in batches])
-                    for iteration, batches in ((reader.iteration, on_host), *reader.ahead())
+                    for iteration, batches in known
                 ]
             )
         microbatches = [self._on_device(batch) for batch in on_host]
@@ -331,6 +341,20 @@ class Trainer:
                 device=self.groups.device,
             )
         return microbatches
+
+    def _read(self, samples: list[PackedSample]) -> Microbatch | list[PackedSample]:
+        """Rows as a microbatch on the host, unless prompts among them are to be completed."""
+        return samples if self.rollouts is not None else self._on_host(samples)
+
+    def _completed(self, batches: list[Microbatch | list[PackedSample]]) -> list[Microbatch]:
+        """Microbatches on the host, with all prompts completed by the student as it stands."""
+        if self.rollouts is None:
+            return [batch for batch in batches if isinstance(batch, Microbatch)]
+        watchdog.enter("sampling")
+        with self.clock.phase("rollouts"):
+            rows = [batch for batch in batches if not isinstance(batch, Microbatch)]
+            completed = self.rollouts.completed(rows, iteration=self.reader.iteration)
+        return [self._on_host(rows) for rows in completed]
 
     def collate(
         self, samples: list[PackedSample], *, held_out: HeldOut | None = None

@@ -18,7 +18,7 @@ def shares(given):
     """Of each token over evenly spread numbers: what a draw's probability is."""
     count = 20_000
     uniforms = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    drawn = next_tokens(PROBS.log().expand(count, -1), uniforms, given)
+    drawn = next_tokens(PROBS.log().expand(count, -1), uniforms, given).ids
     return (torch.bincount(drawn, minlength=5) / count).tolist()
 
 

@@ -1,0 +1,1 @@
+"""Engines that complete prompts with a run's student."""

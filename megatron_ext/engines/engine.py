@@ -1,0 +1,56 @@
+"""What an engine is: prompts of token ids in, sampled ids with their log-probabilities out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """Settings of sampling."""
+
+    max_new_tokens: int
+    """Most tokens of a completion."""
+
+    temperature: float = 1.0
+    """Divisor of logits; 0 for the likeliest tokens."""
+
+    top_p: float = 1.0
+    """Probability of the likeliest tokens that are sampled from."""
+
+    seed: int = 0
+
+
+class AskedPrompt(NamedTuple):
+    """A prompt as an engine takes it."""
+
+    ids: list[int]
+
+    stop_ids: frozenset[int]
+    """Ids that end a completion, which has the one that it meets as its last."""
+
+    place: int
+    """Number of the prompt in the run; with the seed it decides the sample, where an engine can be
+    made to repeat one."""
+
+
+class Completion(NamedTuple):
+    """What an engine sampled. N tokens."""
+
+    ids: list[int]
+    """[N] up to a stop id, or as many as there may be."""
+
+    log_probs: list[float]
+    """[N] natural logarithm of the probability with which each was sampled."""
+
+    entropies: list[float] = []  # noqa: RUF012
+    """[N] entropy in nats of what each was sampled from; empty where the engine does not say."""
+
+
+class Engine(Protocol):
+    """Completes prompts with the newest weights of a run's student."""
+
+    def complete(self, prompts: Sequence[AskedPrompt]) -> list[Completion]:
+        """A completion of each prompt, in order; every rank of a replica makes the same calls."""

@@ -1,0 +1,79 @@
+"""The engine that a run has by itself: its student, in the layout that it trains in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_ext.engines.engine import AskedPrompt, Completion, Sampling
+from megatron_ext.evaluation.generation import Generator
+from megatron_ext.evaluation.language_model import GenerationOptions
+from megatron_ext.evaluation.run_tasks import evaluating
+from megatron_ext.evaluation.token_mixture import TokenMixture
+from megatron_ext.training.distill import EngineOf, StudentToEvaluate
+from megatron_ext.training.rollout_config import RolloutConfig
+
+
+class StudentEngine:
+    """An ``Engine`` that samples with the weights of the moment, which it shares.
+
+    A sample depends on the weights, the seed and the prompt's place; not on a layout, beyond the
+    rounding of its logits.
+
+    Args:
+        student: The student.
+        sampling: Settings of all completions.
+        micro_batch_size: Completions that are sampled together.
+    """
+
+    def __init__(
+        self, student: StudentToEvaluate, sampling: Sampling, *, micro_batch_size: int
+    ) -> None:
+        self._chunk = student.chunk
+        self._generator = Generator(
+            models=TokenMixture(chunks=(student.chunk,)),
+            shard=student.shard,
+            groups=student.groups,
+            micro_batch_size=micro_batch_size,
+            max_length=student.max_length,
+        )
+        self._options = GenerationOptions(
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            seed=sampling.seed,
+        )
+
+    def complete(self, prompts: Sequence[AskedPrompt]) -> list[Completion]:
+        """``Engine.complete``. Collectives: those of ``Generator.generate``."""
+        stops = frozenset[int]().union(*(prompt.stop_ids for prompt in prompts))
+        with evaluating(self._chunk):
+            completions = self._generator.generate(
+                [prompt.ids for prompt in prompts],
+                self._options,
+                places=[prompt.place for prompt in prompts],
+                is_done=lambda new: not stops.isdisjoint(new),
+            )
+        return [
+            _up_to_stop(completion, prompt.stop_ids)
+            for completion, prompt in zip(completions, prompts, strict=True)
+        ]
+
+
+def engine_of(rollouts: RolloutConfig | None, *, seed: int) -> EngineOf | None:
+    """What makes the engine of a run's rollouts; None where it has none."""
+    if rollouts is None:
+        return None
+    sampling = Sampling(
+        max_new_tokens=rollouts.max_new_tokens,
+        temperature=rollouts.temperature,
+        top_p=rollouts.top_p,
+        seed=seed,
+    )
+    size = rollouts.micro_batch_size
+    return lambda student: StudentEngine(student, sampling, micro_batch_size=size)
+
+
+def _up_to_stop(completion: Completion, stops: frozenset[int]) -> Completion:
+    ids = completion.ids
+    count = next((n for n, token in enumerate(ids, 1) if token in stops), len(ids))
+    return Completion(ids[:count], completion.log_probs[:count], completion.entropies[:count])

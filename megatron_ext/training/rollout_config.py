@@ -1,0 +1,59 @@
+"""Configuration section of rollouts: rows that go on with what the student itself samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.training.model_config import check_positive
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class RolloutConfig:
+    """Prompts that the student completes before each step, to learn from its own texts.
+
+    Of a conversation the prompt is everything before its last answers; of a text, its beginning.
+    """
+
+    share: float = 0.5
+    """Share of the rows of a global batch that are rollouts; the others are recorded text."""
+
+    prompts: tuple[str, ...] = ()
+    """Files of the prompts, read as ``data.train`` is; its own documents when not given."""
+
+    prompt_characters: int | None = None
+    """Characters of a text that are its prompt; the whole text when not given."""
+
+    max_new_tokens: int = 128
+    """Most tokens of a completion."""
+
+    temperature: float = 1.0
+    """Temperature of the sampling; 0 for the likeliest tokens."""
+
+    top_p: float = 1.0
+    """Probability of the likeliest tokens that are sampled from."""
+
+    micro_batch_size: int = 8
+    """Completions that are sampled together."""
+
+    train_whitespace: bool = False
+    """Whether sampled tokens of spaces and tabs alone are trained."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, "max_new_tokens", "micro_batch_size", "prompt_characters")
+        for name, least, most in (("share", 0.0, 1.0), ("top_p", 0.0, 1.0)):
+            value = getattr(self, name)
+            if not least < value <= most:
+                raise ConfigError(
+                    f"{name} is no share",
+                    where=f"data.rollouts.{name}",
+                    got=value,
+                    expected="more than 0, and at most 1",
+                )
+        if not 0 <= self.temperature < float("inf"):
+            raise ConfigError(
+                "the temperature cannot be used",
+                where="data.rollouts.temperature",
+                got=self.temperature,
+                expected="0 or more",
+            )

@@ -1,0 +1,165 @@
+"""Completion of a global batch's prompts with what the student samples, and metrics of the samples.
+
+Rows of prompts are dealt, resumed and counted as rows of any text; just before they are trained
+they get the student's own completion, sampled with the weights of that moment. So a run that is
+resumed samples the same again, and nothing is sampled that is not trained.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.data.aligner import PackedSample
+from megatron_ext.data.prompts import PromptSample
+from megatron_ext.data.sampled_text import SampleCounts, SampledTexts
+from megatron_ext.distributed.process_groups import ProcessGroups
+from megatron_ext.engines.engine import AskedPrompt, Completion, Engine
+from megatron_ext.errors import DataError
+from megatron_ext.files import parse_json, whole_lines, write_bytes
+
+ROLLOUTS_FILE: Final = "rollouts.jsonl"
+_BLANK: Final = PackedSample(())
+_REPEATED: Final = 4
+"""Tokens of a run whose second occurrence in a completion counts as repetition."""
+
+_SUMS: Final = ("completions", "nats", "entropy", "repeated", "runs", *SampleCounts._fields)
+
+
+@dataclass(slots=True, kw_only=True)
+class Rollouts:
+    """Completes rows of prompts on the ranks of a replica, which have the same rows."""
+
+    engine: Engine
+    texts: SampledTexts
+    groups: ProcessGroups
+
+    run_dir: Path
+    """Folder of the run, whose ``rollouts.jsonl`` gets one completion a step."""
+
+    sums: list[float] = field(default_factory=lambda: [0.0] * len(_SUMS))
+    """Sums of ``_SUMS`` over this replica's completions of a step."""
+
+    def completed(
+        self, microbatches: Sequence[Sequence[PackedSample]], *, iteration: int
+    ) -> list[list[PackedSample]]:
+        """The rows of microbatches with their prompts completed; one with nothing to train is
+        blank.
+
+        Args:
+            iteration: The step that trains them.
+
+        Collectives: those of the engine.
+
+        Raises:
+            DataError: The engine has answered nonsense.
+        """
+        prompts = [row for rows in microbatches for row in rows if isinstance(row, PromptSample)]
+        asked = [
+            AskedPrompt(row.prompt.ids, self.texts.stop_ids(row.prompt), row.place)
+            for row in prompts
+        ]
+        answers = self.engine.complete(asked)
+        self.sums = [0.0] * len(_SUMS)
+        done: dict[int, PackedSample] = {}
+        for row, prompt, answer in zip(prompts, asked, answers, strict=True):
+            check_completion(prompt, answer)
+            text, counts = self.texts.aligned(row.prompt, answer.ids)
+            done[id(row)] = _BLANK if text is None else PackedSample((text,))
+            self._count(answer, counts)
+        if prompts and self.groups.is_main:
+            self._log(prompts[0], answers[0], iteration)
+        return [[done.get(id(row), row) for row in rows] for rows in microbatches]
+
+    def metrics(self) -> dict[str, float]:
+        """Means over the completions of the step, of all replicas; the same on every rank.
+
+        Collectives: one all-reduce over ``dp``.
+        """
+        sums = torch.tensor(self.sums, dtype=torch.float64, device=self.groups.device)
+        if self.groups.dp_size > 1:
+            dist.all_reduce(sums, group=self.groups.dp)
+        total = dict(zip(_SUMS, sums.tolist(), strict=True))
+        tokens, completions = max(total["sampled"], 1.0), max(total["completions"], 1.0)
+        values = {
+            "completions": total["completions"],
+            "tokens": total["trained"],
+            "length": total["sampled"] / completions,
+            "stop_rate": total["stopped"] / completions,
+            "nats": total["nats"] / tokens,
+            "entropy": total["entropy"] / tokens,
+            "repetition": total["repeated"] / max(total["runs"], 1.0),
+            "cut": total["cut"],
+            "whitespace": total["blank"],
+            "unaligned": total["unaligned"],
+            "left_out": total["left_out"],
+        }
+        return {f"rollouts/{name}": value for name, value in values.items()}
+
+    def _count(self, answer: Completion, counts: SampleCounts) -> None:
+        repeated, runs = _repetition(answer.ids)
+        entropy = sum(answer.entropies) if answer.entropies else math.nan * bool(answer.ids)
+        added = (1, -sum(answer.log_probs), entropy, repeated, runs, *counts)
+        self.sums = [before + more for before, more in zip(self.sums, added, strict=True)]
+
+    def _log(self, row: PromptSample, answer: Completion, iteration: int) -> None:
+        line = {
+            "iteration": iteration,
+            "prompt": self.texts.shown(row.prompt.ids),
+            "completion": self.texts.shown(answer.ids),
+            "tokens": len(answer.ids),
+            "nats_per_token": round(-sum(answer.log_probs) / max(len(answer.ids), 1), 4),
+        }
+        with (self.run_dir / ROLLOUTS_FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def check_completion(prompt: AskedPrompt, answer: Completion) -> None:
+    """Refuse an engine's answer that cannot be a sample of its prompt.
+
+    Raises:
+        DataError: No id, log-probabilities of another number or above 0, or ids behind a stop.
+    """
+    log_probs = answer.log_probs
+    problem = None
+    if not answer.ids:
+        problem = "no id"
+    elif len(log_probs) != len(answer.ids):
+        problem = f"{len(log_probs)} log-probabilities of {len(answer.ids)} ids"
+    elif not all(value <= 1e-6 for value in log_probs):
+        problem = f"a log-probability of {max(log_probs)}"
+    elif any(token in prompt.stop_ids for token in answer.ids[:-1]):
+        problem = "ids behind a stop token"
+    if problem is not None:
+        raise DataError(
+            "an engine's answer is no sample of its prompt",
+            got=problem,
+            expected="sampled ids, each with its log-probability, up to a stop token",
+        )
+
+
+def forget_rollouts(run_dir: Path, *, last_iteration: int) -> None:
+    """Drop logged completions of later iterations, which a resumed run samples again."""
+    path = run_dir / ROLLOUTS_FILE
+    if not path.exists():
+        return
+    lines = [line for line in whole_lines(path) if _iteration(line) <= last_iteration]
+    write_bytes(path, b"".join(line + b"\n" for line in lines))
+
+
+def _iteration(line: bytes) -> int:
+    record: Any = parse_json(line)
+    return int(record["iteration"])
+
+
+def _repetition(ids: list[int]) -> tuple[int, int]:
+    """Runs of tokens that have occurred before in ``ids``, and all runs."""
+    runs = [tuple(ids[at : at + _REPEATED]) for at in range(len(ids) - _REPEATED + 1)]
+    return len(runs) - len(set(runs)), len(runs)
