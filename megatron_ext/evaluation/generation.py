@@ -61,17 +61,19 @@ def next_tokens(
     if options.temperature == 0:
         certain = torch.zeros_like(uniforms)
         return ChosenTokens(logits.argmax(dim=-1), certain, certain)
-    scaled = logits.double() / options.temperature
-    probs, columns = torch.softmax(scaled, dim=-1).sort(dim=-1, descending=True, stable=True)
-    reached = probs.cumsum(dim=-1)
-    kept = probs.masked_fill(reached - probs >= options.top_p, 0.0)
+    kept = torch.softmax(logits.double() / options.temperature, dim=-1)
+    if options.top_p < 1:
+        probs, columns = kept.sort(dim=-1, descending=True, stable=True)
+        is_kept = probs.cumsum(dim=-1) - probs < options.top_p
+        kept = torch.zeros_like(kept).scatter(1, columns, probs * is_kept)
+    # In the order of the ids: in that of the probabilities, rounding would exchange neighbours.
     sums = kept.cumsum(dim=-1)
     total = sums[:, -1:]
-    place = torch.searchsorted(sums, uniforms[:, None] * total, right=True)
-    place = place.minimum((kept > 0).sum(dim=-1, keepdim=True) - 1)
+    ids = torch.searchsorted(sums, uniforms[:, None] * total, right=True)
+    ids = ids.minimum(torch.searchsorted(sums, total))
     return ChosenTokens(
-        columns.gather(1, place)[:, 0],
-        (kept.gather(1, place) / total).log()[:, 0],
+        ids[:, 0],
+        (kept.gather(1, ids) / total).log()[:, 0],
         total.log()[:, 0] - torch.special.xlogy(kept, kept).sum(dim=-1) / total[:, 0],
     )
 

@@ -34,11 +34,13 @@ def ask_common(rank, models, parallel, means):
         found[mean] = {
             "requests": (requests := [continuation_request(*pair, model) for pair in PAIRS]),
             "scores": model.log_likelihoods(requests),
-            "greedy": model.generator.generate(
-                [prompt_ids(prompt, model) for prompt in PROMPTS[:3]],
-                GREEDY,
-                places=range(3),
-                is_done=lambda new: False,
+            "greedy": _ids(
+                model.generator.generate(
+                    [prompt_ids(prompt, model) for prompt in PROMPTS[:3]],
+                    GREEDY,
+                    places=range(3),
+                    is_done=lambda new: False,
+                )
             ),
             "drawn": model.generate(PROMPTS[:2], DRAWN),
         }
@@ -56,3 +58,7 @@ def ask_bytes(rank, models, parallel, context, continuations):
         "greedy": together.generate(SHORT, GREEDY),
         "drawn": together.generate(SHORT, DRAWN),
     }
+
+
+def _ids(completions):
+    return [completion.ids for completion in completions]

@@ -56,8 +56,8 @@ def _answers_alone(model):
     return {
         "greedy": model.generate(PROMPTS, GREEDY),
         "others": model.generate(PROMPTS, _with_seed(4)),
-        "greedy_ids": model.generator.generate(
-            ids, GREEDY, places=range(len(ids)), is_done=lambda new: False
+        "greedy_ids": _ids(
+            model.generator.generate(ids, GREEDY, places=range(len(ids)), is_done=lambda new: False)
         ),
         "slow_ids": _without_cache(_by_large_batches(model), ids[0]),
     }
@@ -106,8 +106,10 @@ def ask_families(rank, folders):
         ids = [prompt_ids(prompt, model) for prompt in PROMPTS]
         chat = replace(model, applies_chat_template=True)
         found[name] = {
-            "greedy_ids": model.generator.generate(
-                ids, GREEDY, places=range(len(ids)), is_done=lambda new: False
+            "greedy_ids": _ids(
+                model.generator.generate(
+                    ids, GREEDY, places=range(len(ids)), is_done=lambda new: False
+                )
             ),
             "chat_prompt": prompt_ids(PROMPTS[0], chat),
             "chat_request": continuation_request(PROMPTS[0], " there", chat),
@@ -115,3 +117,7 @@ def ask_families(rank, folders):
             "chat_score": chat.log_likelihoods([continuation_request(PROMPTS[0], " there", chat)]),
         }
     return found
+
+
+def _ids(completions):
+    return [completion.ids for completion in completions]

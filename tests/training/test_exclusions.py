@@ -42,6 +42,8 @@ ON = {
     "loss.learned_projection": {"loss": {"learned_projection": True}},
     "loss.kd_weight other than 1.0": {"loss": {"kd_weight": 0.0}},
     "loss.ce_weight other than 1.0": {"loss": {"ce_weight": 2.0}},
+    "loss.ce_weight other than 0.0": {"loss": {"ce_weight": 1.0}},
+    "data.rollouts": {"data": {"train": ["x"], "rollouts": {}}, "loss": {"ce_weight": 0.0}},
     "loss.weighting: matched": {"loss": {"weighting": "matched"}},
     "loss.weighting: gradient_magnitude": {"loss": {"weighting": "gradient_magnitude"}},
     "loss.weighting other than fixed": {"loss": {"weighting": "scheduled"}},

@@ -1,0 +1,55 @@
+"""What spawned ranks run: students that learn from what they sample."""
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_ext.evaluation.student_engine import engine_of
+from megatron_ext.tokenizers import build_tokenizer
+from megatron_ext.training.config import LossConfig
+from megatron_ext.training.distill import rollouts_of
+from megatron_ext.training.rollout_config import RolloutConfig
+from tests.training.rank_functions import _train_teacher, _trainer, go_back
+from tests.training.tiny_run import changed, objective_run
+
+ROLLOUTS = RolloutConfig(share=0.5, prompt_characters=12, max_new_tokens=9, micro_batch_size=2)
+
+
+def config_of(folder, name, objective="projected_kl", rollouts=ROLLOUTS, **parallel):
+    """Two steps from the same first weights, half of the rows sampled."""
+    loss = LossConfig(objective=objective, ce_weight=0.0)
+    config = objective_run(folder, name, loss, micro_batch_size=1, **parallel)
+    return changed(config, data={"rollouts": rollouts}, training={"save_interval": 1})
+
+
+def train(config):
+    """Train, with the run's own student as the engine."""
+    trainer = _trainer(config)
+    engine = engine_of(config.data.rollouts, seed=config.training.seed)
+    trainer.rollouts = rollouts_of(trainer, engine, build_tokenizer(config.tokenizer))
+    trainer.train()
+
+
+def train_alone(rank, folder):
+    """A teacher, first weights, and runs of one process, one of which is done again in part."""
+    _train_teacher(folder)
+    train(config_of(folder, "alone"))
+    train(
+        config_of(
+            folder, "alm", "alm", RolloutConfig(share=1.0, prompt_characters=9, max_new_tokens=5)
+        )
+    )
+    go_back(rank, folder, "again", 1, of="alone")
+    train(config_of(folder, "again"))
+
+
+def train_layouts(rank, folder, layouts):
+    """The same run under layouts."""
+    for name, parallel in layouts.items():
+        train(config_of(folder, name, **parallel))
+        dist.barrier()
+
+
+def lines_of(folder, name):
+    """The logged completions of a run."""
+    return Path(folder / name / "rollouts.jsonl").read_text().splitlines()

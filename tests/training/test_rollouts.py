@@ -1,0 +1,117 @@
+"""A student learns from what it samples, alike under every layout and after an interruption."""
+
+import json
+import math
+
+import pytest
+
+from megatron_ext.data.sampled_text import SampleCounts
+from megatron_ext.engines.engine import AskedPrompt, Completion
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.training.metrics import read_metrics, without_measurements
+from megatron_ext.training.rollout_config import RolloutConfig
+from megatron_ext.training.rollouts import check_completion
+from tests.process_group import run_ranks
+from tests.training.rollout_runs import config_of, lines_of, train_alone, train_layouts
+from tests.training.run_results import assert_same_numbers, assert_same_weights, tensors_of
+from tests.training.tiny_run import CP2, PP2, TP2, changed
+
+LAYOUTS = {"tp2": TP2, "pp2": PP2, "dp2": {}}
+
+
+@pytest.fixture(scope="module")
+def runs(folder):
+    run_ranks(1, train_alone, folder, timeout_s=240)
+    run_ranks(2, train_layouts, folder, LAYOUTS, timeout_s=240)
+    return folder
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_sample_and_learn_the_same(runs, layout):
+    # The main rank of several replicas is that of the last one.
+    assert layout == "dp2" or lines_of(runs, layout) == lines_of(runs, "alone")
+    rows, expected = read_metrics(runs / layout), read_metrics(runs / "alone")
+    names = [name for name in expected[0] if name.startswith("rollouts/")]
+    assert_same_numbers(rows, expected, ("loss", "kd", *names), exact=("tokens", "chunks"))
+    assert_same_weights(runs / layout, runs / "alone")
+
+
+def test_an_interrupted_run_samples_and_learns_the_same_again(runs):
+    assert lines_of(runs, "again") == lines_of(runs, "alone")
+    again, whole = (
+        [without_measurements(row) for row in read_metrics(runs / name)]
+        for name in ("again", "alone")
+    )
+    assert again == whole
+    tensors, expected = tensors_of(runs / "again"), tensors_of(runs / "alone")
+    assert tensors.keys() == expected.keys()
+    assert all(tensors[name].equal(value) for name, value in expected.items())
+
+
+def test_metrics_say_what_was_sampled(runs):
+    for row in read_metrics(runs / "alone"):
+        assert row["rollouts/completions"] == 2
+        assert 0 < row["rollouts/length"] <= 9
+        assert 0 <= row["rollouts/stop_rate"] <= 1
+        # An untrained student of 2,001 ids.
+        assert row["rollouts/entropy"] == pytest.approx(math.log(2001), rel=0.05)
+        assert row["rollouts/nats"] == pytest.approx(math.log(2001), rel=0.2)
+        assert row["rollouts/tokens"] <= row["tokens"]
+    for line in lines_of(runs, "alone"):
+        assert json.loads(line).keys() == {
+            "iteration",
+            "prompt",
+            "completion",
+            "tokens",
+            "nats_per_token",
+        }
+
+
+def test_a_run_may_learn_from_its_own_samples_alone(runs):
+    for row in read_metrics(runs / "alm"):
+        assert row["rollouts/completions"] == 4
+        assert row["rollouts/tokens"] == row["tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("sections", "match"),
+    [
+        ({"parallel": CP2}, "data.rollouts"),
+        ({"parallel": TP2 | {"sequence_parallel": True}}, "data.rollouts"),
+        ({"loss": {"ce_weight": 0.5}}, "ce_weight"),
+        ({"loss": {"objective": "next_token"}}, "teacher"),
+        ({"teacher": {"cache": "there"}}, "cache"),
+    ],
+    ids=["context", "sequence", "cross-entropy", "no teacher", "cache"],
+)
+def test_what_does_not_go_with_rollouts_is_refused(folder, sections, match):
+    with pytest.raises(ConfigError, match=match):
+        changed(config_of(folder, "refused"), **sections)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"share": 0.0}, {"share": 1.5}, {"top_p": 0.0}, {"temperature": -1.0}, {"max_new_tokens": 0}],
+)
+def test_settings_that_cannot_be_used_are_refused(values):
+    with pytest.raises(ConfigError, match=next(iter(values))):
+        RolloutConfig(**values)
+
+
+@pytest.mark.parametrize(
+    ("answer", "match"),
+    [
+        (Completion([], []), "no id"),
+        (Completion([3, 4], [-1.0]), "1 log-probabilities of 2 ids"),
+        (Completion([3], [math.nan]), "log-probability"),
+        (Completion([3], [0.5]), "log-probability"),
+        (Completion([2, 3], [-1.0, -1.0]), "behind a stop"),
+    ],
+)
+def test_an_answer_that_is_no_sample_is_refused(answer, match):
+    with pytest.raises(DataError, match=match):
+        check_completion(AskedPrompt([1], frozenset({2}), 0), answer)
+
+
+def test_counts_begin_at_nothing():
+    assert not any(SampleCounts())
