@@ -1,10 +1,16 @@
-"""What an engine is: prompts of token ids in, sampled ids with their log-probabilities out."""
+"""What an engine is: prompts of token ids in, sampled ids with their log-probabilities out.
+
+T tokens of a text, N sampled ones, K top.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +43,7 @@ class AskedPrompt(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """What an engine sampled. N tokens."""
+    """What an engine sampled."""
 
     ids: list[int]
     """[N] up to a stop id, or as many as there may be."""
@@ -47,6 +53,19 @@ class Completion(NamedTuple):
 
     entropies: list[float] = []  # noqa: RUF012
     """[N] entropy in nats of what each was sampled from; empty where the engine does not say."""
+
+
+class Scores(NamedTuple):
+    """A model's predictions of the tokens of a text, each behind those before it."""
+
+    log_probs: NDArray[np.float32]
+    """[T - 1] of the tokens from the second one on."""
+
+    top_ids: NDArray[np.int64]
+    """[T - 1, K] the likeliest tokens in their place."""
+
+    top_log_probs: NDArray[np.float32]
+    """[T - 1, K]"""
 
 
 class Engine(Protocol):

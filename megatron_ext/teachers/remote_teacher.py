@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,18 @@ from megatron_ext.teachers.formed_targets import Fields
 from megatron_ext.teachers.messages import empty_fields
 from megatron_ext.teachers.target_form import TargetForm
 
-if TYPE_CHECKING:
-    # Not imported in runs without a remote teacher: it loads Arrow Flight.
-    from megatron_ext.teachers.connection import Connection
+
+class Replica(Protocol):
+    """A connection to one replica of a remote teacher; see ``Connection``."""
+
+    waited_s: float
+    received_bytes: int
+    received_tokens: int
+
+    def ask(self, rows: Sequence[TokenRows]) -> int: ...
+    def answer(self, number: int) -> list[Fields]: ...
+    def head(self) -> torch.Tensor: ...
+    def close(self) -> None: ...
 
 
 class RemoteTeacher:
@@ -51,7 +60,7 @@ class RemoteTeacher:
 
     def __init__(
         self,
-        replicas: Sequence[Connection],
+        replicas: Sequence[Replica],
         *,
         form: TargetForm,
         shard: VocabShard,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from megatron_ext.constants import MAX_RECORD_MIB
+from megatron_ext.engines.engine_config import EngineConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers.config import TokenizerConfig
 from megatron_ext.training.exclusions import check_exclusions
@@ -80,9 +81,12 @@ class TeacherConfig:
 
     placement: Placement = "student_ranks"
     """Place of the model: the student's ranks, ranks of its own in the same launch, a process
-    beside each replica of the student, or a server that was started before."""
+    beside each replica of the student, a server that was started before, or an inference engine
+    (``engine``); of the last the checkpoint is a folder with ``config.json`` and tokenizer."""
 
     serving: ServingConfig = field(default_factory=ServingConfig, metadata={"prefix": "serving-"})
+
+    engine: EngineConfig | None = field(default=None, metadata={"prefix": "engine-"})
 
     @property
     def is_remote(self) -> bool:
@@ -91,7 +95,12 @@ class TeacherConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "temperature")
-        check_placement(self.placement, self.serving, library=self.library)
+        check_placement(
+            self.placement,
+            self.serving,
+            library=self.library,
+            has_engine=self.engine is not None,
+        )
         if not (math.isfinite(self.weight) and self.weight >= 0):
             raise ConfigError(
                 "a teacher's weight cannot be used", got=self.weight, expected="a number, >= 0"

@@ -99,6 +99,13 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         )
         for other in (features.CACHE, features.REMOTE)
     ),
+    Exclusion(
+        features.ENGINE,
+        features.WORD_BEGINS,
+        "an engine does not say how likely it is that a word begins",
+        "set the objective's options debias to false and merge to none",
+        "objectives",
+    ),
     *(
         Exclusion(
             combined,

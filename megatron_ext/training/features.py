@@ -182,6 +182,13 @@ def _without_teacher(setting: Setting) -> str | None:
     return None if setting.config.distils else f"the objective {setting.config.loss.objective}"
 
 
+def _word_begins(setting: Setting) -> str | None:
+    objective, teacher = setting.objectives.get(setting.teacher_name or ""), setting.teacher
+    if teacher is None or objective is None or not objective.needs.boundary:
+        return None
+    return f"the objective {setting.config.loss.of_teacher(teacher).objective}"
+
+
 def _without_logits(setting: Setting) -> str | None:
     form = setting.forms.get(setting.teacher_name or "")
     return None if form is None or form.kind == "hidden" else str(form)
@@ -255,6 +262,14 @@ ON_OTHER_DEVICES: Final = key_feature(
     "{teacher}.placement", off="student_ranks", only=("own_ranks", "server")
 )
 CACHE: Final = key_feature("{teacher}.cache", off=None)
+ENGINE: Final = Feature(
+    name="`teacher.engine`",
+    key="{teacher}.engine",
+    value=lambda setting: (
+        setting.teacher and setting.teacher.engine and setting.teacher.engine.kind
+    ),
+)
+WORD_BEGINS: Final = Feature(name="an objective that reads where words begin", value=_word_begins)
 OFFLOAD: Final = key_feature("{teacher}.offload")
 TRANSFORMERS: Final = key_feature("{teacher}.library", off="megatron", only=("huggingface",))
 TEACHER: Final = Feature(

@@ -94,6 +94,12 @@ def check_teacher(teacher: TeacherPlan) -> None:
         CheckpointError: The folder is not of HuggingFace or not whole, or the model is another.
     """
     section, model = teacher.section, teacher.config.model
+    if teacher.config.engine is not None:
+        # Its weights are where it runs.
+        if is_checkpoint_folder(teacher.checkpoint):
+            files = CheckpointFiles(teacher.checkpoint)
+            check_same_model(model_settings(files), model, where=files.folder / CONFIG_FILE)
+        return
     if teacher.config.library != "huggingface":
         check_if_huggingface(teacher.checkpoint, model)
         return

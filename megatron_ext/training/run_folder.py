@@ -31,6 +31,18 @@ LOCK_FILE = "run.lock"
 
 _TEACHER_FOLDERS = ("teacher.checkpoint", "teacher.cache")
 
+_OF_ENGINES = (
+    "url",
+    "model",
+    "key_variable",
+    "root_certificate",
+    "plain_connection",
+    "timeout_s",
+    "retries",
+    "concurrency",
+)
+"""Keys of an engine that change nothing of what it answers."""
+
 _MAY_CHANGE = (
     "run_dir",
     "student.hf",
@@ -51,6 +63,8 @@ _MAY_CHANGE = (
     "teacher.serving.root_certificate",
     "teacher.serving.token_file",
     "teacher.serving.plain_connection",
+    *(f"teacher.engine.{key}" for key in _OF_ENGINES),
+    *(f"data.rollouts.engine.{key}" for key in _OF_ENGINES),
     "data.train",
     "data.validation",
     "data.num_workers",

@@ -9,7 +9,7 @@ from typing import Final, Literal
 from megatron_ext.errors import ConfigError
 from megatron_ext.training.model_config import check_not_negative, check_positive
 
-Placement = Literal["student_ranks", "own_ranks", "process", "server"]
+Placement = Literal["student_ranks", "own_ranks", "process", "server", "engine"]
 
 STUDENT_RANKS: Final = "student_ranks"
 
@@ -98,11 +98,14 @@ def is_local(address: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-def check_placement(placement: Placement, serving: ServingConfig, *, library: str) -> None:
+def check_placement(
+    placement: Placement, serving: ServingConfig, *, library: str, has_engine: bool = False
+) -> None:
     """Check that a teacher's placement and the keys of ``serving`` go together.
 
     Args:
         library: The library that runs the model.
+        has_engine: Whether there is a section ``engine``.
 
     Raises:
         ConfigError: They do not.
@@ -122,6 +125,20 @@ def check_placement(placement: Placement, serving: ServingConfig, *, library: st
                 expected=f"serving.{name} with placement {needed_placement}, and with no other",
                 fix="change one of them",
             )
+    if has_engine != (placement == "engine"):
+        raise ConfigError(
+            "the section engine and placement do not go together",
+            got=f"placement {placement} {'with' if has_engine else 'without'} engine",
+            expected="engine with placement engine, and with no other",
+            fix="change one of them",
+        )
+    if has_engine and serving.targets == "hidden":
+        raise ConfigError(
+            "an engine gives no hidden states",
+            where="serving.targets",
+            got="hidden",
+            expected="topk or label",
+        )
     for address in serving.address:
         is_safe = serving.root_certificate is not None or is_local(address)
         if not (is_safe or serving.plain_connection):

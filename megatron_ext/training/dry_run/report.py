@@ -91,6 +91,9 @@ def _teacher(plan: Plan, name: str) -> str:
         f"{_bytes(weights / serving.replica_size)} of weights on each",
         "process": f"in a process beside each replica: about {_bytes(weights)} of weights there",
         "server": f"on the server at {', '.join(serving.address)}",
+        "engine": f"by {teacher.engine.kind} at {', '.join(teacher.engine.url)}"
+        if teacher.engine
+        else "",
     }
     return f"{where[teacher.placement]}; {sent}"
 

@@ -22,6 +22,7 @@ from megatron_ext.training.models import DTYPES
 from megatron_ext.training.objective import teacher_objective
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.teachers.cached_teacher import open_cached_teacher
+from megatron_ext.training.teachers.engine_teacher import teacher_from_engine
 from megatron_ext.training.teachers.identity import launch_identity, server_identity, weights_on_all
 from megatron_ext.training.teachers.live_teacher import (
     LoadedTeacher,
@@ -227,11 +228,13 @@ def _identity(teacher: TeacherPlan, run: StudentParts) -> Mapping[str, str | int
 _MAKERS: Final[Mapping[str, Callable[[TeacherPlan, StudentParts], LoadedTeacher]]] = {
     "cache": teacher_from_cache,
     "remote": teacher_from_remote,
+    "engine": teacher_from_engine,
     "huggingface": teacher_from_huggingface,
     "megatron": teacher_on_student_ranks,
 }
 """By kind: ``cache`` where targets are read from files, ``remote`` where other processes send them,
-otherwise the library that runs the model on the student's ranks."""
+``engine`` where an inference server does, otherwise the library that runs the model on the
+student's ranks."""
 
 
 def make_run_teachers(run: StudentParts) -> dict[str, LoadedTeacher]:
@@ -247,4 +250,6 @@ def make_run_teachers(run: StudentParts) -> dict[str, LoadedTeacher]:
 def _kind(teacher: TeacherPlan) -> str:
     if teacher.config.cache is not None:
         return "cache"
+    if teacher.config.engine is not None:
+        return "engine"
     return "remote" if teacher.config.is_remote else teacher.config.library

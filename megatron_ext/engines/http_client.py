@@ -1,0 +1,124 @@
+"""Requests to inference servers over HTTP: retried, bounded in number and in time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import requests
+from requests.adapters import HTTPAdapter
+from urllib3.util import Retry
+
+from megatron_ext.engines.engine_config import EngineConfig
+from megatron_ext.errors import DistributedError
+
+_CONNECT_S: Final = 10.0
+_RETRIED: Final = (408, 425, 429, 500, 502, 503, 504)
+_SHOWN: Final = 300
+"""Characters of a server's words in an error."""
+
+
+class HttpClient:
+    """A client of one or several equal servers, to which requests are dealt.
+
+    Requests that fail on the way, or for which a server has no time, are repeated with growing
+    pauses. Requests must be safe to repeat.
+
+    Args:
+        config: Addresses, limits and where the key is.
+        where: Section of the configuration, for errors.
+    """
+
+    def __init__(self, config: EngineConfig, *, where: str) -> None:
+        self._config, self._where = config, where
+        self._session = requests.Session()
+        # A proxy or a key of the environment is no part of the configuration.
+        self._session.trust_env = False
+        retry = Retry(
+            total=config.retries,
+            backoff_factor=0.5,
+            status_forcelist=_RETRIED,
+            allowed_methods=None,
+            raise_on_status=False,
+        )
+        adapter = HTTPAdapter(max_retries=retry, pool_maxsize=config.concurrency)
+        for scheme in ("http://", "https://"):
+            self._session.mount(scheme, adapter)
+        self._session.verify = config.root_certificate or True
+        key = os.environ.get(config.key_variable)
+        if key:
+            self._session.headers["Authorization"] = f"Bearer {key}"
+        self._threads = ThreadPoolExecutor(config.concurrency, "engine")
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """Addresses of the servers."""
+        return self._config.url
+
+    def get(self, path: str, *, server: int = 0) -> Any:
+        """JSON of a GET; errors as ``post``."""
+        return self._request("GET", path, None, server)
+
+    def post(self, path: str, body: Mapping[str, Any], *, server: int = 0) -> Any:
+        """JSON of the answer to a POST of JSON.
+
+        Raises:
+            DistributedError: The server cannot be reached, refuses the request, takes too long or
+                answers no JSON; after all retries.
+        """
+        return self._request("POST", path, body, server)
+
+    def post_all(self, path: str, bodies: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Answers to several requests in order, some of them under way at a time; see ``post``."""
+        return [answer() for answer in self.begin(path, bodies)]
+
+    def begin(self, path: str, bodies: Sequence[Mapping[str, Any]]) -> list[Callable[[], Any]]:
+        """Begin several requests; each result waits for its answer."""
+        return [
+            self._threads.submit(self.post, path, body, server=number % len(self.servers)).result
+            for number, body in enumerate(bodies)
+        ]
+
+    def close(self) -> None:
+        """End all requests that have not begun, and the connections."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._session.close()
+
+    def _request(self, method: str, path: str, body: Mapping[str, Any] | None, server: int) -> Any:
+        url = self.servers[server].rstrip("/") + path
+        try:
+            answer = self._session.request(
+                method, url, json=body, timeout=(_CONNECT_S, self._config.timeout_s)
+            )
+        except requests.RequestException as error:
+            raise self._failed(url, _reason(error)) from error
+        if answer.status_code != requests.codes.ok:
+            said = answer.text[:_SHOWN].strip()
+            raise self._failed(url, f"status {answer.status_code}: {said}")
+        try:
+            return answer.json()
+        except requests.JSONDecodeError as error:
+            raise self._failed(url, f"no JSON: {answer.text[:_SHOWN]!r}") from error
+
+    def _failed(self, url: str, got: str) -> DistributedError:
+        return DistributedError(
+            f"the engine at {url} has not answered",
+            where=self._where,
+            got=got,
+            fix="look at the server's log; a key is read from the environment variable "
+            f"{self._config.key_variable}",
+        )
+
+
+def _reason(error: requests.RequestException) -> str:
+    """What went wrong, without the objects that urllib3 names."""
+    if isinstance(error, requests.ConnectTimeout | requests.ReadTimeout):
+        return "no answer in time"
+    if isinstance(error, requests.exceptions.SSLError):
+        return "a certificate that cannot be verified"
+    cause: BaseException = error
+    while (inner := cause.__cause__ or cause.__context__) is not None:
+        cause = inner
+    return f"{type(cause).__name__}: {cause}"[:_SHOWN]
