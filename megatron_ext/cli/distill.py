@@ -13,6 +13,7 @@ import argparse
 import os
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import yaml
 
@@ -85,7 +86,9 @@ def run(arguments: argparse.Namespace) -> None:
         from megatron_ext.evaluation.student_engine import engine_of
         from megatron_ext.training.distill import distill
 
-    engine = engine_of(config.data.rollouts, seed=config.training.seed)
+    engine = engine_of(
+        config.data.rollouts, seed=config.training.seed, run_dir=Path(config.run_dir)
+    )
     distill(config, inputs, evaluator=evaluator, engine_of=engine)
 
 

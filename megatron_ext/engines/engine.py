@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -69,7 +70,13 @@ class Scores(NamedTuple):
 
 
 class Engine(Protocol):
-    """Completes prompts with the newest weights of a run's student."""
+    """Completes prompts with the weights of a run's student."""
+
+    shares_weights: bool
+    """Whether the weights are the student's own, and so always the newest."""
 
     def complete(self, prompts: Sequence[AskedPrompt]) -> list[Completion]:
         """A completion of each prompt, in order; every rank of a replica makes the same calls."""
+
+    def load(self, checkpoint: Path) -> None:
+        """Take the weights of a checkpoint, where they are not shared; called on every rank."""

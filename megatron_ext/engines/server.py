@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
@@ -170,38 +170,21 @@ class InferenceServer:
         return name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerEngine:
-    """An ``Engine`` over servers; each replica of a run asks by itself."""
-
-    server: InferenceServer
-    sampling: Sampling
-
-    def complete(self, prompts: Sequence[AskedPrompt]) -> list[Completion]:
-        """``Engine.complete``."""
-        return self.server.complete(prompts, self.sampling)
-
-
 def check_processed(server: InferenceServer, sampling: Sampling, prompt: AskedPrompt) -> None:
-    """Check that a server says with which probability it has sampled, not before temperature.
+    """Check that a server says with which probability it has sampled, not the model's own.
 
     Raises:
-        ConfigError: It does not.
+        ConfigError: It says the model's, before temperature and top-p.
     """
-    if sampling.temperature in (0.0, 1.0):
+    if sampling.temperature == 0 or (sampling.temperature == 1 and sampling.top_p == 1):
         return
-    asked = [
-        Sampling(max_new_tokens=1, temperature=t, top_p=1e-6, seed=0)
-        for t in (1.0, sampling.temperature)
-    ]
-    plain, changed = (server.complete([prompt], each)[0] for each in asked)
-    if plain.ids == changed.ids and math.isclose(
-        plain.log_probs[0], changed.log_probs[0], abs_tol=1e-6
-    ):
+    (sampled,) = server.complete([prompt], replace(sampling, max_new_tokens=1))
+    (plain,) = server.score([[*prompt.ids, *sampled.ids]], 0)()
+    if math.isclose(sampled.log_probs[0], float(plain.log_probs[-1]), abs_tol=1e-5):
         raise ConfigError(
-            "the engine gives log-probabilities from before its temperature",
-            got=f"the same at temperatures 1 and {sampling.temperature}",
-            expected="those with which tokens were sampled",
+            "the engine gives the model's log-probabilities, and not those that it samples with",
+            got=f"{sampled.log_probs[0]:.6f} at temperature {sampling.temperature} and top_p "
+            f"{sampling.top_p}, as without them",
             fix="start vLLM with --logprobs-mode processed_logprobs",
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from megatron_ext.engines.engine import AskedPrompt, Completion, Sampling
 from megatron_ext.evaluation.generation import Generator
@@ -25,6 +26,8 @@ class StudentEngine:
         micro_batch_size: Completions that are sampled together.
     """
 
+    shares_weights = True
+
     def __init__(
         self, student: StudentToEvaluate, sampling: Sampling, *, micro_batch_size: int
     ) -> None:
@@ -43,6 +46,9 @@ class StudentEngine:
             seed=sampling.seed,
         )
 
+    def load(self, checkpoint: Path) -> None:
+        """Nothing: the weights are shared."""
+
     def complete(self, prompts: Sequence[AskedPrompt]) -> list[Completion]:
         """``Engine.complete``. Collectives: those of ``Generator.generate``."""
         stops = frozenset[int]().union(*(prompt.stop_ids for prompt in prompts))
@@ -59,7 +65,7 @@ class StudentEngine:
         ]
 
 
-def engine_of(rollouts: RolloutConfig | None, *, seed: int) -> EngineOf | None:
+def engine_of(rollouts: RolloutConfig | None, *, seed: int, run_dir: Path) -> EngineOf | None:
     """What makes the engine of a run's rollouts; None where it has none."""
     if rollouts is None:
         return None
@@ -69,8 +75,20 @@ def engine_of(rollouts: RolloutConfig | None, *, seed: int) -> EngineOf | None:
         top_p=rollouts.top_p,
         seed=seed,
     )
-    size = rollouts.micro_batch_size
-    return lambda student: StudentEngine(student, sampling, micro_batch_size=size)
+    size, servers = rollouts.micro_batch_size, rollouts.engine
+    if servers is None:
+        return lambda student: StudentEngine(student, sampling, micro_batch_size=size)
+    # Late: only runs with a server need requests.
+    from megatron_ext.training.server_engine import ServerEngine
+
+    return lambda student: ServerEngine.connected(
+        servers,
+        sampling,
+        groups=student.groups,
+        vocab_size=student.tokenizer.vocab_size,
+        length=student.max_length,
+        run_dir=run_dir,
+    )
 
 
 def _up_to_stop(completion: Completion, stops: frozenset[int]) -> Completion:

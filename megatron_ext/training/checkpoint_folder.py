@@ -33,6 +33,11 @@ def checkpoint_path(folder: Path, iteration: int) -> Path:
     return folder / f"{_PREFIX}{iteration:07d}"
 
 
+def iteration_of(checkpoint: Path) -> int:
+    """The iteration of a ``checkpoint_path``."""
+    return int(checkpoint.name.removeprefix(_PREFIX))
+
+
 def latest_checkpoint(folder: Path) -> Path | None:
     """The newest complete checkpoint of a run, or None.
 

@@ -51,6 +51,7 @@ def check_exclusions(
 _BY_IDS: Final = "set training.vocabulary_layout to original"
 _ON_CHECKPOINTS: Final = "leave the tasks out, and call megatron-ext evaluate on a checkpoint"
 _NOT_CUT: Final = "between two steps a student in this layout does not read texts of any length"
+_BY_SERVERS: Final = "change the layout, or have servers sample (data.rollouts.engine)"
 _SETS_ITSELF: Final = "the weighting sets this weight itself"
 _NO_FLAG: Final = (
     "Megatron-LM has no flag for this, so that its checkpoints would be of another model"
@@ -244,14 +245,20 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
     ),
     # What the student samples.
     *(
-        Exclusion(features.ROLLOUTS, cut, _NOT_CUT, "change the layout, or leave rollouts out")
+        Exclusion(features.OWN_ROLLOUTS, cut, _NOT_CUT, _BY_SERVERS)
         for cut in (features.CONTEXT, features.SEQUENCE, features.INTERLEAVED, features.LATE_GATHER)
     ),
     Exclusion(
-        features.ROLLOUTS,
+        features.OWN_ROLLOUTS,
         features.LAYOUT,
         "a student is sampled from with its head in the order of the ids",
         _BY_IDS,
+    ),
+    Exclusion(
+        features.SERVED_ROLLOUTS,
+        features.NO_START,
+        "servers sample with the weights of a checkpoint, and there is none at first",
+        "name one in initial_checkpoint, or leave the engine out",
     ),
     Exclusion(
         features.ROLLOUTS,

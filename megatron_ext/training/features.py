@@ -73,7 +73,7 @@ class Feature:
     def requested(self, setting: Setting) -> str | None:
         """The run's request for the feature, for an error; None where there is none."""
         value = self.value(setting)
-        if value in (None, ()):
+        if value in (None, (), False):
             return None
         return _shown(value) if self.key is None else f"{setting.place(self.key)} {_shown(value)}"
 
@@ -253,7 +253,21 @@ LATE_GATHER: Final = key_feature("parallel.overlap_param_gather")
 ROLLOUTS: Final = Feature(
     name="`data.rollouts`",
     key="data.rollouts",
-    value=lambda setting: setting.config.data.rollouts and "of prompts",
+    value=lambda setting: setting.config.data.rollouts and "there",
+)
+OWN_ROLLOUTS: Final = Feature(
+    name="`data.rollouts` without `engine`",
+    key="data.rollouts",
+    value=lambda s: s.config.data.rollouts and not s.config.data.rollouts.engine and "by itself",
+)
+SERVED_ROLLOUTS: Final = Feature(
+    name="`data.rollouts.engine`",
+    key="data.rollouts.engine",
+    value=lambda s: s.config.data.rollouts and s.config.data.rollouts.engine and "there",
+)
+NO_START: Final = Feature(
+    name="no `initial_checkpoint`",
+    value=lambda setting: None if setting.config.initial_checkpoint else "random first weights",
 )
 CROSS_ENTROPY: Final = key_feature("loss.ce_weight", off=0.0)
 TASKS: Final = key_feature("evaluation.tasks", off=None)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from megatron_ext.engines.engine_config import EngineConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.training.model_config import check_positive
 
@@ -38,6 +39,10 @@ class RolloutConfig:
 
     train_whitespace: bool = False
     """Whether sampled tokens of spaces and tabs alone are trained."""
+
+    engine: EngineConfig | None = field(default=None, metadata={"prefix": "engine-"})
+    """Servers that sample; the student itself, on its own ranks, when not given. They take the
+    weights of every checkpoint that the run saves."""
 
     def __post_init__(self) -> None:
         check_positive(self, "max_new_tokens", "micro_batch_size", "prompt_characters")

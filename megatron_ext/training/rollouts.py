@@ -44,8 +44,23 @@ class Rollouts:
     run_dir: Path
     """Folder of the run, whose ``rollouts.jsonl`` gets one completion a step."""
 
+    synced: int | None = None
+    """Iteration whose weights the engine has; None where it shares the student's."""
+
+    staleness: int = 0
+    """Updates of the student since the weights that sampled the completions of a step."""
+
     sums: list[float] = field(default_factory=lambda: [0.0] * len(_SUMS))
     """Sums of ``_SUMS`` over this replica's completions of a step."""
+
+    def sync(self, iteration: int, checkpoint: Path) -> None:
+        """Have an engine with weights of its own take those of a checkpoint.
+
+        Collectives: those of ``Engine.load``.
+        """
+        if not self.engine.shares_weights:
+            self.engine.load(checkpoint)
+            self.synced = iteration
 
     def completed(
         self, microbatches: Sequence[Sequence[PackedSample]], *, iteration: int
@@ -66,6 +81,7 @@ class Rollouts:
             AskedPrompt(row.prompt.ids, self.texts.stop_ids(row.prompt), row.place)
             for row in prompts
         ]
+        self.staleness = 0 if self.synced is None else iteration - 1 - self.synced
         answers = self.engine.complete(asked)
         self.sums = [0.0] * len(_SUMS)
         done: dict[int, PackedSample] = {}
@@ -100,6 +116,7 @@ class Rollouts:
             "whitespace": total["blank"],
             "unaligned": total["unaligned"],
             "left_out": total["left_out"],
+            "staleness": self.staleness,
         }
         return {f"rollouts/{name}": value for name, value in values.items()}
 

@@ -115,6 +115,9 @@ class RunPlan:
     lora: LoraConfig | None
     """Adapters of the student."""
 
+    initial_checkpoint: str | None
+    """Checkpoint of the student's first weights."""
+
     evaluation: EvaluationConfig
 
     projections: tuple[Path, ...]
@@ -139,6 +142,7 @@ class RunPlan:
             parallel=config.parallel,
             optimizer=config.optimizer,
             lora=config.lora,
+            initial_checkpoint=config.initial_checkpoint,
             evaluation=config.evaluation,
             projections=tuple(sorted({Path(path) for path in projections if path})),
             values=config_values(config),

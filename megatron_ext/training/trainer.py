@@ -21,6 +21,7 @@ from megatron_ext.losses.diagnostics import ONE_TEACHER
 from megatron_ext.teachers import Teacher
 from megatron_ext.teachers.remote_teacher import leave, remote_teachers
 from megatron_ext.training import watchdog
+from megatron_ext.training.checkpoint_folder import find_checkpoint, iteration_of, latest_checkpoint
 from megatron_ext.training.faults import (
     DivergedError,
     FaultCounts,
@@ -42,7 +43,7 @@ from megatron_ext.training.metrics import (
 from megatron_ext.training.microbatch import Microbatch, MicrobatchWithTargets
 from megatron_ext.training.rollouts import Rollouts
 from megatron_ext.training.run_data import HeldOut, RunData
-from megatron_ext.training.run_folder import disown_run_folder
+from megatron_ext.training.run_folder import CHECKPOINTS, disown_run_folder
 from megatron_ext.training.run_loss import layer_gradients, observe
 from megatron_ext.training.run_plan import RunPlan
 from megatron_ext.training.saved_run import SavedRun
@@ -177,6 +178,7 @@ class Trainer:
         watch = StepWatch(self.clock, self.batches)
         teacher_watch = TeacherWatch(remote_teachers(self.teachers))
         saved_at = done
+        self._sync_engine(saved)
         for iteration in range(done + 1, total + 1):
             self._end_if_asked(saved, iteration - 1, is_saved=saved_at == iteration - 1)
             started = time.perf_counter()
@@ -207,6 +209,24 @@ class Trainer:
                 with self.clock.phase("checkpoint"):
                     saved.save(iteration, is_last=is_last)
                 saved_at = iteration
+                if not is_last:
+                    self._sync_engine(saved)
+
+    def _sync_engine(self, saved: SavedRun) -> None:
+        """Give an engine with weights of its own those of the newest checkpoint."""
+        if self.rollouts is None or self.rollouts.engine.shares_weights:
+            return
+        saved.finish()
+        folder = self.run_dir / CHECKPOINTS
+        # The newest one may be older than this iteration, where saving it has failed.
+        checkpoint = latest_checkpoint(folder)
+        if checkpoint is None:
+            assert self.plan.initial_checkpoint is not None, "an exclusion"
+            where = "initial_checkpoint"
+            checkpoint = find_checkpoint(self.plan.initial_checkpoint, where=where)
+        with self.clock.phase("rollouts"):
+            is_own = checkpoint.parent == folder
+            self.rollouts.sync(iteration_of(checkpoint) if is_own else 0, checkpoint)
 
     def _end_if_asked(self, saved: SavedRun, iteration: int, *, is_saved: bool) -> None:
         """End the run after ``iteration`` if a signal asks for it; on every rank alike."""

@@ -25,7 +25,9 @@ def config_of(folder, name, objective="projected_kl", rollouts=ROLLOUTS, **paral
 def train(config):
     """Train, with the run's own student as the engine."""
     trainer = _trainer(config)
-    engine = engine_of(config.data.rollouts, seed=config.training.seed)
+    engine = engine_of(
+        config.data.rollouts, seed=config.training.seed, run_dir=Path(config.run_dir)
+    )
     trainer.rollouts = rollouts_of(trainer, engine, build_tokenizer(config.tokenizer))
     trainer.train()
 
