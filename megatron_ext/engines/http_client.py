@@ -113,12 +113,12 @@ class HttpClient:
 
 
 def _reason(error: requests.RequestException) -> str:
-    """What went wrong, without the objects that urllib3 names."""
-    if isinstance(error, requests.ConnectTimeout | requests.ReadTimeout):
-        return "no answer in time"
-    if isinstance(error, requests.exceptions.SSLError):
-        return "a certificate that cannot be verified"
+    """What went wrong first, without the objects that urllib3 names."""
     cause: BaseException = error
     while (inner := cause.__cause__ or cause.__context__) is not None:
         cause = inner
+    if isinstance(cause, TimeoutError) or isinstance(error, requests.Timeout):
+        return "no answer in time"
+    if isinstance(error, requests.exceptions.SSLError):
+        return "a certificate that cannot be verified"
     return f"{type(cause).__name__}: {cause}"[:_SHOWN]

@@ -118,7 +118,9 @@ class Rollouts:
             "left_out": total["left_out"],
             "staleness": self.staleness,
         }
-        return {f"rollouts/{name}": value for name, value in values.items()}
+        # Not every engine says what it has sampled from.
+        known = {name: value for name, value in values.items() if not math.isnan(value)}
+        return {f"rollouts/{name}": value for name, value in known.items()}
 
     def _count(self, answer: Completion, counts: SampleCounts) -> None:
         repeated, runs = _repetition(answer.ids)
