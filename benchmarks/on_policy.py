@@ -4,11 +4,11 @@
 
 The task is to sort words: behind ``yield class import:`` stands `` class import yield`` and the end
 of the text. A teacher with SentencePiece's tokens learns it from many problems, a smaller student
-that reads bytes is distilled from it on few. From there on one student goes on with the recorded
-texts, one samples every text itself (``data.rollouts``), one half of them; the prompts are the
-same. Each begins from the same weights and learns as many tokens as the others, as nearly as whole
-steps allow. What they write for problems that nobody has seen is measured: the share of exact
-answers and of those that end by themselves. Curves are of checkpoints along the way.
+with the first 3,900 of Tekken's tokens is distilled from it on few. From there on one student goes
+on with the recorded texts, one samples every text itself (``data.rollouts``), one half of them; the
+prompts are the same. Each begins from the same weights and takes as many steps of as many rows; the
+tokens that it trains are counted. What they write for problems that nobody has seen is measured:
+the share of exact answers and of those that end by themselves, at checkpoints along the way.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from benchmarks.loss_cost.machine import commit, machine, write_results
 
 _WORDS: Final = sorted(keyword.kwlist, key=str.lower)
 _SEQ: Final = 96
+_STUDENT_IDS: Final = 4000
 _ROWS: Final = 16
 _BRANCHES: Final = {"off-policy": None, "mixed": 0.5, "on-policy": 1.0}
 """Share of rows that the student samples."""
@@ -59,6 +60,12 @@ def write_problems(folder: Path, counts: Mapping[str, int], seed: int) -> None:
             lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
             (folder / f"{name}.{kind}.jsonl").write_text(lines)
         (folder / f"{name}.json").write_text(json.dumps(pairs))
+
+
+def write_ranks(path: Path) -> None:
+    """The head of Tekken's vocabulary as Megatron's JSON rank list."""
+    whole = json.loads((resources.files("mistral_common") / "data/tekken_240911.json").read_text())
+    path.write_text(json.dumps(whole["vocab"][: _STUDENT_IDS - 100]))
 
 
 def model(layers: int, width: int) -> dict[str, Any]:
@@ -127,10 +134,19 @@ def teacher_of(root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 def student_config(root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """What all students have in common."""
     return {
-        "tokenizer": {"library": "byte-level"},
+        "tokenizer": {
+            "library": "tiktoken",
+            "model": str(root / "ranks.json"),
+            "tiktoken_num_special_tokens": 100,
+            "vocab_size": _STUDENT_IDS,
+        },
         "student": model(3, 96),
         "teacher": teacher_of(root, arguments),
-        "loss": {"objective": arguments.objective, "ce_weight": 0.0},
+        "loss": {
+            "objective": arguments.objective,
+            "options": json.loads(arguments.options),
+            "ce_weight": 0.0,
+        },
     }
 
 
@@ -259,7 +275,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, help="where the runs stay, and go on when cut off")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--objective", default="alm")
+    parser.add_argument("--objective", default="projected_kl")
+    parser.add_argument("--options", default="{}", help="of the objective, as JSON")
     parser.add_argument("--teacher-problems", type=int, default=20000)
     parser.add_argument("--teacher-steps", type=int, default=400)
     parser.add_argument("--student-problems", type=int, default=500)
@@ -278,6 +295,7 @@ def main() -> None:
             "teacher": arguments.teacher_problems,
         }
         write_problems(root, counts, 0)
+        write_ranks(root / "ranks.json")
         found = {str(seed): compare(root, seed, arguments) for seed in arguments.seeds}
         pairs = json.loads((root / "test.json").read_text())[: arguments.problems]
         teacher = curve(root / "teacher", pairs)[-1]

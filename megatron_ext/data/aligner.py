@@ -66,6 +66,10 @@ class AlignedText(NamedTuple):
     """[Ts] mask of the trained tokens of a conversation; None for plain text, which is trained
     whole. A conversation includes its BOS and EOD; for plain text they are added in the batch."""
 
+    log_probs: NDArray[np.float32] | None = None
+    """[Ts] log-probability with which each token was sampled, NaN where none was; None for a text
+    that was not sampled."""
+
     @property
     def is_conversation(self) -> bool:
         """Whether this is a conversation written by chat templates, not plain text."""
@@ -103,6 +107,7 @@ class AlignedText(NamedTuple):
             ),
             is_end=self.is_end and is_end,
             trained=_part(self.trained, student),
+            log_probs=None if self.log_probs is None else self.log_probs[student],
         )
 
 

@@ -84,6 +84,10 @@ class CrossTokenizerBatch:
     dropped_bytes: int
     """Bytes of the texts that did not fit a row (host integer)."""
 
+    sampled_log_probs: torch.Tensor | None = None
+    """[B, T] float32 log-probability with which each of the student's labels was sampled, NaN where
+    none was; None in a batch without samples."""
+
     def to(self, device: torch.device | str) -> CrossTokenizerBatch:
         """A copy on ``device``; tensors that teachers share stay shared."""
         return self._each(lambda part: part.to(device))
@@ -102,6 +106,9 @@ class CrossTokenizerBatch:
                 for name, side in self.teachers.items()
             },
             alignments={name: change(batch) for name, batch in self.alignments.items()},
+            sampled_log_probs=None
+            if self.sampled_log_probs is None
+            else change(self.sampled_log_probs),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -176,7 +183,7 @@ class Layout:
         return bounds
 
     def laid_out(
-        self, parts: Iterable[Parts], fill: int, kind: type[np.generic] = np.int64
+        self, parts: Iterable[Parts], fill: float, kind: type[np.generic] = np.int64
     ) -> NDArray[Any]:
         """Scatter values of the labels to their positions [B, T], with ``fill`` elsewhere.
 
@@ -234,6 +241,27 @@ def side_batch(
         max_seqlen=int(sizes.max(initial=0)),
         byte_count=byte_count,
     )
+
+
+def sampled_log_probs(pieces: Sequence[AlignedText], layout: Layout) -> torch.Tensor | None:
+    """[B, T] ``CrossTokenizerBatch.sampled_log_probs`` of the student's layout.
+
+    Args:
+        pieces: All segments, row after row.
+    """
+    if all(piece.log_probs is None for piece in pieces):
+        return None
+    end = np.full(1, np.nan, np.float32)
+    parts = (
+        segment.at_labels(
+            np.full(len(segment.ids), np.nan, np.float32)
+            if piece.log_probs is None
+            else piece.log_probs,
+            end,
+        )
+        for piece, segment in zip(pieces, layout.segments, strict=True)
+    )
+    return torch.from_numpy(layout.laid_out(parts, np.nan, np.float32))
 
 
 _PAIRED_END: Final = np.array([BEGINS], np.uint8)

@@ -28,6 +28,7 @@ from megatron_ext.data.batch import (
     SideBatch,
     alignment_batch,
     identity_batch,
+    sampled_log_probs,
     side_batch,
 )
 from megatron_ext.data.side import Segment, Side
@@ -236,6 +237,7 @@ class CrossTokenizerCollator:
             alignments=alignments,
             token_count=int(student.loss_mask.sum()),
             dropped_bytes=dropped_bytes,
+            sampled_log_probs=sampled_log_probs(pieces, layout),
         )
 
     def _aligner(self, cache_dir: str | Path | None, max_bytes: int, memory_bytes: int) -> Aligner:

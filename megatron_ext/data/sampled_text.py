@@ -142,12 +142,15 @@ class SampledTexts:
             stops.add(self._template_stop)
         return frozenset(stop for stop in stops if stop is not None)
 
-    def aligned(self, prompt: Prompt, ids: Sequence[int]) -> SampledText:
+    def aligned(
+        self, prompt: Prompt, ids: Sequence[int], log_probs: Sequence[float] | None = None
+    ) -> SampledText:
         """A completion behind its prompt.
 
         Args:
             prompt: A result of ``prompt``.
             ids: N sampled ids, up to a stop token or without one.
+            log_probs: [N] with which they were sampled; None where that is not known.
         """
         sample = self._sample(prompt, list(ids))
         aligned = self._of_text if prompt.encoded is None else self._of_conversation
@@ -159,7 +162,11 @@ class SampledTexts:
             unaligned=sum(int(mask.sum()) for mask in outside),
             left_out=int(not text.trained.any()),
         )
-        return SampledText(None if counts.left_out else text, counts)
+        if counts.left_out:
+            return SampledText(None, counts)
+        if log_probs is not None:
+            text = text._replace(log_probs=_of_sampled(text, prompt, ids, log_probs))
+        return SampledText(text, counts)
 
     def shown(self, ids: Sequence[int]) -> str:
         """Text of the student's ids, control tokens by name."""
@@ -316,6 +323,17 @@ def _around(first: int | None, values: NDArray[Number], last: int | None) -> NDA
     if first is None:
         return np.concatenate([values, *parts])
     return np.concatenate([parts[0], values, *parts[1:]])
+
+
+def _of_sampled(
+    text: AlignedText, prompt: Prompt, ids: Sequence[int], log_probs: Sequence[float]
+) -> NDArray[np.float32]:
+    """[Ts] log-probabilities of the sampled tokens of a text, NaN for those of its prompt."""
+    values = np.full(len(text.student_ids), np.nan, np.float32)
+    kept = len(values) - len(prompt.ids)
+    values[len(prompt.ids) :] = log_probs[:kept]
+    assert text.student_ids[len(prompt.ids) :].tolist() == list(ids[:kept])
+    return values
 
 
 def _whole_tokens(ends: NDArray[np.int64], spelled: bytes) -> int:

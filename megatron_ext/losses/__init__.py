@@ -30,6 +30,7 @@ from megatron_ext.losses.objectives.mined import MinedLoss
 from megatron_ext.losses.objectives.next_token import NextTokenLoss
 from megatron_ext.losses.objectives.partition_kl import PartitionKLLoss
 from megatron_ext.losses.objectives.projected_kl import ProjectedKLLoss
+from megatron_ext.losses.objectives.sampled_kl import SampledKLLoss
 from megatron_ext.losses.objectives.strict_topk import StrictTopKLoss
 from megatron_ext.losses.objectives.uld import ULDLoss
 from megatron_ext.losses.objectives.vocab_kl import VocabKLLoss
@@ -84,6 +85,7 @@ __all__ = [
     "PartitionKLLoss",
     "ProjectedKLLoss",
     "ProjectionShard",
+    "SampledKLLoss",
     "ScheduledWeighting",
     "StrictTopKLoss",
     "SumCount",

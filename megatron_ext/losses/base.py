@@ -74,6 +74,10 @@ class DistillationInputs:
     chunk_script: torch.Tensor | None = None
     """[C] int8: number in ``alignment.audit.character_table.SCRIPTS``; for diagnostics."""
 
+    sampled_log_probs: torch.Tensor | None = None
+    """[B, Ts] fp32: log-probability with which an engine sampled each label, NaN where it was not
+    sampled; None where no label was."""
+
     grad_scale: float | torch.Tensor = 1.0
     """Upstream gradient that ``LossOutput.loss_sum`` will get: its weight over its global count,
     not 0; as a tensor a scalar without a graph. The forward writes the gradient for it; another

@@ -201,6 +201,9 @@ class ContextParallelPlan:
             labels=_moved_labels(slices.labels, self.student),
             student_hidden=_moved_if(slices.student_hidden, self.student),
             teacher=None if teacher is None else self._teacher_rows(teacher),
+            sampled_log_probs=None
+            if slices.sampled_log_probs is None
+            else _moved(slices.sampled_log_probs[..., None], self.student)[..., 0],
             teacher_labels=None
             if slices.teacher_labels is None
             else _moved_labels(slices.teacher_labels, self.teacher),

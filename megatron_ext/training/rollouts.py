@@ -87,7 +87,7 @@ class Rollouts:
         done: dict[int, PackedSample] = {}
         for row, prompt, answer in zip(prompts, asked, answers, strict=True):
             check_completion(prompt, answer)
-            text, counts = self.texts.aligned(row.prompt, answer.ids)
+            text, counts = self.texts.aligned(row.prompt, answer.ids, answer.log_probs)
             done[id(row)] = _BLANK if text is None else PackedSample((text,))
             self._count(answer, counts)
         if prompts and self.groups.is_main:

@@ -92,6 +92,16 @@ def with_hidden_states(batch: Microbatch, padding: tuple[int, int]) -> Distillat
     return replace(inputs, teacher=teacher, student_hidden=states[0], student_head_weight=heads[0])
 
 
+def with_samples(batch: Microbatch, padding: tuple[int, int]) -> DistillationInputs:
+    """Log-probabilities with which most labels were sampled, near those of the student."""
+    inputs = inputs_of(batch, padding)
+    log_probs = batch.student_logits.detach().float().log_softmax(-1)
+    own = log_probs.gather(-1, batch.labels.clamp(min=0)[..., None])[..., 0]
+    number = torch.arange(own.shape[1]).expand_as(own)
+    sampled = torch.where(number % 5 == 0, torch.nan, own + 0.3 * torch.sin(number.float()))
+    return replace(inputs, sampled_log_probs=sampled)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveCase:
     """One objective with options."""
@@ -141,6 +151,7 @@ class ObjectiveCase:
 TOP_K: dict[str, Any] = {"kinds": ("logits", "hidden", "topk")}
 LIKELIHOODS: dict[str, Any] = {"kinds": ("logits", "hidden", "label")}
 HIDDEN: dict[str, Any] = {"kinds": ("hidden",), "build": with_hidden_states}
+CONSTANT_SIGNAL = {"no_finite_difference": "its signal and its ratio are held constant"}
 ONE_TOKENIZER: dict[str, Any] = {"over": "tokens", "same_tokenizer": True}
 COMPLETED: dict[str, Any] = {**TOP_K, "build": with_completions}
 UNCOMMON: dict[str, Any] = {"build": with_uncommon_tokens}
@@ -190,6 +201,13 @@ CASES: dict[str, ObjectiveCase] = {
     "partition_kl": case("partition_kl", COMPLETED, temperature=1.5),
     "partition_kl reverse": case("partition_kl", COMPLETED, direction="reverse", chain_weight=0.5),
     "partition_kl jensen-shannon": case("partition_kl", COMPLETED, **JENSEN_SHANNON),
+    "sampled_kl": case("sampled_kl", LIKELIHOODS | CONSTANT_SIGNAL),
+    "sampled_kl of samples": case(
+        "sampled_kl",
+        LIKELIHOODS | CONSTANT_SIGNAL | {"build": with_samples},
+        most_ratio=1.2,
+        most_signal=2.0,
+    ),
     "mined": case("mined", temperature=1.5),
     "mined with copies": case("mined", sharing="copy"),
     "mined reverse": case("mined", direction="reverse"),

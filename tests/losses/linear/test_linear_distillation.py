@@ -27,6 +27,7 @@ WHOLE_ONLY = {
     name
     for name, case in CASES.items()
     if case.name == "dskd"
+    or case.name == "sampled_kl"
     or (case.name == "alm" and case.options.get("debias", True))
     or case.options.get("alignment") == "position"
 }
