@@ -8,6 +8,11 @@ A model is a run folder, its folder of checkpoints, one of these, or a HuggingFa
 predict together: token by token where they have one vocabulary, else byte by byte (--mode byte),
 with the mean of their probabilities. Processes beyond tensor and pipeline parallelism are replicas,
 which share the prompts.
+
+With --conversations, answers become training data, of a model or of an endpoint:
+
+    megatron-ext generate --endpoint https://api.example.com --endpoint-model big --conversations \\
+        --prompts questions.jsonl --output answers.jsonl --max-new-tokens 1024 --temperature 0.7
 """
 
 from __future__ import annotations
@@ -15,7 +20,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megatron_ext.cli.model_arguments import (
     add_model_arguments,
@@ -23,20 +32,31 @@ from megatron_ext.cli.model_arguments import (
     finish,
     load_models,
 )
+from megatron_ext.conversation.records import ConversationRecord
+from megatron_ext.engines.chat_endpoint import Answer, ChatEndpoint
+from megatron_ext.engines.engine import Sampling
+from megatron_ext.engines.engine_config import EngineConfig
+from megatron_ext.errors import ConfigError
 from megatron_ext.evaluation.language_model import GenerationOptions
 from megatron_ext.evaluation.tasks.task import texts_of
+from megatron_ext.evaluation.teacher_texts import Answers, TeacherTexts, asked_conversations
 from megatron_ext.files import write_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the verb."""
-    parser.add_argument(
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
         "--model",
         dest="checkpoint",
         type=Path,
-        required=True,
         action="append",
         help="what generates; several times for models that predict together",
+    )
+    source.add_argument(
+        "--endpoint",
+        metavar="URL",
+        help="OpenAI-compatible endpoint that answers conversations, without /v1",
     )
     given = parser.add_mutually_exclusive_group(required=True)
     given.add_argument("--prompt", help="text to go on with")
@@ -44,6 +64,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text-field", default="prompt", help="field of a record's prompt")
     parser.add_argument(
         "--output", type=Path, help="file for prompts and completions, as JSON Lines"
+    )
+    training = parser.add_argument_group("training data")
+    training.add_argument(
+        "--conversations",
+        action="store_true",
+        help="answer whole conversations (or --text-field as a user's message) and write them as "
+        "conversations; goes on where it was stopped; answers that are cut are left out",
+    )
+    training.add_argument("--endpoint-model", metavar="NAME", help="the endpoint's name of a model")
+    training.add_argument(
+        "--key-variable",
+        default="MEGATRON_EXT_ENGINE_KEY",
+        metavar="NAME",
+        help="environment variable with the endpoint's key (default: %(default)s)",
+    )
+    training.add_argument(
+        "--plain-connection",
+        action="store_true",
+        help="allow http to another machine, over a trusted network",
     )
     generation = parser.add_argument_group("generation")
     generation.add_argument(
@@ -67,6 +106,9 @@ def run(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
         stop=tuple(arguments.stop),
     )
+    if arguments.conversations or arguments.endpoint is not None:
+        _answer_conversations(arguments, options)
+        return
     check_model_arguments(arguments)
     prompts = [arguments.prompt]
     if arguments.prompts is not None:
@@ -87,3 +129,72 @@ def run(arguments: argparse.Namespace) -> None:
 
     model.once(write)
     finish(model)
+
+
+def _answer_conversations(arguments: argparse.Namespace, options: GenerationOptions) -> None:
+    """Write answered conversations, by a model or an endpoint."""
+    if not arguments.conversations or arguments.prompts is None or arguments.output is None:
+        raise ConfigError(
+            "an endpoint answers conversations of a file, which are written to another",
+            got="a flag is missing",
+            expected="--conversations, --prompts and --output",
+        )
+    if arguments.mode != "common":
+        raise ConfigError(
+            "conversations are answered token by token", where="--mode", got=arguments.mode
+        )
+    if options.stop and arguments.endpoint is not None:
+        raise ConfigError("an endpoint ends answers itself", where="--stop", got=options.stop[0])
+    records = asked_conversations(arguments.prompts, arguments.text_field)
+    named = arguments.endpoint_model or arguments.endpoint
+    texts = TeacherTexts(
+        output=arguments.output,
+        about={
+            "model": named or ", ".join(map(str, arguments.checkpoint)),
+            "temperature": options.temperature,
+            "top_p": options.top_p,
+            "max_new_tokens": options.max_new_tokens,
+            "seed": options.seed,
+            "date": datetime.now(timezone.utc).date().isoformat(),
+        },
+    )
+    if arguments.endpoint is not None:
+        answers, once = _of_endpoint(arguments, options), _once
+    else:
+        check_model_arguments(arguments)
+        model = load_models(arguments)
+        answers, once = partial(_of_model, model, options), model.once
+    kept, left_out = texts.write(records, answers, once)
+    cut = f", {left_out} that were cut are left out" if left_out else ""
+    once(lambda: sys.stdout.write(f"{kept} answers in {arguments.output}{cut}\n"))
+    if arguments.endpoint is None:
+        finish(model)
+
+
+def _once(work: Callable[[], Any]) -> Any:
+    return work()
+
+
+def _of_model(
+    model: Any, options: GenerationOptions, part: Sequence[ConversationRecord], first: int
+) -> list[Answer]:
+    answers: list[Answer] = model.answers(part, options, first)
+    return answers
+
+
+def _of_endpoint(arguments: argparse.Namespace, options: GenerationOptions) -> Answers:
+    config = EngineConfig(
+        kind="vllm",
+        url=(arguments.endpoint.rstrip("/").removesuffix("/v1"),),
+        model=arguments.endpoint_model,
+        key_variable=arguments.key_variable,
+        plain_connection=arguments.plain_connection,
+    )
+    sampling = Sampling(
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        seed=options.seed,
+    )
+    endpoint = ChatEndpoint(config)
+    return lambda part, first: endpoint.answers(part, sampling, first)

@@ -32,7 +32,7 @@ from megatron_ext.conversation.records import ConversationRecord
 from megatron_ext.conversation.rendering.provenance import TEMPLATE, Provenance, Span
 from megatron_ext.data.aligner import AlignedText, Content, TeacherTokens, teacher_tokens
 from megatron_ext.data.collator import CrossTokenizerCollator
-from megatron_ext.errors import ConversationError, TokenizerError
+from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.token_bytes import TokenBytes
 
@@ -185,19 +185,11 @@ class SampledTexts:
         return Prompt(text, whole, None)
 
     def _conversation(self, record: ConversationRecord) -> Prompt:
-        messages = list(record.messages)
-        while messages and messages[-1].get("role") == "assistant":
-            messages.pop()
-        if not messages:
-            raise ConversationError(
-                "a conversation has nothing to answer",
-                got="messages of the assistant alone",
-                expected="a message of another role",
-            )
+        asked = record.asked()
         encoded = self._student.encode_conversation(
-            messages, add_generation_prompt=True, template_variables=record.template_variables
+            asked.messages, add_generation_prompt=True, template_variables=asked.template_variables
         )
-        return Prompt(replace(record, messages=messages), encoded.ids.tolist(), encoded)
+        return Prompt(asked, encoded.ids.tolist(), encoded)
 
     def _sample(self, prompt: Prompt, ids: list[int]) -> _Sample:
         """The completion up to its last whole character, and what of it is trained."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, Protocol, TypeVar
 
+from megatron_ext.conversation.records import ConversationRecord
 from megatron_ext.errors import ConfigError, TokenizerError
 from megatron_ext.tokenizers import MegatronTokenizerText
 
@@ -178,6 +179,20 @@ class _Reader(Protocol):
 
     @property
     def max_length(self) -> int: ...
+
+
+def conversation_ids(record: ConversationRecord, reader: _Reader) -> list[int]:
+    """Ids of a conversation and the header of an answer, in the tokenizer's chat template.
+
+    Raises:
+        TokenizerError: There is no template, or the conversation does not fit it.
+    """
+    variables = dict(record.template_variables)
+    rendered = reader.tokenizer.apply_chat_template(
+        record.messages, add_generation_prompt=True, **variables
+    )
+    assert isinstance(rendered, list)
+    return rendered
 
 
 def prompt_ids(text: str, reader: _Reader) -> list[int]:

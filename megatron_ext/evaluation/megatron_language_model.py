@@ -14,9 +14,11 @@ from typing import Any, Final, Literal, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from megatron_ext.conversation.records import ConversationRecord
 from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.layout import Layout
 from megatron_ext.distributed.process_groups import ProcessGroups
+from megatron_ext.engines.chat_endpoint import Answer
 from megatron_ext.errors import CheckpointError, ConfigError, DataError
 from megatron_ext.evaluation.generation import Generator, TokenScorer
 from megatron_ext.evaluation.language_model import (
@@ -24,6 +26,7 @@ from megatron_ext.evaluation.language_model import (
     LogLikelihood,
     Mean,
     TokenRequest,
+    conversation_ids,
     prompt_ids,
 )
 from megatron_ext.evaluation.token_mixture import TokenMixture
@@ -94,19 +97,36 @@ class MegatronLanguageModel:
 
         Collectives: those of ``Generator``, and one all-gather of objects over ``dp``.
         """
-        places = self.local(len(prompts))
-        ids = [prompt_ids(prompts[i], self) for i in places]
+        ids = [prompt_ids(prompts[i], self) for i in self.local(len(prompts))]
+        return [answer.text for answer in self._answers(ids, len(prompts), options)]
+
+    def answers(
+        self, records: Sequence[ConversationRecord], options: GenerationOptions, first: int = 0
+    ) -> list[Answer]:
+        """The answer to each conversation, in order; collectives as of ``generate``.
+
+        Args:
+            first: Number of the first record among all, which its samples depend on.
+        """
+        ids = [conversation_ids(records[i], self) for i in self.local(len(records))]
+        return self._answers(ids, len(records), options, first)
+
+    def _answers(
+        self, ids: Sequence[list[int]], count: int, options: GenerationOptions, first: int = 0
+    ) -> list[Answer]:
+        """Answers to ``count`` prompts, of which this replica has ``ids``."""
 
         def is_done(new: Sequence[int]) -> bool:
             text = self.tokenizer.detokenize(list(new))
             return self._ends_text(new) or any(stop in text for stop in options.stop)
 
-        new = self.generator.generate(ids, options, places=list(places), is_done=is_done)
-        texts = [
-            self._text(prompt, completion.ids, options.stop)
+        places = [first + place for place in self.local(count)]
+        new = self.generator.generate(ids, options, places=places, is_done=is_done)
+        answers = [
+            Answer(self._text(prompt, completion.ids, options.stop), is_done(completion.ids))
             for prompt, completion in zip(ids, new, strict=True)
         ]
-        return self.gathered(texts, len(prompts))
+        return self.gathered(answers, count)
 
     def once(self, work: Callable[[], Result]) -> Result:
         """Result of ``work`` on the main rank.

@@ -42,6 +42,23 @@ class ConversationRecord:
     """Variables of the template, with ``tools`` where there are any: pass them on as
     ``template_variables``."""
 
+    def asked(self) -> ConversationRecord:
+        """The conversation up to its last answers.
+
+        Raises:
+            ConversationError: It has answers alone.
+        """
+        messages = list(self.messages)
+        while messages and messages[-1].get("role") == "assistant":
+            messages.pop()
+        if not messages:
+            raise ConversationError(
+                "a conversation has nothing to answer",
+                got="messages of the assistant alone",
+                expected="a message of another role",
+            )
+        return ConversationRecord(messages, self.template_variables)
+
     @property
     def tools(self) -> list[Any] | None:
         """Tools that may be called, each ``{"type": "function", "function": {...}}``."""

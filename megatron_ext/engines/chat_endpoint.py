@@ -1,0 +1,81 @@
+"""Answers from an OpenAI-compatible endpoint (``/v1/chat/completions``): text in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from megatron_ext.conversation.records import ConversationRecord
+from megatron_ext.engines.engine import Sampling
+from megatron_ext.engines.engine_config import EngineConfig
+from megatron_ext.errors import DistributedError
+
+
+class Answer(NamedTuple):
+    """What a model wrote."""
+
+    text: str
+
+    is_whole: bool
+    """Whether the model ended it; otherwise it was cut at the most tokens."""
+
+
+class ChatEndpoint:
+    """A model behind an API that takes and gives messages.
+
+    Args:
+        config: Address, name of the model, limits and where the key is.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        # Late: only those that ask an endpoint need requests.
+        from megatron_ext.engines.http_client import HttpClient
+
+        self._config = config
+        self._client = HttpClient(config, where="--endpoint")
+
+    def answers(
+        self, records: Sequence[ConversationRecord], sampling: Sampling, first: int = 0
+    ) -> list[Answer]:
+        """The answer to each conversation, in order.
+
+        Args:
+            first: Number of the first record among all, which its seed depends on.
+
+        Raises:
+            DistributedError: No answer, or one that cannot be read.
+        """
+        bodies = [
+            self._body(record, sampling, first + number) for number, record in enumerate(records)
+        ]
+        answers = self._client.post_all("/v1/chat/completions", bodies)
+        return [self._answer(answer) for answer in answers]
+
+    def _body(
+        self, record: ConversationRecord, sampling: Sampling, number: int
+    ) -> Mapping[str, Any]:
+        body = {
+            "messages": list(record.messages),
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": sampling.seed + number,
+        }
+        if self._config.model is not None:
+            body["model"] = self._config.model
+        return body | ({"tools": record.tools} if record.tools else {})
+
+    def _answer(self, answer: Any) -> Answer:
+        try:
+            (choice,) = answer["choices"]
+            text, reason = choice["message"]["content"], choice["finish_reason"]
+            if not isinstance(text, str):
+                raise TypeError(f"content {text!r}")
+        except (KeyError, TypeError, ValueError) as error:
+            raise DistributedError(
+                "the endpoint's answer cannot be read",
+                where="--endpoint",
+                got=f"{type(error).__name__}: {error}",
+                expected="one choice with a message that has a text",
+            ) from error
+        return Answer(text, reason == "stop")
