@@ -127,6 +127,9 @@ class PackedSample:
 
     pieces: tuple[AlignedText, ...]
 
+    source: int = 0
+    """Number of the source of the texts among those of a run."""
+
     @property
     def byte_count(self) -> int:
         """Bytes of all texts."""

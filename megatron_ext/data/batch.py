@@ -88,6 +88,9 @@ class CrossTokenizerBatch:
     """[B, T] float32 log-probability with which each of the student's labels was sampled, NaN where
     none was; None in a batch without samples."""
 
+    sources: tuple[int, ...] = ()
+    """[B] number of each row's source in a run."""
+
     def to(self, device: torch.device | str) -> CrossTokenizerBatch:
         """A copy on ``device``; tensors that teachers share stay shared."""
         return self._each(lambda part: part.to(device))

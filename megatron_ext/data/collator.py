@@ -238,6 +238,9 @@ class CrossTokenizerCollator:
             token_count=int(student.loss_mask.sum()),
             dropped_bytes=dropped_bytes,
             sampled_log_probs=sampled_log_probs(pieces, layout),
+            sources=tuple(
+                record.source if isinstance(record, PackedSample) else 0 for record in records
+            ),
         )
 
     def _aligner(self, cache_dir: str | Path | None, max_bytes: int, memory_bytes: int) -> Aligner:

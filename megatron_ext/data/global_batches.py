@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from megatron_ext.data.aligner import PackedSample
@@ -23,6 +23,9 @@ class WeightedDataset(NamedTuple):
 
     weight: float
     dataset: PackedTextDataset
+
+    paths: tuple[str, ...] = ()
+    """Entries of the configuration that it is of."""
 
 
 class Place(NamedTuple):
@@ -110,7 +113,7 @@ class GlobalBatches:
                 refused_count, retokenized = len(streams.refused), streams.retokenized
                 sample = streams.take(stream)
                 if self._replica.has(row):
-                    samples.append(sample)
+                    samples.append(replace(sample, source=source))
                 else:
                     del streams.refused[refused_count:]
                     streams.retokenized = retokenized

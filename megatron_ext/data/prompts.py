@@ -11,7 +11,7 @@ from megatron_ext.data.sampled_text import Prompt, SampledTexts
 from megatron_ext.errors import MegatronExtError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSample(PackedSample):
     """A row whose text begins with a prompt; it has no pieces before it is completed."""
 
@@ -60,5 +60,5 @@ class PromptDataset(PackedTextDataset):
                 refused.append(self._refused(number, error))
                 continue
             place = key[0] * len(self.documents) + number
-            samples.append(PromptSample((), prompt, place))
+            samples.append(PromptSample((), prompt=prompt, place=place))
         return PackedBlock(tuple(samples), 0, tuple(refused))

@@ -65,6 +65,10 @@ class TeacherConfig:
     weight: float = 1.0
     """Weight of this teacher's mean among the teachers'."""
 
+    sources: tuple[str, ...] = ()
+    """Entries of ``data.train`` or ``data.rollouts.prompts`` whose rows this teacher teaches; all
+    when not given."""
+
     projection: str | None = None
     """Projection file for this teacher; built once into ``run_dir`` when not given."""
 

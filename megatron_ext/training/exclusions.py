@@ -117,6 +117,15 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         )
         for combined in (features.MODE, features.DYNAMIC)
     ),
+    *(
+        Exclusion(
+            features.SOURCES,
+            other,
+            "a teacher of some sources does not go with it",
+            "leave sources out, or change it",
+        )
+        for other in (features.MODE, features.DYNAMIC, features.LINEAR)
+    ),
     # Heads in another order than the ids.
     Exclusion(features.LAYOUT, features.SEVERAL, "vocabularies are laid out for a pair", _BY_IDS),
     Exclusion(

@@ -73,7 +73,7 @@ class Feature:
     def requested(self, setting: Setting) -> str | None:
         """The run's request for the feature, for an error; None where there is none."""
         value = self.value(setting)
-        if value in (None, (), False):
+        if value is None or value is False or value == ():
             return None
         return _shown(value) if self.key is None else f"{setting.place(self.key)} {_shown(value)}"
 
@@ -260,6 +260,7 @@ OWN_ROLLOUTS: Final = Feature(
     key="data.rollouts",
     value=lambda s: s.config.data.rollouts and not s.config.data.rollouts.engine and "by itself",
 )
+SOURCES: Final = key_feature("{teacher}.sources", off=None)
 SERVED_ROLLOUTS: Final = Feature(
     name="`data.rollouts.engine`",
     key="data.rollouts.engine",

@@ -76,6 +76,7 @@ def learning_step(
             constants=constants,
             is_single=teachers[0].plan.is_only,
             context=ContextRank.of(run.groups.cp),
+            routes=run.inputs.data.routes,
         )
     return StudentStep(
         shard=run.shard,

@@ -26,7 +26,6 @@ from megatron_ext.errors import DataError
 from megatron_ext.files import parse_json, whole_lines, write_bytes
 
 ROLLOUTS_FILE: Final = "rollouts.jsonl"
-_BLANK: Final = PackedSample(())
 _REPEATED: Final = 4
 """Tokens of a run whose second occurrence in a completion counts as repetition."""
 
@@ -88,7 +87,8 @@ class Rollouts:
         for row, prompt, answer in zip(prompts, asked, answers, strict=True):
             check_completion(prompt, answer)
             text, counts = self.texts.aligned(row.prompt, answer.ids, answer.log_probs)
-            done[id(row)] = _BLANK if text is None else PackedSample((text,))
+            pieces = () if text is None else (text,)
+            done[id(row)] = PackedSample(pieces, source=row.source)
             self._count(answer, counts)
         if prompts and self.groups.is_main:
             self._log(prompts[0], answers[0], iteration)

@@ -6,32 +6,28 @@ Held-out rows are in memory, the same number for every replica. G rows of a glob
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
-from itertools import chain, groupby
-from typing import Any, Final
+from itertools import chain
+from typing import Any
 
 from megatron_ext.data.aligner import PackedSample
 from megatron_ext.data.collator import CrossTokenizerCollator, TeacherCTSpec
 from megatron_ext.data.global_batches import GlobalBatches, Replica, WeightedDataset
 from megatron_ext.data.packed_dataset import PackedTextDataset
-from megatron_ext.data.prompts import PromptDataset
-from megatron_ext.data.reading_order import read_blend
 from megatron_ext.data.sampled_text import SampledTexts
-from megatron_ext.documents.dataset import ArrowTextDataset, CorpusNames
-from megatron_ext.documents.documents import CorpusReport, Documents, JoinedDocuments
+from megatron_ext.documents.documents import CorpusReport
 from megatron_ext.documents.id_tokenizers import IdTokenizers
-from megatron_ext.documents.indexed_file import indexed_prefixes
-from megatron_ext.documents.indexed_texts import IndexedTexts
-from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.errors import DataError
 from megatron_ext.tokenizers import MegatronTokenizerText
-from megatron_ext.training.config import DataConfig, DistillConfig
-
-_BLOCK_BYTES: Final = 1 << 22
-_RUN_DOCUMENTS: Final = 64
-_BLOCKS_A_ROW: Final = 4
-"""Least number of blocks of a corpus for each row of a global batch, where it has enough text, so
-that every row has a stream of its own."""
+from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.run_sources import (
+    Routes,
+    read_documents,
+    routes,
+    run_sources,
+    sampled_texts,
+)
 
 
 def make_collator(
@@ -62,115 +58,6 @@ def make_collator(
     )
 
 
-def _dataset(
-    config: DistillConfig,
-    documents: Documents,
-    collator: CrossTokenizerCollator,
-    prompts: SampledTexts | None = None,
-) -> PackedTextDataset:
-    blocks = _BLOCKS_A_ROW * config.training.global_batch_size
-    # A row is filled from one block, which should hold text for 16 rows of four bytes a token.
-    is_packed = config.data.packing and prompts is None
-    least = 64 * config.student.seq_length if is_packed else 1
-    options: dict[str, Any] = {
-        "seed": config.training.seed,
-        "block_bytes": min(_BLOCK_BYTES, max(least, int(documents.sizes.sum()) // blocks)),
-        "run_documents": min(_RUN_DOCUMENTS, max(1, len(documents) // (2 * blocks))),
-        "pack": is_packed,
-        "refuse_bad": config.data.bad_documents == "stop",
-    }
-    if prompts is not None:
-        return PromptDataset(prompts, documents, collator, **options)
-    return PackedTextDataset(documents, collator, **options)
-
-
-def _sources(
-    config: DistillConfig,
-    collator: CrossTokenizerCollator,
-    tokenizers: IdTokenizers,
-    texts: SampledTexts | None,
-) -> list[WeightedDataset]:
-    """Recorded texts, and prompts where there are rollouts, with their shares of the rows."""
-    recorded = [
-        (source.weight, _documents(config.data, source.paths, tokenizers, "data.train"))
-        for source in read_blend(config.data.train, where="data.train")
-    ]
-    whole = sum(weight for weight, _ in recorded)
-    rollouts = config.data.rollouts
-    if rollouts is None or texts is None:
-        return [WeightedDataset(w, _dataset(config, each, collator)) for w, each in recorded]
-    asked = recorded
-    if rollouts.prompts:
-        where = "data.rollouts.prompts"
-        asked = [
-            (source.weight, _documents(config.data, source.paths, tokenizers, where))
-            for source in read_blend(rollouts.prompts, where=where)
-        ]
-    sources = [
-        WeightedDataset(weight * (1 - rollouts.share) / whole, _dataset(config, each, collator))
-        for weight, each in recorded
-        if rollouts.share < 1
-    ]
-    total = sum(weight for weight, _ in asked)
-    return sources + [
-        WeightedDataset(weight * rollouts.share / total, _dataset(config, each, collator, texts))
-        for weight, each in asked
-    ]
-
-
-def _documents(
-    data: DataConfig, paths: Sequence[str], tokenizers: IdTokenizers, where: str
-) -> Documents:
-    """The documents of ``paths``, in order."""
-    prefixes = {path: indexed_prefixes(path) for path in paths}
-    corpora: list[Documents] = []
-    for is_indexed, run in groupby(paths, key=lambda path: bool(prefixes[path])):
-        if is_indexed:
-            corpora += [
-                _indexed(data, prefix, tokenizers, where)
-                for path in run
-                for prefix in prefixes[path]
-            ]
-        else:
-            corpora.append(_texts(data, list(run), where))
-    return corpora[0] if len(corpora) == 1 else JoinedDocuments(corpora)
-
-
-def _texts(data: DataConfig, paths: list[str], where: str) -> ArrowTextDataset:
-    return ArrowTextDataset(
-        paths,
-        text_key=data.text_key,
-        conversations=data.conversations,
-        messages_key=data.messages_key,
-        cache_dir=data.index_cache,
-        refuse_bad=data.bad_documents == "stop",
-        most_bytes=data.max_record_mib << 20,
-        called=CorpusNames(
-            where,
-            "data.text_key",
-            "data.messages_key",
-            "--data-conversations (data.conversations: true)",
-        ),
-    )
-
-
-def _indexed(data: DataConfig, prefix: str, tokenizers: IdTokenizers, where: str) -> IndexedTexts:
-    if data.conversations:
-        raise ConfigError(
-            "a .bin with its .idx holds texts, and data.conversations asks for conversations",
-            where=where,
-            got=prefix,
-            expected="the records that it was made of, or data.conversations false",
-        )
-    tokenizer = tokenizers.of(prefix)
-    return IndexedTexts(
-        prefix,
-        tokenizer,
-        are_the_students=tokenizer.fingerprint() == tokenizers.student.fingerprint(),
-        cache_dir=data.index_cache,
-    )
-
-
 def summary(datasets: Sequence[PackedTextDataset]) -> dict[str, Any]:
     """Hash, sizes and faults of the data, as plain values for the user and the run's record."""
     report = sum((dataset.documents.report for dataset in datasets), CorpusReport())
@@ -182,18 +69,6 @@ def summary(datasets: Sequence[PackedTextDataset]) -> dict[str, Any]:
         "empty_rows": report.empty_rows,
         "bad_rows": report.bad_rows,
     }
-
-
-def _sampled_texts(config: DistillConfig, collator: CrossTokenizerCollator) -> SampledTexts | None:
-    rollouts = config.data.rollouts
-    if rollouts is None:
-        return None
-    return SampledTexts(
-        collator,
-        most_ids=config.student.seq_length - rollouts.max_new_tokens,
-        prompt_characters=rollouts.prompt_characters,
-        trains_whitespace=rollouts.train_whitespace,
-    )
 
 
 _BLANK = PackedSample(())
@@ -251,6 +126,9 @@ class RunData:
 
     config: DistillConfig
 
+    routes: Routes = field(default_factory=dict)
+    """Sources of the teachers that do not teach all."""
+
     texts: SampledTexts | None = None
     """Reader of prompts and of completions; None in a run without rollouts."""
 
@@ -276,12 +154,14 @@ class RunData:
             teachers={name: teacher for name, (teacher, _) in teachers.items()},
             named=config.data.indexed_tokenizer,
         )
-        sampled = _sampled_texts(config, collator)
-        sources = _sources(config, collator, id_tokenizers, sampled)
+        sampled = sampled_texts(config, collator)
+        sources = run_sources(config, collator, id_tokenizers, sampled)
         held_out = None
         if config.data.validation:
             held_out_texts = PackedTextDataset(
-                _documents(config.data, config.data.validation, id_tokenizers, "data.validation"),
+                read_documents(
+                    config.data, config.data.validation, id_tokenizers, "data.validation"
+                ),
                 # Without an end-of-document token, labels are the text whose bytes are counted.
                 make_collator(config, tokenizer, teachers, append_eod=False),
                 shuffle=False,
@@ -290,7 +170,14 @@ class RunData:
             )
             held_out = HeldOut(held_out_texts, global_batch_size=config.training.global_batch_size)
         return cls(
-            collator=collator, sources=sources, held_out=held_out, config=config, texts=sampled
+            collator=collator,
+            sources=sources,
+            held_out=held_out,
+            config=config,
+            routes=routes(
+                sources, {name: its.sources for name, its in config.named_teachers.items()}
+            ),
+            texts=sampled,
         )
 
     @property

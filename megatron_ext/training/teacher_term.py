@@ -24,6 +24,7 @@ from megatron_ext.losses import (
     reduce_scores,
 )
 from megatron_ext.losses.context_parallel import ContextParallelPlan
+from megatron_ext.losses.multi_teacher import restricted
 from megatron_ext.training.config import LossConfig
 from megatron_ext.training.microbatch import Microbatch, MicrobatchWithTargets
 from megatron_ext.training.objective import RunConstants
@@ -73,6 +74,9 @@ class TeacherTerm:
 
     context: ContextRank | None = None
     """This rank among those that share every sequence; None where sequences are whole."""
+
+    routes: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    """Numbers of the sources of a teacher, for those that do not teach all."""
 
     @property
     def names(self) -> list[str]:
@@ -211,12 +215,17 @@ class TeacherTerm:
 
     def _known_ahead(self, batch: Microbatch, name: str) -> KnownAhead:
         constants = self.constants.get(name)
-        return KnownAhead(
+        known = KnownAhead(
             labels=batch.whole_labels,
             alignment=batch.sides.alignments[name],
             teacher_labels=batch.whole_labels_of(name),
             word_starts=constants.word_starts if constants else None,
         )
+        if name not in self.routes:
+            return known
+        is_taught = [source in self.routes[name] for source in batch.sides.sources]
+        rows = torch.tensor(is_taught, device=known.labels.device)
+        return restricted(known, rows, self.aggregator.teachers[name].objective.sums_over)
 
 
 def _local_labels(batch: Microbatch, known: KnownAhead) -> torch.Tensor:

@@ -82,7 +82,7 @@ def test_a_run_goes_on_under_another_layout(tmp_path, workers):
 
 def test_every_sample_comes_once_an_epoch(tmp_path):
     sources = one(tmp_path)
-    (_, data), *_ = sources
+    data = sources[0].dataset
     blocks = [data[0, block] for block in range(data.block_count(0))]
     expected = Counter(tuple(student_ids(sample)) for block in blocks for sample in block.samples)
     reader = batches(sources)

@@ -25,6 +25,8 @@ NEEDED = {
 }
 """By axis, what it cannot be without."""
 
+ENGINE = {"kind": "vllm", "url": ["http://localhost:8000"]}
+
 ON = {
     "teachers": {"teachers": {"a": {}}},
     "projection": {"projection": "p"},
@@ -43,6 +45,21 @@ ON = {
     "loss.kd_weight other than 1.0": {"loss": {"kd_weight": 0.0}},
     "loss.ce_weight other than 1.0": {"loss": {"ce_weight": 2.0}},
     "loss.ce_weight other than 0.0": {"loss": {"ce_weight": 1.0}},
+    "data.rollouts without engine": {
+        "data": {"train": ["x"], "rollouts": {}},
+        "loss": {"ce_weight": 0.0},
+    },
+    "data.rollouts.engine": {
+        "data": {"train": ["x"], "rollouts": {"engine": ENGINE}},
+        "loss": {"ce_weight": 0.0},
+        "initial_checkpoint": "c",
+    },
+    "no initial_checkpoint": {"initial_checkpoint": None},
+    "teacher.engine": {
+        "teacher": {"placement": "engine", "engine": ENGINE, "serving": {"targets": "label"}}
+    },
+    "an objective that reads where words begin": {"loss": {"objective": "alm"}},
+    "teacher.sources": {"teacher": {"sources": ["x"]}},
     "data.rollouts": {"data": {"train": ["x"], "rollouts": {}}, "loss": {"ce_weight": 0.0}},
     "loss.weighting: matched": {"loss": {"weighting": "matched"}},
     "loss.weighting: gradient_magnitude": {"loss": {"weighting": "gradient_magnitude"}},
