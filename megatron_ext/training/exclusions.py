@@ -277,9 +277,9 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
     ),
     Exclusion(
         features.ROLLOUTS,
-        features.CROSS_ENTROPY,
-        "cross-entropy would teach the student its own samples as if they were right",
-        "set loss.ce_weight to 0; recorded texts that are mixed in are distilled, too",
+        features.LINEAR_CROSS_ENTROPY,
+        "the linear form has one set of labels, and cross-entropy is not for samples",
+        "set loss.ce_weight to 0, or leave loss.linear out",
     ),
     Exclusion(
         features.ROLLOUTS,

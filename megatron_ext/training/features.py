@@ -270,7 +270,12 @@ NO_START: Final = Feature(
     name="no `initial_checkpoint`",
     value=lambda setting: None if setting.config.initial_checkpoint else "random first weights",
 )
-CROSS_ENTROPY: Final = key_feature("loss.ce_weight", off=0.0)
+LINEAR_CROSS_ENTROPY: Final = Feature(
+    name="`loss.linear` with a `ce_weight` other than `0`",
+    key="loss.linear",
+    off=False,
+    value=lambda s: s.config.loss.linear and s.config.loss.ce_weight != 0,
+)
 TASKS: Final = key_feature("evaluation.tasks", off=None)
 REMOTE: Final = key_feature("{teacher}.placement", off="student_ranks")
 ON_OTHER_DEVICES: Final = key_feature(

@@ -43,6 +43,9 @@ class GlobalCounts:
     tokens: int
     """Trained labels of the student."""
 
+    recorded: int
+    """Those that it has not sampled itself."""
+
     of_parts: Mapping[str, int]
     """Numbers of chunks or labels that the teachers' objectives sum over, by count name."""
 
@@ -93,16 +96,18 @@ class GlobalCounts:
     ) -> GlobalCounts:
         chunk_counts = astuple(sum((b.chunk_counts for b in batches), ChunkCounts()))
         parts = list(compared[0])
-        counts = [sum(b.token_count for b in batches), *chunk_counts]
+        tokens = sum(b.token_count for b in batches)
+        counts = [tokens, tokens - sum(b.sampled_count for b in batches), *chunk_counts]
         counts += [sum(of_one[name] for of_one in compared) for name in parts]
         if dist.get_world_size(groups.dp) > 1:
             on_device = torch.tensor(counts, device=groups.device)
             dist.all_reduce(on_device, group=groups.dp)
             counts = on_device.tolist()
-        tokens, *rest = counts
+        tokens, recorded, *rest = counts
         names = [item.name for item in fields(ChunkCounts)]
         return cls(
             tokens=tokens,
+            recorded=recorded,
             of_parts=dict(zip(parts, rest[len(names) :], strict=True)),
             chunk_counts=ChunkCounts(**dict(zip(names, rest, strict=False))),
         )
@@ -132,7 +137,9 @@ class StudentStep:
     """Linear forms by teacher, which compute the loss from hidden states; see ``linear_forms``.
     None where the model makes logits."""
 
-    counts: GlobalCounts = GlobalCounts(tokens=0, of_parts={}, chunk_counts=ChunkCounts())
+    counts: GlobalCounts = GlobalCounts(
+        tokens=0, recorded=0, of_parts={}, chunk_counts=ChunkCounts()
+    )
 
     term_weights: Mapping[str, float] = field(default_factory=lambda: {"kd": 1.0, "ce": 1.0})
     """Weights of the terms for this global batch."""
@@ -212,8 +219,12 @@ class StudentStep:
             for inputs in of_teachers.values() or [student]
         ]
         finite = FiniteCheck(torch.cat(checks), tuple(of_teachers) or ONE_TEACHER)
+        recorded = student
+        if microbatch.batch.sides.sampled_log_probs is not None:
+            # Cross-entropy would teach the student its own samples as if they were right.
+            recorded = replace(student, labels=microbatch.batch.recorded_labels)
         parts = {
-            "ce": LossPart(objective=self.next_token, inputs=student, term="ce", count_name="ce")
+            "ce": LossPart(objective=self.next_token, inputs=recorded, term="ce", count_name="ce")
         }
         if self.term is not None:
             parts |= self.term.aggregator(of_teachers, weights=self.teacher_weights)
@@ -229,7 +240,7 @@ class StudentStep:
         return replace(inputs, student_logits=hidden, student_shard=whole)
 
     def _counts(self) -> dict[str, torch.Tensor | int]:
-        return {"ce": self.counts.tokens, **self.counts.of_parts}
+        return {"ce": self.counts.recorded, **self.counts.of_parts}
 
     def _report(
         self, plan: LossPlan, loss: Loss, finite: FiniteCheck

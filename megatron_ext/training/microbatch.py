@@ -167,6 +167,9 @@ class Microbatch:
     """Chunks that this rank owns, by teacher whose objective sums over chunks; only where rows are
     cut."""
 
+    sampled_count: int = 0
+    """Trained student labels that the student itself has sampled; on the host."""
+
     recorded: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
     """Cached targets of these rows by teacher, on the last stage: [B, S, ...] by the field of
     ``TeacherTargets``."""
@@ -195,6 +198,7 @@ class Microbatch:
             tiles=tiles or {},
             context=context,
             plans=plans or {},
+            sampled_count=_sampled_count(sides),
         )
 
     @property
@@ -217,6 +221,18 @@ class Microbatch:
         """Number of student labels that are trained; on the host."""
         return self.sides.token_count
 
+    @property
+    def sampled_log_probs(self) -> torch.Tensor | None:
+        """[B, S] of this rank's part of the rows; see ``CrossTokenizerBatch``."""
+        whole = self.sides.sampled_log_probs
+        return whole if whole is None or self.context is None else self.context.cut(whole)
+
+    @property
+    def recorded_labels(self) -> torch.Tensor:
+        """[B, S] the student's labels that nobody sampled, which cross-entropy may teach."""
+        labels, sampled = self.student.labels, self.sampled_log_probs
+        return labels if sampled is None else labels.masked_fill(~sampled.isnan(), IGNORE_INDEX)
+
     def to(self, device: torch.device) -> Microbatch:
         """The same microbatch on ``device``, in one copy, with masks for packed rows."""
         moved = uploaded(self, device)
@@ -232,6 +248,14 @@ class Microbatch:
                 for name, batch in moved.teachers.items()
             },
         )
+
+
+def _sampled_count(sides: CrossTokenizerBatch) -> int:
+    """Trained labels that were sampled, on the CPU."""
+    if sides.sampled_log_probs is None:
+        return 0
+    is_sampled = ~sides.sampled_log_probs.isnan()
+    return int((is_sampled & (sides.student.labels != IGNORE_INDEX)).sum())
 
 
 def _counts(sides: CrossTokenizerBatch, name: str) -> ChunkCounts:

@@ -208,7 +208,7 @@ class TeacherTerm:
             match=constants.match,
             boundary=constants.boundary,
             completions=batch.completions.get(name),
-            sampled_log_probs=_sampled_log_probs(batch),
+            sampled_log_probs=batch.sampled_log_probs,
         )
         plan = batch.plans.get(name)
         return inputs if plan is None else plan.inputs(inputs)
@@ -236,12 +236,6 @@ def _local_labels(batch: Microbatch, known: KnownAhead) -> torch.Tensor:
     if known.labels is batch.whole_labels:
         return labels
     return labels.masked_fill(batch.context.cut(known.labels) == IGNORE_INDEX, IGNORE_INDEX)
-
-
-def _sampled_log_probs(batch: Microbatch) -> torch.Tensor | None:
-    """[B, S] of this rank's part of the rows."""
-    whole = batch.sides.sampled_log_probs
-    return whole if whole is None or batch.context is None else batch.context.cut(whole)
 
 
 def _texts(

@@ -17,7 +17,7 @@ ROLLOUTS = RolloutConfig(share=0.5, prompt_characters=12, max_new_tokens=9, micr
 
 def config_of(folder, name, objective="projected_kl", rollouts=ROLLOUTS, **parallel):
     """Two steps from the same first weights, half of the rows sampled."""
-    loss = LossConfig(objective=objective, ce_weight=0.0)
+    loss = LossConfig(objective=objective, ce_weight=0.5)
     config = objective_run(folder, name, loss, micro_batch_size=1, **parallel)
     return changed(config, data={"rollouts": rollouts}, training={"save_interval": 1})
 

@@ -78,11 +78,11 @@ def test_a_run_may_learn_from_its_own_samples_alone(runs):
     [
         ({"parallel": CP2}, "data.rollouts"),
         ({"parallel": TP2 | {"sequence_parallel": True}}, "data.rollouts"),
-        ({"loss": {"ce_weight": 0.5}}, "ce_weight"),
+        ({"loss": {"linear": True}}, "samples"),
         ({"loss": {"objective": "next_token"}}, "teacher"),
         ({"teacher": {"cache": "there"}}, "cache"),
     ],
-    ids=["context", "sequence", "cross-entropy", "no teacher", "cache"],
+    ids=["context", "sequence", "linear cross-entropy", "no teacher", "cache"],
 )
 def test_what_does_not_go_with_rollouts_is_refused(folder, sections, match):
     with pytest.raises(ConfigError, match=match):
@@ -115,3 +115,12 @@ def test_an_answer_that_is_no_sample_is_refused(answer, match):
 
 def test_counts_begin_at_nothing():
     assert not any(SampleCounts())
+
+
+def test_cross_entropy_is_of_recorded_text_alone(runs):
+    for row in read_metrics(runs / "alone"):
+        assert row["loss"] == pytest.approx(row["kd"] + 0.5 * row["ce"], rel=1e-5)
+    # Nothing but samples.
+    for row in read_metrics(runs / "alm"):
+        assert row["ce"] == 0
+        assert row["loss"] == pytest.approx(row["kd"], rel=1e-6)
