@@ -145,7 +145,7 @@ def student_config(root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         "loss": {
             "objective": arguments.objective,
             "options": json.loads(arguments.options),
-            "ce_weight": 0.0,
+            "ce_weight": 1.0,
         },
     }
 

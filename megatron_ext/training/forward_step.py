@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.alignment.alignment import ChunkCounts
+from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses import (
@@ -30,6 +31,7 @@ from megatron_ext.losses import (
 )
 from megatron_ext.losses.diagnostics import ONE_TEACHER, FiniteCheck, check_finite
 from megatron_ext.losses.linear import LinearDistillation, no_logits
+from megatron_ext.ops.token_log_prob import token_log_prob
 from megatron_ext.training.microbatch import Microbatch, MicrobatchWithTargets
 from megatron_ext.training.models import has_head
 from megatron_ext.training.student_head import Head, StudentHidden, head_of, without_head
@@ -150,6 +152,10 @@ class StudentStep:
     gradients: LayerGradients | None = None
     """Measures each term's gradient, on the last stage, where the weights follow it."""
 
+    sampling_temperature: float | None = None
+    """Temperature of an engine that is not the student itself, with which the student's
+    log-probabilities of samples are compared; None where they are not."""
+
     def __call__(
         self, microbatches: Iterator[MicrobatchWithTargets], model: Any
     ) -> tuple[torch.Tensor, Any]:
@@ -173,13 +179,36 @@ class StudentStep:
         """megatron-core's triple: this microbatch's share of the loss, 0 tokens, and its report."""
         head = self.hidden.head_weight if self.hidden else None
         plan, finite = self._plan(microbatch, self._student(microbatch, logits, hidden, head))
+        mismatch = self._mismatch(microbatch, logits)
         if self.gradients is None:
             # The logits are not read again, so the gradient may take their place.
-            return self._report(plan, plan.loss(self._counts(), in_place=True), finite)
-        combined, counts = plan.outputs(), self._counts()
-        self.gradients.add(combined.terms(counts))
-        loss = Loss(total=combined.total(counts), outputs=dict(combined.outputs))
-        return self._report(plan, loss, finite)
+            loss = plan.loss(self._counts(), in_place=True)
+        else:
+            combined, counts = plan.outputs(), self._counts()
+            self.gradients.add(combined.terms(counts))
+            loss = Loss(total=combined.total(counts), outputs=dict(combined.outputs))
+        total, no_tokens, report = self._report(plan, loss, finite)
+        return total, no_tokens, report._replace(metrics=report.metrics | mismatch)
+
+    @torch.no_grad()
+    def _mismatch(
+        self, microbatch: MicrobatchWithTargets, logits: torch.Tensor
+    ) -> dict[str, SumCount]:
+        """Difference in nats of student and engine at the labels that the engine has sampled; the
+        collectives of ``token_log_prob``."""
+        if self.sampling_temperature is None:
+            return {}
+        batch = microbatch.batch
+        sampled = batch.sampled_log_probs
+        if sampled is None:
+            nothing = torch.zeros((), device=logits.device)
+            return {"rollouts/mismatch": (nothing, nothing.long())}
+        labels = batch.student.labels.masked_fill(sampled.isnan(), IGNORE_INDEX).flatten()
+        rows = logits.flatten(0, 1).float() / self.sampling_temperature
+        own = token_log_prob(rows, labels, self.shard)
+        is_sampled = labels != IGNORE_INDEX
+        apart = torch.where(is_sampled, (own - sampled.flatten()).abs(), 0.0)
+        return {"rollouts/mismatch": (apart.sum(), is_sampled.sum())}
 
     def _loss_from_hidden(
         self, microbatch: MicrobatchWithTargets, head: Head, output: torch.Tensor

@@ -17,6 +17,7 @@ from megatron_ext.training.config import TEACHER
 from megatron_ext.training.forward_step import StudentStep
 from megatron_ext.training.models import DTYPES
 from megatron_ext.training.objective import RunConstants, projector_start, teacher_objective
+from megatron_ext.training.rollout_config import RolloutConfig
 from megatron_ext.training.run_folder import CHECKPOINTS, projection_file
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.student_head import StudentHidden, linear_forms
@@ -84,7 +85,16 @@ def learning_step(
         term=term,
         hidden=StudentHidden(run.chunks[-1]) if reads_hidden and is_last else None,
         linear=linear,
+        sampling_temperature=_compared_temperature(run.plan.data.rollouts),
     )
+
+
+def _compared_temperature(rollouts: RolloutConfig | None) -> float | None:
+    """Temperature at which the student is compared with the servers that sample; None without any,
+    and where they leave tokens out, so that their numbers are of other distributions."""
+    if rollouts is None or rollouts.engine is None or rollouts.top_p < 1:
+        return None
+    return rollouts.temperature or None
 
 
 def _head_learns(run: StudentParts) -> bool:
