@@ -12,6 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 
 VOCAB_SIZE = 2001
+WORDS = 500
+"""First id that is neither a control token nor a byte in the vocabulary of tiny runs."""
 
 
 def log_probs_after(ids, vocab_size=VOCAB_SIZE):
@@ -22,12 +24,12 @@ def log_probs_after(ids, vocab_size=VOCAB_SIZE):
 
 
 def sample(ids, count, stops):
-    """Ids and log-probabilities, the likeliest one each time."""
+    """Ids and log-probabilities, each time the likeliest of those that are whole words or parts."""
     new, found = [], []
     while len(new) < count:
         log_probs = log_probs_after([*ids, *new])
-        new.append(int(log_probs.argmax()))
-        found.append(float(log_probs.max()))
+        new.append(WORDS + int(log_probs[WORDS:].argmax()))
+        found.append(float(log_probs[new[-1]]))
         if new[-1] in stops:
             break
     return new, found

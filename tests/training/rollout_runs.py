@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_ext.engines.engine_config import EngineConfig
 from megatron_ext.evaluation.student_engine import engine_of
 from megatron_ext.tokenizers import build_tokenizer
 from megatron_ext.training.config import LossConfig
@@ -49,6 +50,15 @@ def train_layouts(rank, folder, layouts):
     """The same run under layouts."""
     for name, parallel in layouts.items():
         train(config_of(folder, name, **parallel))
+        dist.barrier()
+
+
+def train_served(rank, folder, layouts, url):
+    """Runs whose samples a server gives, the same under every layout."""
+    engine = EngineConfig(kind="vllm", url=(url,), model="m")
+    rollouts = RolloutConfig(share=0.5, prompt_characters=12, max_new_tokens=9, engine=engine)
+    for name, parallel in layouts.items():
+        train(config_of(folder, name, "sampled_kl", rollouts, **parallel))
         dist.barrier()
 
 

@@ -11,12 +11,32 @@ from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.training.metrics import read_metrics, without_measurements
 from megatron_ext.training.rollout_config import RolloutConfig
 from megatron_ext.training.rollouts import check_completion
+from tests.engines.stand_in_server import serving
 from tests.process_group import run_ranks
-from tests.training.rollout_runs import config_of, lines_of, train_alone, train_layouts
+from tests.training.rollout_runs import (
+    config_of,
+    lines_of,
+    train_alone,
+    train_layouts,
+    train_served,
+)
 from tests.training.run_results import assert_same_numbers, assert_same_weights, tensors_of
 from tests.training.tiny_run import CP2, PP2, TP2, changed
 
 LAYOUTS = {"tp2": TP2, "pp2": PP2, "dp2": {}}
+
+
+SERVED = {f"served-{name}": parallel for name, parallel in LAYOUTS.items()} | {"served-cp2": CP2}
+
+
+@pytest.fixture(scope="module")
+def served(runs):
+    """Runs whose samples are those of a table behind a server."""
+    with serving() as stand_in:
+        run_ranks(1, train_served, runs, {"served": {}}, stand_in.url, timeout_s=240)
+        paths = stand_in.paths()
+        run_ranks(2, train_served, runs, SERVED, stand_in.url, timeout_s=240)
+    return paths
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +54,28 @@ def test_layouts_sample_and_learn_the_same(runs, layout):
     names = [name for name in expected[0] if name.startswith("rollouts/")]
     assert_same_numbers(rows, expected, ("loss", "kd", *names), exact=("tokens", "chunks"))
     assert_same_weights(runs / layout, runs / "alone")
+
+
+@pytest.mark.parametrize("layout", SERVED)
+def test_layouts_learn_the_same_from_a_servers_samples(runs, served, layout):
+    rows, expected = read_metrics(runs / layout), read_metrics(runs / "served")
+    names = [name for name in expected[0] if name.startswith("rollouts/")]
+    assert "rollouts/mismatch" in names
+    assert_same_numbers(rows, expected, ("loss", "kd", "ce", *names), exact=("tokens", "chunks"))
+    assert_same_weights(runs / layout, runs / "served")
+
+
+def test_a_server_takes_the_weights_of_each_checkpoint(runs, served):
+    loads = [place for place, path in enumerate(served) if path == "/collective_rpc"]
+    samples = [place for place, path in enumerate(served) if path == "/v1/completions"]
+    # Before the first step and after the first save; what the last one saves is not sampled from.
+    assert len(loads) == 2
+    assert loads[0] < samples[0] < loads[1] < samples[-1]
+    assert [row["rollouts/staleness"] for row in read_metrics(runs / "served")] == [0, 0]
+    assert [path.name for path in (runs / "served/engine_weights").iterdir()] == ["iter_0000001"]
+    for row in read_metrics(runs / "served"):
+        assert row["rollouts/tokens"] > 0
+        assert row["rollouts/mismatch"] > 1
 
 
 def test_an_interrupted_run_samples_and_learns_the_same_again(runs):
