@@ -15,7 +15,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from inspect import cleandoc
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,7 +26,13 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.evaluation.tasks.task import texts_of
 from megatron_ext.huggingface.checkpoint_files import is_checkpoint_folder
 from megatron_ext.imports import large_imports
-from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
+from megatron_ext.tokenizers import (
+    MegatronTokenizer,
+    MegatronTokenizerText,
+    TokenizerConfig,
+    build_tokenizer,
+)
+from megatron_ext.training.run_folder import TOKENIZER_FOLDER
 from megatron_ext.transfer.audit import audit_transfer
 from megatron_ext.transfer.extend import extend_tokenizer, read_tokens
 from megatron_ext.transfer.probe import ProbeOptions, probe, run_verb, table, write_results
@@ -67,7 +73,12 @@ def add_init_flags(parser: argparse.ArgumentParser) -> None:
         "model", type=Path, metavar="MODEL", help="HuggingFace folder, a run, or a checkpoint"
     )
     new = parser.add_mutually_exclusive_group(required=True)
-    new.add_argument("--tokenizer", type=Path, metavar="DIR", help="folder of the new tokenizer")
+    new.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="file or folder of the new tokenizer, or a run",
+    )
     new.add_argument(
         "--to-bytes", action="store_true", help="one token for each byte: the library byte-level"
     )
@@ -125,21 +136,24 @@ def init(arguments: argparse.Namespace) -> None:
         from megatron_ext.transfer.options import TransferOptions
         from megatron_ext.transfer.write_model import transfer
 
-    options = TransferOptions(
-        method=arguments.method,
-        donor=arguments.donor,
-        hypernet=arguments.hypernet,
-        k=arguments.k,
-        calibrates_norms=arguments.calibrate_norms,
-        unties=arguments.untie,
-        pad_to_multiple_of=arguments.pad_to_multiple_of,
-        keeps_digits=arguments.keep_digits,
-    )
-    with _as_folder(arguments.model) as model, _target(arguments) as target:
+    with ExitStack() as stack:
+        tokenizer = stack.enter_context(_tokenizer_folder(arguments.tokenizer))
+        model = stack.enter_context(_as_folder(arguments.model))
+        donor = arguments.donor and stack.enter_context(_as_folder(arguments.donor))
+        options = TransferOptions(
+            method=arguments.method,
+            donor=donor,
+            hypernet=arguments.hypernet,
+            k=arguments.k,
+            calibrates_norms=arguments.calibrate_norms,
+            unties=arguments.untie,
+            pad_to_multiple_of=arguments.pad_to_multiple_of,
+            keeps_digits=arguments.keep_digits,
+        )
         report = transfer(
             model,
-            arguments.tokenizer,
-            target,
+            tokenizer,
+            stack.enter_context(_target(arguments)),
             options,
             wrap=lambda names: tqdm(names, unit="tensor", leave=False, disable=None),
         )
@@ -344,7 +358,41 @@ def audit(arguments: argparse.Namespace) -> None:
 
 
 def _tokenizer(model: str) -> MegatronTokenizerText:
+    """The tokenizer of a file, a folder, a run or a checkpoint."""
+    kept = _kept_tokenizer(Path(model))
+    if kept is not None:
+        return MegatronTokenizer.from_pretrained(kept)
     return build_tokenizer(TokenizerConfig(model=model))
+
+
+def _kept_tokenizer(path: Path) -> Path | None:
+    """Folder of the tokenizer in a run or a checkpoint of ours; None for others."""
+    kept = path / TOKENIZER_FOLDER
+    return kept if kept.is_dir() else None
+
+
+@contextmanager
+def _tokenizer_folder(path: Path | None) -> Iterator[Path | None]:
+    """A folder with a tokenizer's files, which may be named by its file or by a run."""
+    if path is None:
+        # Bytes have no files.
+        yield None
+        return
+    if not path.exists():
+        raise ConfigError(
+            "there is no such file or folder",
+            where="--tokenizer",
+            got=path,
+            expected="a tokenizer's file or folder, or a run",
+        )
+    kept = _kept_tokenizer(path)
+    if path.is_dir():
+        yield path if kept is None else kept
+        return
+    with TemporaryDirectory() as folder:
+        copy = Path(folder) / TOKENIZER_FOLDER
+        _tokenizer(str(path)).save_pretrained(copy)
+        yield copy
 
 
 def add_probe_flags(parser: argparse.ArgumentParser) -> None:

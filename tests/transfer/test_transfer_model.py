@@ -278,12 +278,25 @@ def test_what_cannot_be_is_said_before_anything_is_written(
 def test_what_is_there_and_what_does_not_fit_is_refused(tmp_path, untied, new_tokenizer):
     words = ["transfer", "init", str(untied), "--output", str(tmp_path / "new"), "--tokenizer"]
     with pytest.raises((MegatronExtError, SystemExit)):
-        main([*words, str(new_tokenizer / "tokenizer.json")])
+        main([*words, str(new_tokenizer / "nothing.json")])
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "kept").touch()
     with pytest.raises((MegatronExtError, SystemExit)):
         main([*words, str(new_tokenizer)])
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["kept"]
+
+
+def test_a_tokenizer_is_named_by_its_folder_its_file_or_a_run(tmp_path, untied, new_tokenizer):
+    (tmp_path / "run").mkdir()
+    _tokenizer(new_tokenizer).save_pretrained(tmp_path / "run" / "tokenizer")
+    places = (new_tokenizer, new_tokenizer / "tokenizer.json", tmp_path / "run")
+    for number, place in enumerate(places):
+        output = str(tmp_path / f"new{number}")
+        main(["transfer", "init", str(untied), "--tokenizer", str(place), "--output", output])
+    weights = [(tmp_path / f"new{n}" / "model.safetensors").read_bytes() for n in range(3)]
+    assert weights[1:] == weights[:1] * 2
+    prints = {_tokenizer(tmp_path / f"new{n}").fingerprint() for n in range(3)}
+    assert prints == {_tokenizer(new_tokenizer).fingerprint()}
 
 
 def test_digits_that_are_cut_alike_leave_the_tokenizer_as_it_is(tmp_path, untied, new_tokenizer):

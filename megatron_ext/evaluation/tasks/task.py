@@ -161,7 +161,7 @@ def text_of(record: Row, field: str, *, where: object) -> str:
             f"a record has no text in {field}",
             where=where,
             got=f"the fields {', '.join(map(str, record))}",
-            fix="give the file in its published format",
+            fix="name the field that holds it, or give the file in its published format",
         )
     return text
 
