@@ -133,9 +133,12 @@ def init(arguments: argparse.Namespace) -> None:
     with large_imports():
         from tqdm import tqdm
 
+        from megatron_ext.huggingface.tensor_files import check_target
         from megatron_ext.transfer.options import TransferOptions
         from megatron_ext.transfer.write_model import transfer
 
+    # Before a checkpoint is exported.
+    check_target(arguments.output)
     with ExitStack() as stack:
         tokenizer = stack.enter_context(_tokenizer_folder(arguments.tokenizer))
         model = stack.enter_context(_as_folder(arguments.model))

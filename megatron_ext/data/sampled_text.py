@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
@@ -114,7 +115,16 @@ class SampledTexts:
         self._characters = prompt_characters
         self._trains_whitespace = trains_whitespace
         self._aligners = [TokenAligner(self._student, other) for other in self._teachers]
-        self._template_stop = _template_stop(self._student)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of the student's ids."""
+        return self._student.vocab_size
+
+    @cached_property
+    def _template_stop(self) -> int | None:
+        """The token that ends an answer of the student's prompt format."""
+        return _template_stop(self._student)
 
     def prompt(self, content: Content) -> Prompt:
         """The prompt of a document.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import requests
 from requests.adapters import HTTPAdapter
+from requests.utils import get_environ_proxies
 from urllib3.util import Retry
 
 from megatron_ext.engines.engine_config import EngineConfig
@@ -16,6 +19,8 @@ from megatron_ext.errors import DistributedError
 
 _CONNECT_S: Final = 10.0
 _RETRIED: Final = (408, 425, 429, 500, 502, 503, 504)
+_PART_BYTES: Final = 1 << 20
+_MOST_BYTES: Final = 1 << 30
 _SHOWN: Final = 300
 """Characters of a server's words in an error."""
 
@@ -34,7 +39,7 @@ class HttpClient:
     def __init__(self, config: EngineConfig, *, where: str) -> None:
         self._config, self._where = config, where
         self._session = requests.Session()
-        # A proxy or a key of the environment is no part of the configuration.
+        # Keys of the environment, as in .netrc, would take the place of the configured one.
         self._session.trust_env = False
         retry = Retry(
             total=config.retries,
@@ -46,7 +51,8 @@ class HttpClient:
         adapter = HTTPAdapter(max_retries=retry, pool_maxsize=config.concurrency)
         for scheme in ("http://", "https://"):
             self._session.mount(scheme, adapter)
-        self._session.verify = config.root_certificate or True
+        roots = os.environ.get("REQUESTS_CA_BUNDLE")
+        self._session.verify = config.root_certificate or roots or True
         key = os.environ.get(config.key_variable)
         if key:
             self._session.headers["Authorization"] = f"Bearer {key}"
@@ -88,19 +94,39 @@ class HttpClient:
 
     def _request(self, method: str, path: str, body: Mapping[str, Any] | None, server: int) -> Any:
         url = self.servers[server].rstrip("/") + path
+        deadline = time.monotonic() + self._config.timeout_s
         try:
-            answer = self._session.request(
-                method, url, json=body, timeout=(_CONNECT_S, self._config.timeout_s)
-            )
+            with self._session.request(
+                method,
+                url,
+                json=body,
+                timeout=(_CONNECT_S, self._config.timeout_s),
+                proxies=get_environ_proxies(url),
+                # Elsewhere nobody was asked for.
+                allow_redirects=False,
+                stream=True,
+            ) as answer:
+                content = self._content(answer, url, deadline)
         except requests.RequestException as error:
             raise self._failed(url, _reason(error)) from error
         if answer.status_code != requests.codes.ok:
-            said = answer.text[:_SHOWN].strip()
+            said = content[:_SHOWN].decode(errors="replace").strip()
             raise self._failed(url, f"status {answer.status_code}: {said}")
         try:
-            return answer.json()
-        except requests.JSONDecodeError as error:
-            raise self._failed(url, f"no JSON: {answer.text[:_SHOWN]!r}") from error
+            return json.loads(content)
+        except ValueError as error:
+            raise self._failed(url, f"no JSON: {content[:_SHOWN]!r}") from error
+
+    def _content(self, answer: requests.Response, url: str, deadline: float) -> bytes:
+        """The bytes of an answer, of a limited size and in a limited time."""
+        content = bytearray()
+        for part in answer.iter_content(_PART_BYTES):
+            content += part
+            if len(content) > _MOST_BYTES:
+                raise self._failed(url, f"more than {_MOST_BYTES >> 20} MiB")
+            if time.monotonic() > deadline:
+                raise self._failed(url, "no whole answer in time")
+        return bytes(content)
 
     def _failed(self, url: str, got: str) -> DistributedError:
         return DistributedError(

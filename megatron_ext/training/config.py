@@ -312,6 +312,7 @@ class DistillConfig:
                 axis = "tensor_model_parallel_size, which sequence_parallel cuts sequences by"
                 _check_layout(name, "seq_length", model.seq_length, tp, axis)
         self._check_served()
+        self._check_rollouts()
         is_tied = not self.student.untie_embeddings_and_output_weights
         check_tied(self.training.trainable, is_tied=is_tied)
         if self.parallel.sequence_parallel and self.training.variable_seq_lengths:
@@ -357,6 +358,16 @@ class DistillConfig:
                 if teacher.library == "megatron" and not teacher.is_remote
             ),
         ]
+
+    def _check_rollouts(self) -> None:
+        rollouts, length = self.data.rollouts, self.student.seq_length
+        if rollouts is not None and rollouts.max_new_tokens >= length:
+            raise ConfigError(
+                "completions leave no room for a prompt",
+                where="data.rollouts.max_new_tokens",
+                got=rollouts.max_new_tokens,
+                expected=f"below student.seq_length, {length}",
+            )
 
     def _check_served(self) -> None:
         """Check the remote teachers, which have layouts of their own."""

@@ -85,7 +85,7 @@ class Rollouts:
         self.sums = [0.0] * len(_SUMS)
         done: dict[int, PackedSample] = {}
         for row, prompt, answer in zip(prompts, asked, answers, strict=True):
-            check_completion(prompt, answer)
+            check_completion(prompt, answer, vocab_size=self.texts.vocab_size)
             text, counts = self.texts.aligned(row.prompt, answer.ids, answer.log_probs)
             pieces = () if text is None else (text,)
             done[id(row)] = PackedSample(pieces, source=row.source)
@@ -140,11 +140,12 @@ class Rollouts:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
-def check_completion(prompt: AskedPrompt, answer: Completion) -> None:
+def check_completion(prompt: AskedPrompt, answer: Completion, *, vocab_size: int) -> None:
     """Refuse an engine's answer that cannot be a sample of its prompt.
 
     Raises:
-        DataError: No id, log-probabilities of another number or above 0, or ids behind a stop.
+        DataError: No id or one outside the vocabulary, log-probabilities of another number or that
+            are none, or ids behind a stop.
     """
     log_probs = answer.log_probs
     problem = None
@@ -152,8 +153,10 @@ def check_completion(prompt: AskedPrompt, answer: Completion) -> None:
         problem = "no id"
     elif len(log_probs) != len(answer.ids):
         problem = f"{len(log_probs)} log-probabilities of {len(answer.ids)} ids"
-    elif not all(value <= 1e-6 for value in log_probs):
-        problem = f"a log-probability of {max(log_probs)}"
+    elif not all(-math.inf < value <= 1e-6 for value in log_probs):
+        problem = f"log-probabilities from {min(log_probs)} to {max(log_probs)}"
+    elif not 0 <= min(answer.ids) <= max(answer.ids) < vocab_size:
+        problem = f"ids from {min(answer.ids)} to {max(answer.ids)} of {vocab_size}"
     elif any(token in prompt.stop_ids for token in answer.ids[:-1]):
         problem = "ids behind a stop token"
     if problem is not None:

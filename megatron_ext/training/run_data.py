@@ -60,8 +60,10 @@ def make_collator(
 
 def summary(datasets: Sequence[PackedTextDataset]) -> dict[str, Any]:
     """Hash, sizes and faults of the data, as plain values for the user and the run's record."""
-    report = sum((dataset.documents.report for dataset in datasets), CorpusReport())
-    hashes = [dataset.documents.sha256 for dataset in datasets]
+    # Prompts may be of the same documents.
+    corpora = list({id(dataset.documents): dataset.documents for dataset in datasets}.values())
+    report = sum((documents.report for documents in corpora), CorpusReport())
+    hashes = [documents.sha256 for documents in corpora]
     return {
         "sha256": hashes[0] if len(hashes) == 1 else sha256("".join(hashes).encode()).hexdigest(),
         "documents": report.documents,

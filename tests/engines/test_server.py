@@ -127,8 +127,9 @@ def test_a_server_without_time_is_asked_again(stand_in, status):
         (lambda s: setattr(s, "change", lambda _: b"<html>"), "no JSON"),
         (lambda s: setattr(s, "change", lambda _: {"choices": []}), "cannot be read"),
         (lambda s: setattr(s, "change", lambda _: [1]), "cannot be read"),
+        (lambda s: s.statuses.append(302), "status 302"),
     ],
-    ids=["no time", "refused", "no JSON", "nothing", "other JSON"],
+    ids=["no time", "refused", "no JSON", "nothing", "other JSON", "sent elsewhere"],
 )
 def test_a_server_that_does_not_answer_ends_the_run_in_one_line(stand_in, break_it, match):
     server = connected(stand_in, retries=1)

@@ -123,8 +123,9 @@ def test_a_run_may_learn_from_its_own_samples_alone(runs):
         ({"loss": {"linear": True}}, "samples"),
         ({"loss": {"objective": "next_token"}}, "teacher"),
         ({"teacher": {"cache": "there"}}, "cache"),
+        ({"student": {"seq_length": 9}}, "no room for a prompt"),
     ],
-    ids=["context", "sequence", "linear cross-entropy", "no teacher", "cache"],
+    ids=["context", "sequence", "linear cross-entropy", "no teacher", "cache", "no room"],
 )
 def test_what_does_not_go_with_rollouts_is_refused(folder, sections, match):
     with pytest.raises(ConfigError, match=match):
@@ -145,14 +146,16 @@ def test_settings_that_cannot_be_used_are_refused(values):
     [
         (Completion([], []), "no id"),
         (Completion([3, 4], [-1.0]), "1 log-probabilities of 2 ids"),
-        (Completion([3], [math.nan]), "log-probability"),
-        (Completion([3], [0.5]), "log-probability"),
+        (Completion([3], [math.nan]), "log-probabilit"),
+        (Completion([3], [0.5]), "log-probabilit"),
+        (Completion([3], [-math.inf]), "log-probabilit"),
         (Completion([2, 3], [-1.0, -1.0]), "behind a stop"),
+        (Completion([9], [-1.0]), "ids from 9 to 9 of 9"),
     ],
 )
 def test_an_answer_that_is_no_sample_is_refused(answer, match):
     with pytest.raises(DataError, match=match):
-        check_completion(AskedPrompt([1], frozenset({2}), 0), answer)
+        check_completion(AskedPrompt([1], frozenset({2}), 0), answer, vocab_size=9)
 
 
 def test_counts_begin_at_nothing():

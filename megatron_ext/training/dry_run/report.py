@@ -72,6 +72,13 @@ def _run(plan: Plan) -> str:
     if learning < student.tp * sum(map(plan.student_parameters, range(plan.stages))):
         lines.append(f"learning    {learning:,} parameters on the ranks of a replica")
     lines += [f"{name:<11} {_teacher(plan, name)}" for name in plan.teachers]
+    rollouts = plan.run.data.rollouts
+    if rollouts is not None:
+        engine = "the student" if rollouts.engine is None else rollouts.engine.kind
+        lines.append(
+            f"rollouts    {rollouts.share:.0%} of the rows, up to {rollouts.max_new_tokens} tokens "
+            f"each, sampled by {engine}; not in the estimates below"
+        )
     return "\n".join(lines)
 
 

@@ -90,7 +90,7 @@ def recording_config(config: DistillConfig, folder: Path, *, world_size: int) ->
         initial_checkpoint=None,
         teacher=teacher,
         teachers=teachers,
-        data=dataclasses.replace(config.data, validation=()),
+        data=dataclasses.replace(config.data, validation=(), rollouts=None),
         training=dataclasses.replace(
             training,
             global_batch_size=rows,
@@ -104,7 +104,7 @@ def recording_config(config: DistillConfig, folder: Path, *, world_size: int) ->
 def _live(teacher: TeacherConfig) -> TeacherConfig:
     """``teacher`` with its model on the ranks that record, wherever a run has it."""
     return dataclasses.replace(
-        teacher, cache=None, placement="student_ranks", serving=ServingConfig()
+        teacher, cache=None, placement="student_ranks", serving=ServingConfig(), engine=None
     )
 
 
