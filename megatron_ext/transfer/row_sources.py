@@ -5,8 +5,9 @@ and ``<0x41>`` of a vocabulary with byte fallback, it is that of the one that th
 A new id that its own tokenizer never emits copies the old id of its own name, or is the mean: a
 second copy would take half of the first one's probability.
 
-Control tokens are copies by name, then by role; an old one is copied once at most. A token that is
-spelled by old ones has these as its pieces; what is left is the mean of all old tokens.
+Control tokens are copies by name, then by role, those of turns in chat templates last; an old one
+is copied once at most. A token that is spelled by old ones has these as its pieces; what is left is
+the mean of all old tokens.
 """
 
 from __future__ import annotations
@@ -20,8 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.alignment.control_pairs import match_control_tokens
+from megatron_ext.conversation.encoded_conversation import encode_conversation
+from megatron_ext.conversation.message import byte_offsets
+from megatron_ext.conversation.prompt_format import prompt_config_of
+from megatron_ext.errors import MegatronExtError
 from megatron_ext.projection.builder import emitted_tokens, match_ordinary_tokens
 from megatron_ext.projection.speller import Speller
+from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.base import ByteTokenizer
 
 NO_SOURCE: Final = -1
@@ -119,7 +125,47 @@ def _control_sources(
     for token_id in (new.eos_id, *by_role):
         if token_id is not None:
             take(token_id, by_role.get(token_id))
+    markers = turn_markers(old)
+    for role, token_id in turn_markers(new).items():
+        take(token_id, markers.get(role))
     return sources
+
+
+_TURNS: Final = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
+
+
+def turn_markers(tokenizer: ByteTokenizer) -> dict[str, int]:
+    """Control tokens with which a chat template ends an answer (``end``), and opens (``open``) and
+    closes (``header``) what it writes before one; those that it has."""
+    if not isinstance(tokenizer, MegatronTokenizerText) or tokenizer.chat_template is None:
+        return {}
+    try:
+        encoded = encode_conversation(tokenizer, _TURNS, prompt_config_of("auto", tokenizer))
+    except MegatronExtError:
+        # A template that asks for more than two plain turns.
+        return {}
+    offsets = byte_offsets(encoded.text)
+    places: dict[str, tuple[int, int]] = {}
+    for start, end, its in encoded.spans:
+        if its.message == 1:
+            places[its.field] = int(offsets[start]), int(offsets[end])
+    turn = [(offsets[start], offsets[end]) for start, end, its in encoded.spans if its.turn == 1]
+    if "content" not in places or not turn:
+        return {}
+    content = places["content"]
+    markers: dict[str, int] = {}
+    begins = np.concatenate([[0], encoded.byte_ends[:-1]]).tolist()
+    for begin, token in zip(begins, encoded.ids.tolist(), strict=True):
+        if not tokenizer.is_control(token) or not turn[0][0] <= begin < turn[-1][1]:
+            continue
+        if begin >= content[1]:
+            markers.setdefault("end", token)
+        elif begin < content[0]:
+            markers.setdefault("open", token)
+        # What stands right behind the role, not what opens a thought.
+        if "role" in places and begin == places["role"][1]:
+            markers["header"] = token
+    return markers
 
 
 def flattened(

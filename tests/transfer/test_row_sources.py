@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
-from megatron_ext.transfer.row_sources import NO_SOURCE, row_sources
+from megatron_ext.transfer.row_sources import NO_SOURCE, row_sources, turn_markers
 from tests.conversation.shared_files import SHARED
 
 NAMES = (
@@ -51,6 +51,35 @@ def test_a_vocabulary_is_made_of_itself(name):
     sources = row_sources(tokenizer, tokenizer)
     assert sources.is_identity
     assert sources.copied.tolist() == list(range(tokenizer.vocab_size))
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "expected"),
+    [
+        (
+            "llama3_2",
+            "qwen3",
+            {"<|start_header_id|>": "<|im_start|>", "<|eot_id|>": "<|im_end|>"},
+        ),
+        ("qwen3", "gemma3", {"<|im_start|>": "<start_of_turn>", "<|im_end|>": "<end_of_turn>"}),
+    ],
+)
+def test_tokens_of_turns_meet_by_what_templates_write_with_them(new, old, expected):
+    new, old = _published(new), _published(old)
+    copied = row_sources(new, old).copied.tolist()
+    for name, source in expected.items():
+        assert old.id_to_token(copied[new.token_to_id(name)]) == source
+
+
+def test_a_header_has_two_tokens_in_some_templates():
+    tokenizer = _published("llama3_2")
+    markers = {role: tokenizer.id_to_token(i) for role, i in turn_markers(tokenizer).items()}
+    assert markers == {
+        "end": "<|eot_id|>",
+        "open": "<|start_header_id|>",
+        "header": "<|end_header_id|>",
+    }
+    assert turn_markers(_published("gpt2")) == {}
 
 
 def _emitted(tokenizer, tokens):
