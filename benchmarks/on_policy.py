@@ -5,10 +5,11 @@
 The task is to sort words: behind ``yield class import:`` stands `` class import yield`` and the end
 of the text. A teacher with SentencePiece's tokens learns it from many problems, a smaller student
 with the first 3,900 of Tekken's tokens is distilled from it on few. From there on one student goes
-on with the recorded texts, one samples every text itself (``data.rollouts``), one half of them; the
-prompts are the same. Each begins from the same weights and takes as many steps of as many rows; the
-tokens that it trains are counted. What they write for problems that nobody has seen is measured:
-the share of exact answers and of those that end by themselves, at checkpoints along the way.
+on with the recorded texts, one samples every text itself (``data.rollouts``), one half of them from
+the same prompts, and one half of them from other prompts, of which nobody gives an answer. Each
+begins from the same weights and takes as many steps of as many rows; the tokens that it trains are
+counted. What they write for problems that nobody has seen is measured: the share of exact answers
+and of those that end by themselves, at checkpoints along the way.
 """
 
 from __future__ import annotations
@@ -33,8 +34,13 @@ _WORDS: Final = sorted(keyword.kwlist, key=str.lower)
 _SEQ: Final = 96
 _STUDENT_IDS: Final = 4000
 _ROWS: Final = 16
-_BRANCHES: Final = {"off-policy": None, "mixed": 0.5, "on-policy": 1.0}
-"""Share of rows that the student samples."""
+_BRANCHES: Final = {
+    "off-policy": (None, "student"),
+    "mixed": (0.5, "student"),
+    "on-policy": (1.0, "student"),
+    "mixed, more prompts": (0.5, "more"),
+}
+"""Share of rows that the student samples, and the problems whose prompts it gets."""
 
 _GROUPS: Final[list[Any]] = []
 """Process groups of this process, once there are any."""
@@ -231,16 +237,16 @@ def compare(root: Path, seed: int, arguments: argparse.Namespace) -> dict[str, A
     )
     pairs = json.loads((root / "test.json").read_text())[: arguments.problems]
     result: dict[str, Any] = {"first": curve(first, pairs)[-1]}
-    for name, share in _BRANCHES.items():
+    for name, (share, prompts) in _BRANCHES.items():
         rollouts = {
-            "prompts": [str(root / "student.prompt.jsonl")],
+            "prompts": [str(root / f"{prompts}.prompt.jsonl")],
             "max_new_tokens": 48,
             "micro_batch_size": _ROWS,
             "share": share,
         }
         run = train(
             root,
-            f"{name}-{seed}",
+            f"{name.replace(', ', '-').replace(' ', '-')}-{seed}",
             {
                 **base,
                 "initial_checkpoint": str(first),
@@ -275,11 +281,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, help="where the runs stay, and go on when cut off")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--objective", default="projected_kl")
+    parser.add_argument("--objective", default="partition_kl")
     parser.add_argument("--options", default="{}", help="of the objective, as JSON")
     parser.add_argument("--teacher-problems", type=int, default=20000)
     parser.add_argument("--teacher-steps", type=int, default=400)
     parser.add_argument("--student-problems", type=int, default=500)
+    parser.add_argument(
+        "--more-prompts", type=int, default=5000, help="prompts without answers, of one branch"
+    )
     parser.add_argument("--first-steps", type=int, default=600)
     parser.add_argument("--steps", type=int, default=400, help="steps of each branch")
     parser.add_argument("--points", type=int, default=5, help="checkpoints of each branch")
@@ -293,6 +302,7 @@ def main() -> None:
             "test": arguments.problems,
             "student": arguments.student_problems,
             "teacher": arguments.teacher_problems,
+            "more": arguments.more_prompts,
         }
         write_problems(root, counts, 0)
         write_ranks(root / "ranks.json")

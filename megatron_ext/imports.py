@@ -26,6 +26,7 @@ EXTRA_OF: Final = {
     "psutil": "train",
     "pyarrow": "data",
     "regex": "audit",
+    "requests": "engines",
     "safetensors": "train",
     "sentencepiece": "sentencepiece",
     "tensorboard": "watch",

@@ -9,6 +9,7 @@ from megatron_ext.conversation.records import ConversationRecord
 from megatron_ext.engines.engine import Sampling
 from megatron_ext.engines.engine_config import EngineConfig
 from megatron_ext.errors import DistributedError
+from megatron_ext.imports import needed_packages
 
 
 class Answer(NamedTuple):
@@ -29,7 +30,8 @@ class ChatEndpoint:
 
     def __init__(self, config: EngineConfig) -> None:
         # Late: only those that ask an endpoint need requests.
-        from megatron_ext.engines.http_client import HttpClient
+        with needed_packages("--endpoint"):
+            from megatron_ext.engines.http_client import HttpClient
 
         self._config = config
         self._client = HttpClient(config, where="--endpoint")

@@ -10,6 +10,7 @@ from megatron_ext.evaluation.generation import Generator
 from megatron_ext.evaluation.language_model import GenerationOptions
 from megatron_ext.evaluation.run_tasks import evaluating
 from megatron_ext.evaluation.token_mixture import TokenMixture
+from megatron_ext.imports import needed_packages
 from megatron_ext.training.distill import EngineOf, StudentToEvaluate
 from megatron_ext.training.rollout_config import RolloutConfig
 
@@ -79,7 +80,8 @@ def engine_of(rollouts: RolloutConfig | None, *, seed: int, run_dir: Path) -> En
     if servers is None:
         return lambda student: StudentEngine(student, sampling, micro_batch_size=size)
     # Late: only runs with a server need requests.
-    from megatron_ext.training.server_engine import ServerEngine
+    with needed_packages("data.rollouts.engine"):
+        from megatron_ext.training.server_engine import ServerEngine
 
     return lambda student: ServerEngine.connected(
         servers,

@@ -23,6 +23,7 @@ LARGE = (
     *("gemma3", "llama3_2", "mistral_nemo", "phi4_mini", "qwen2_5", "o200k_base.tiktoken"),
     *("p50k_base.tiktoken", "tekken_240718.json"),
     *("mistral_instruct_tokenizer_240216.model.v2", "mistral_instruct_tokenizer_241114.model.v7m1"),
+    "mistral_instruct_tokenizer_241114.model.v7",
 )
 """Vocabularies that take long, or hardly differ from others; of each kind some are left."""
 

@@ -25,6 +25,7 @@ OBJECTIVES = {
     "uld": ("uld", {}),
     "strict_topk": ("strict_topk", {"top_k": 8}),
     "alm": ("alm", {"merge": "words"}),
+    "sampled_kl": ("sampled_kl", {}),
     "mined": ("mined", {}),
     "dskd": ("dskd", {"target": "teacher"}),
     "dskd-heads": ("dskd", {"projectors": "heads"}),

@@ -16,7 +16,7 @@ NAMES = (
     *("mistral_nemo", "phi4_mini", "qwen2_5", "qwen3"),
 )
 PAIRS = list(permutations(NAMES, 2))
-SOME = [("mistral_nemo", "llama2_sp")]
+SOME = [("gpt2", "llama2_sp")]
 
 
 @pytest.mark.parametrize(("new", "old"), PAIRS if os.environ.get("MEGATRON_EXT_ALL_TEXT") else SOME)
@@ -53,32 +53,20 @@ def test_a_vocabulary_is_made_of_itself(name):
     assert sources.copied.tolist() == list(range(tokenizer.vocab_size))
 
 
-@pytest.mark.parametrize(
-    ("new", "old", "expected"),
-    [
-        (
-            "llama3_2",
-            "qwen3",
-            {"<|start_header_id|>": "<|im_start|>", "<|eot_id|>": "<|im_end|>"},
-        ),
-        ("qwen3", "gemma3", {"<|im_start|>": "<start_of_turn>", "<|im_end|>": "<end_of_turn>"}),
-    ],
-)
-def test_tokens_of_turns_meet_by_what_templates_write_with_them(new, old, expected):
-    new, old = _published(new), _published(old)
-    copied = row_sources(new, old).copied.tolist()
-    for name, source in expected.items():
-        assert old.id_to_token(copied[new.token_to_id(name)]) == source
-
-
-def test_a_header_has_two_tokens_in_some_templates():
-    tokenizer = _published("llama3_2")
-    markers = {role: tokenizer.id_to_token(i) for role, i in turn_markers(tokenizer).items()}
+def test_tokens_of_turns_meet_by_what_templates_write_with_them():
+    new, old = _published("llama3_2"), _published("qwen3")
+    markers = {role: new.id_to_token(i) for role, i in turn_markers(new).items()}
     assert markers == {
         "end": "<|eot_id|>",
         "open": "<|start_header_id|>",
         "header": "<|end_header_id|>",
     }
+    copied = row_sources(new, old).copied.tolist()
+    expected = {"<|start_header_id|>": "<|im_start|>", "<|eot_id|>": "<|im_end|>"}
+    for name, source in expected.items():
+        assert old.id_to_token(copied[new.token_to_id(name)]) == source
+    # No token of Qwen's closes a header.
+    assert copied[new.token_to_id("<|end_header_id|>")] == NO_SOURCE
     assert turn_markers(_published("gpt2")) == {}
 
 

@@ -9,6 +9,7 @@ from megatron.core import parallel_state
 from megatron_ext.distributed import process_groups
 from megatron_ext.engines.engine_config import EngineConfig
 from megatron_ext.errors import MegatronExtError
+from megatron_ext.imports import needed_packages
 from megatron_ext.teachers.remote_teacher import RemoteTeacher
 from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.training.first_weights import teacher_vocab_shard
@@ -62,8 +63,9 @@ def _connected(
     teacher: TeacherPlan, engine: EngineConfig, vocab_size: int, form: TargetForm
 ) -> EngineConnection:
     # Late: only runs with an engine need requests.
-    from megatron_ext.engines.server import InferenceServer
-    from megatron_ext.teachers.engine_connection import EngineConnection
+    with needed_packages(f"{teacher.section}.engine"):
+        from megatron_ext.engines.server import InferenceServer
+        from megatron_ext.teachers.engine_connection import EngineConnection
 
     server = InferenceServer(
         engine,
