@@ -276,6 +276,32 @@ def seconds_of(run: Path) -> dict[str, float]:
     return {name: sum(row.get(name, 0.0) for row in rows) / len(rows) for name in sorted(names)}
 
 
+def draw(results: Mapping[str, Any], path: Path) -> None:
+    """A picture of the share of exact answers by trained tokens, one line a branch and seed."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
+    for seed, found in results["seeds"].items():
+        for number, name in enumerate(_BRANCHES):
+            points = [{**found["first"], "tokens": 0}, *found[name]["curve"]]
+            axes.plot(
+                [point["tokens"] / 1000 for point in points],
+                [point["exact"] for point in points],
+                color=f"C{number}",
+                marker="o",
+                markersize=3,
+                label=name if seed == min(results["seeds"]) else None,
+            )
+    axes.set_xlabel("thousands of trained tokens behind the common start")
+    axes.set_ylabel("exact answers")
+    axes.set_ylim(0, 1)
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
 def main() -> None:
     """Train and measure, and write the raw numbers."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -294,6 +320,7 @@ def main() -> None:
     parser.add_argument("--points", type=int, default=5, help="checkpoints of each branch")
     parser.add_argument("--problems", type=int, default=300, help="problems of a measurement")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--picture", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         root = arguments.folder or Path(temporary)
@@ -312,13 +339,17 @@ def main() -> None:
     results = {
         "commit": commit(),
         "machine": machine(),
-        "setting": {k: v for k, v in vars(arguments).items() if k not in ("folder", "output")},
+        "setting": {
+            k: v for k, v in vars(arguments).items() if k not in ("folder", "output", "picture")
+        },
         "teacher": teacher,
         "seeds": found,
     }
     print(json.dumps({key: results[key] for key in ("teacher", "seeds")}, indent=2))
     if arguments.output is not None:
         write_results(arguments.output, results)
+    if arguments.picture is not None:
+        draw(results, arguments.picture)
 
 
 if __name__ == "__main__":
