@@ -70,7 +70,7 @@ def next_tokens(
     sums = kept.cumsum(dim=-1)
     total = sums[:, -1:]
     ids = torch.searchsorted(sums, uniforms[:, None] * total, right=True)
-    ids = ids.minimum(torch.searchsorted(sums, total))
+    ids = ids.minimum(torch.searchsorted(sums, total.contiguous()))
     return ChosenTokens(
         ids[:, 0],
         (kept.gather(1, ids) / total).log()[:, 0],

@@ -45,7 +45,7 @@ OF_LAYOUT = {
     "tp2": ["three-linear"],
     "pp2": ["dynamic"],
     "dp2": ["dynamic"],
-    "cp2": ["averaged", "pulled"],
+    "cp2": ["averaged"],
 }
 """What each layout runs; all that is sharded with MEGATRON_EXT_ALL_TEXT."""
 if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
