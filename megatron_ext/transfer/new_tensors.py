@@ -202,7 +202,7 @@ class _Donor:
             raise ConfigError(
                 "the donor has another vocabulary than the new tokenizer",
                 where="--donor",
-                got=f"{self._folder}, {found.vocab_size} ids",
+                got=f"{self._folder.name}, {found.vocab_size} ids",
                 expected=f"a model with the {new.vocab_size} ids of the new tokenizer",
             )
         if not 1 <= k <= anchors:
