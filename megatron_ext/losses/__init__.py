@@ -23,6 +23,7 @@ from megatron_ext.losses.objective import (
     Objective,
 )
 from megatron_ext.losses.objectives.alm import AlmLoss
+from megatron_ext.losses.objectives.byte_prefix import BytePrefixLoss
 from megatron_ext.losses.objectives.dskd import DskdLoss
 from megatron_ext.losses.objectives.dskd_spaces import DskdProjectors
 from megatron_ext.losses.objectives.gold import GoldLoss, HybridKLLoss
@@ -35,6 +36,8 @@ from megatron_ext.losses.objectives.strict_topk import StrictTopKLoss
 from megatron_ext.losses.objectives.uld import ULDLoss
 from megatron_ext.losses.objectives.vocab_kl import VocabKLLoss
 from megatron_ext.losses.plan import CombinedOutput, Loss, LossPart, LossPlan, reduce_counts
+from megatron_ext.losses.prefix_rows import PrefixRows
+from megatron_ext.losses.prefix_table import PrefixTable
 from megatron_ext.losses.projection_shard import ProjectionShard
 from megatron_ext.losses.targets import TargetKind, TeacherTargets
 from megatron_ext.losses.teacher_scores import TeacherText, reduce_scores
@@ -52,6 +55,7 @@ __all__ = [
     "LOSS_REGISTRY",
     "AlmLoss",
     "BoundaryColumns",
+    "BytePrefixLoss",
     "ChunkCompletions",
     "CombinedOutput",
     "CompletionTable",
@@ -83,6 +87,8 @@ __all__ = [
     "NextTokenLoss",
     "Objective",
     "PartitionKLLoss",
+    "PrefixRows",
+    "PrefixTable",
     "ProjectedKLLoss",
     "ProjectionShard",
     "SampledKLLoss",

@@ -50,8 +50,9 @@ class Needs:
     boundary: bool = False
     """Tokens that begin a word."""
 
-    completions: bool = False
-    """Continuations that both models can predict in each chunk."""
+    completions: Literal["chunks", "prefixes"] | None = None
+    """Continuations that both models can predict, looked up in each batch: of whole chunks
+    (``CompletionTable``), or behind every prefix (``PrefixTable``)."""
 
     hidden: bool = False
     """The student's last hidden states and head."""

@@ -19,9 +19,11 @@ from megatron_ext.losses import (
     LearnedProjection,
     Needs,
     Objective,
+    PrefixTable,
     ProjectionShard,
     VocabularyMatch,
 )
+from megatron_ext.ops.prefix_masses import PrefixColumns
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.layout import VocabularyLayout
 from megatron_ext.tokenizers import MegatronTokenizerText
@@ -125,8 +127,11 @@ class RunConstants:
     same_tokens: torch.Tensor | None = None
     """The result of ``validation.same_tokens``, in a run that measures on held-out text."""
 
-    completion_table: CompletionTable | None = None
+    completion_table: CompletionTable | PrefixTable | None = None
     """Table in which each batch's completions are looked up, on the host."""
+
+    prefix_columns: PrefixColumns | None = None
+    """Columns of the prefixes of a ``PrefixTable``."""
 
     def current_projection(self) -> ProjectionShard | None:
         """The projection, with its current shares where they are learned."""
@@ -156,7 +161,8 @@ class RunConstants:
             MegatronExtError: The pair lacks what the objective needs.
         """
         student_shard, teacher_shard = shards
-        shard = match = boundary = word_starts = table = None
+        shard = match = boundary = word_starts = columns = None
+        table: CompletionTable | PrefixTable | None = None
         if projection is not None and needs.shard:
             shard = ProjectionShard.from_projection(
                 projection.permuted(layout) if layout else projection,
@@ -180,12 +186,20 @@ class RunConstants:
                 device=device,
             )
             word_starts = boundary.of_labels(student_shard)
-        if needs.completions:
+        if needs.completions == "chunks":
             table = CompletionTable.from_tokenizers(*tokenizers)
+        if needs.completions == "prefixes":
+            assert projection is not None
+            partition = projection.partition(needs.min_share)
+            partners = partition.common_student, partition.common_teacher
+            prefixes = PrefixTable.from_tokenizers(*tokenizers, partners)
+            columns = prefixes.columns(student_shard, teacher_shard, layout=layout, device=device)
+            table = prefixes
         return cls(
             projection=shard,
             match=match,
             boundary=boundary,
             word_starts=word_starts,
             completion_table=table,
+            prefix_columns=columns,
         )

@@ -14,10 +14,13 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import ConfigError, LossError
 from megatron_ext.losses import (
     ChunkCompletions,
+    CompletionTable,
     DistillationInputs,
     KnownAhead,
     MultiTeacherLossAggregator,
     Objective,
+    PrefixRows,
+    PrefixTable,
     TeacherObjective,
     TeacherTargets,
     TeacherText,
@@ -109,24 +112,28 @@ class TeacherTerm:
             if self.aggregator.teachers[name].objective.sums_over == "chunks"
         }
 
+    @property
+    def tables(self) -> dict[str, CompletionTable | PrefixTable]:
+        """Tables of completions, of the teachers that have one."""
+        tables = {name: self.constants[name].completion_table for name in self.constants}
+        return {name: table for name, table in tables.items() if table is not None}
+
     def completions(
         self, sides: CrossTokenizerBatch, plans: Mapping[str, ContextParallelPlan] | None = None
-    ) -> dict[str, ChunkCompletions]:
+    ) -> dict[str, ChunkCompletions | PrefixRows]:
         """Completions of chunks, for teachers that have a table of them; on the host.
 
         Args:
             plans: The result of ``plans``; completions are of the chunks that this rank owns.
         """
-        completions = {}
-        for name, constants in self.constants.items():
-            if constants.completion_table is None:
-                continue
+        completions: dict[str, ChunkCompletions | PrefixRows] = {}
+        for name, table in self.tables.items():
             alignment = sides.alignments[name]
             labels = sides.student.labels, sides.teachers[name].labels
             plan = (plans or {}).get(name)
             if plan is not None:
                 alignment, labels = plan.alignment, plan.labels(*labels)
-            completions[name] = ChunkCompletions.of(alignment, *labels, constants.completion_table)
+            completions[name] = table.of_batch(alignment, *labels)
         return completions
 
     def with_targets(
@@ -208,6 +215,7 @@ class TeacherTerm:
             match=constants.match,
             boundary=constants.boundary,
             completions=batch.completions.get(name),
+            prefix_columns=constants.prefix_columns,
             sampled_log_probs=batch.sampled_log_probs,
         )
         plan = batch.plans.get(name)

@@ -392,10 +392,11 @@ class Trainer:
         sides = (held_out.dataset.collator if held_out else self.data.collator)(samples)
         term, context = self.step.term, ContextRank.of(self.groups.cp)
         plans = term.plans(sides) if term else {}
-        completions = term.completions(sides, plans) if term else {}
-        tiles = None
+        completions, tiles = {}, None
         if self.step.linear is not None and self.groups.is_last_stage:
-            tiles = cut_into_tiles(self.step.linear, sides, completions)
+            tiles = cut_into_tiles(self.step.linear, sides, term.tables if term else {})
+        elif term is not None:
+            completions = term.completions(sides, plans)
         batch = Microbatch.of(sides, completions, tiles, context=context, plans=plans)
         batch = dataclasses.replace(batch, compared=term.compared(batch) if term else {})
         if self.groups.is_last_stage:

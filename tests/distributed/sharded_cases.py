@@ -20,6 +20,7 @@ from tests.distributed.sharded_inputs import (
     completed,
     hidden_states,
     learned_projection,
+    prefixed,
     replicated,
     with_boundaries,
 )
@@ -144,6 +145,7 @@ def _objective(
 
 _likelihoods = partial(_objective, "alm", more=with_boundaries)
 _partition = partial(_objective, "partition_kl", more=completed)
+_prefixes = partial(_objective, "byte_prefix", more=prefixed)
 
 
 def _top_columns(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -232,6 +234,11 @@ CASES: dict[str, Case] = {
     "partition KL in slices": _partition(slice_elements=60),
     "partition KL without chunks": _partition(chunks=0),
     "partition KL to top-k targets": _partition(kind="topk"),
+    "byte prefixes": _prefixes(temperature=1.4),
+    "reverse byte prefixes": _prefixes(direction="reverse", smoothing=0.01),
+    "Jensen-Shannon byte prefixes": _prefixes(direction="jensen_shannon"),
+    "byte prefixes in slices": _prefixes(slice_elements=60),
+    "byte prefixes without chunks": _prefixes(chunks=0),
     "learned projection": learned_projection,
 }
 
@@ -251,6 +258,8 @@ COUNTED: dict[str, tuple[str, int, dict[str, Any]]] = {
     "mined without chunks": ("mined", 0, {}),
     "partition_kl": ("partition_kl", 4, {}),
     "partition_kl without chunks": ("partition_kl", 0, {}),
+    "byte_prefix": ("byte_prefix", 4, {}),
+    "byte_prefix without chunks": ("byte_prefix", 0, {}),
 }
 """Label -> objective, chunks and options, whose collectives are counted."""
 
@@ -279,6 +288,8 @@ def collectives_of(rank: int, size: int) -> dict[str, list[str]]:
             inputs = batch.inputs(rank=rank, ranks=size, group=group)
             if name == "partition_kl":
                 inputs = completed(batch, inputs)
+            if name == "byte_prefix":
+                inputs = prefixed(batch, inputs)
             output = LOSS_REGISTRY[name](**options)(inputs)
             forward = len(calls)
             output.loss_sum.backward()

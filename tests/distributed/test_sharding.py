@@ -87,6 +87,12 @@ def test_every_rank_makes_the_collectives_that_the_docstrings_state(
         "partition_kl backward": [],
         "partition_kl without chunks forward": ["all_reduce"] * 3,
         "partition_kl without chunks backward": [],
+        "byte_prefix forward": ["all_reduce"] * 3 + ["all_to_all_single"] + ["all_reduce"] * 5,
+        "byte_prefix backward": [],
+        "byte_prefix without chunks forward": ["all_reduce"] * 3
+        + ["all_to_all_single"]
+        + ["all_reduce"] * 4,
+        "byte_prefix without chunks backward": [],
     }
     for _, made in spawned:
         assert made == stated
