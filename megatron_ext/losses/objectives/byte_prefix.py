@@ -126,6 +126,7 @@ class BytePrefixLoss(FusedObjective):
             columns,
             shards=(inputs.student_shard, teacher.shard),
             smoothing=self.smoothing,
+            implementation=self.implementation,
         )
         of_chunk = used_chunks(inputs)
         used = [of_chunk[side.chunk] for side in (rows.starts, rows.middles)]

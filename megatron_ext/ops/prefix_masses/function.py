@@ -21,6 +21,7 @@ from megatron_ext.distributed.vocab_parallel import (
     scaled_logits,
 )
 from megatron_ext.ops.chunk_rows import index_sum, local_column
+from megatron_ext.ops.launch import Implementation, uses_compiled, uses_triton
 from megatron_ext.ops.partition_kl import RowMasses, SharedColumns
 from megatron_ext.ops.partition_kl.chain_masses import IMPOSSIBLE
 from megatron_ext.ops.prefix_masses.operands import (
@@ -64,10 +65,14 @@ def start_columns(
     sent = (rank * ranks + owner[own]) * total + starts[own]
     slot = torch.searchsorted(leaving, sent)
     target = torch.where(crossing[own], width + 1 + slot, target)
+    sizes = torch.bincount(target, minlength=width + 1 + len(leaving))
     counts = pairs.tolist()
     anything = len(keys) > 0
     return StartColumns(
         target=target,
+        column=target.argsort(stable=True).int(),
+        pointers=torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).int(),
+        by_size=sizes.argsort(descending=True, stable=True).int(),
         arriving=arriving % total - student_shard.start,
         sent_counts=tuple(counts[rank]) if anything else (),
         received_counts=tuple(row[rank] for row in counts) if anything else (),
@@ -109,6 +114,7 @@ class PrefixTargets:
     Args:
         logits: [T, Vpt] the teacher's, any float dtype.
         smoothing: Share of every row's mass that is spread evenly over its events.
+        implementation: What adds up the starts' masses, see ``ops.launch``.
 
     Collectives: two all-reduces of [T], and one of [E + M + N + K].
     """
@@ -122,7 +128,13 @@ class PrefixTargets:
         *,
         shards: tuple[VocabShard, VocabShard],
         smoothing: float = 0.0,
+        implementation: Implementation = "auto",
     ) -> None:
+        self._by: Implementation = "torch"
+        if uses_triton(implementation, logits):
+            self._by = "triton"
+        elif uses_compiled(implementation, logits):
+            self._by = "cpu"
         self._logits, self._rows, self._columns = logits, rows, columns.starts
         self._shards, self._smoothing = shards, smoothing
         shard, spans = shards[1], rows.spans
@@ -207,14 +219,10 @@ class PrefixTargets:
     def _by_column(self, rows: torch.Tensor) -> torch.Tensor:
         """Masses [S', Vps + 1] of own student columns, and of own columns that have none."""
         columns, width = self._columns, self._shards[0].width
-        scaled = scaled_logits(self._logits[rows, : len(columns.target)], 1.0, None)
-        whole = LogSumExp(self._whole.peak[rows], self._whole.log_sum[rows])
-        mass = whole.normalise_(scaled, slice(None)).exp_()
-        buffer = mass.new_zeros(len(rows), width + 1 + sum(columns.sent_counts))
-        buffer.index_add_(1, columns.target, mass)
+        buffer = self._by_target(rows, width + 1 + sum(columns.sent_counts))
         masses = buffer[:, : width + 1]
         if columns.sent_counts:
-            arrived = mass.new_empty(len(columns.arriving), len(rows))
+            arrived = buffer.new_empty(len(columns.arriving), len(rows))
             dist.all_to_all_single(
                 arrived,
                 buffer[:, width + 1 :].t().contiguous(),
@@ -224,6 +232,57 @@ class PrefixTargets:
             )
             masses.index_add_(1, columns.arriving, arrived.t())
         return masses
+
+    def _by_target(self, rows: torch.Tensor, count: int) -> torch.Tensor:
+        """Probabilities [S', count] of own columns, added up by target."""
+        columns, whole = self._columns, self._whole
+        valid = len(columns.target)
+        if self._by == "triton" and valid and len(rows):
+            return _by_kernel(self._logits, rows, whole, columns, count)
+        sums = torch.zeros(len(rows), count, dtype=whole.peak.dtype, device=rows.device)
+        if self._by == "cpu":
+            from megatron_ext.ops.prefix_masses import compiled_loops as loops
+            from megatron_ext.ops.row_loops import flat_rows, in_threads, normaliser
+
+            flat, out = flat_rows(self._logits, valid), sums.numpy()
+            work = flat, rows.numpy(), normaliser(whole), columns.target.numpy(), out
+            in_threads(lambda first, stop: loops.column_masses(first, stop, *work), len(rows))
+            return sums
+        scaled = scaled_logits(self._logits[rows, :valid], 1.0, None)
+        own = LogSumExp(whole.peak[rows], whole.log_sum[rows])
+        return sums.index_add_(1, columns.target, own.normalise_(scaled, slice(None)).exp_())
+
+
+def _by_kernel(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    whole: LogSumExp,
+    columns: StartColumns,
+    count: int,
+) -> torch.Tensor:
+    from megatron_ext.ops.prefix_masses.triton_kernels import column_masses_kernel
+
+    sums = torch.empty(len(rows), count, dtype=torch.float32, device=rows.device)
+    column_masses_kernel[(len(rows), -(-count // _SLOTS))](
+        logits,
+        rows.contiguous(),
+        whole.peak.float(),
+        whole.log_sum.float(),
+        columns.column,
+        columns.pointers,
+        columns.by_size,
+        sums,
+        logits.stride(0),
+        sums.stride(0),
+        count,
+        BLOCK=_SLOTS,
+        num_warps=4,
+    )
+    return sums
+
+
+_SLOTS: Final = 512
+"""Targets that a program adds up."""
 
 
 def _add_(values: torch.Tensor, row: torch.Tensor, column: torch.Tensor, x: torch.Tensor) -> None:

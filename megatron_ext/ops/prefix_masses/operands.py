@@ -26,6 +26,15 @@ class StartColumns(NamedTuple):
     """int64 [Vpt valid]: own student column; ``Vps`` for none; ``Vps + 1 + x`` for the x-th slot of
     those that leave."""
 
+    column: torch.Tensor
+    """int32 [Vpt valid]: the columns by their target, ascending."""
+
+    pointers: torch.Tensor
+    """int32: first place in ``column`` of each target, and the end."""
+
+    by_size: torch.Tensor
+    """int32: targets by their number of columns, the largest first."""
+
     arriving: torch.Tensor
     """int64 [X]: own student column of each slot that comes from other ranks, by rank."""
 

@@ -194,15 +194,17 @@ def test_one_language_read_by_the_student_within_tokens_has_neither_loss_nor_gra
     assert grad.abs().max().item() < 1e-12
 
 
+@pytest.mark.parametrize("by", ["triton", "cpu"])
 @pytest.mark.parametrize("pair", ["two codes", "overlapping"])
-def test_kernels_give_what_torch_gives(pair: str) -> None:
+def test_kernels_and_loops_give_what_torch_gives(pair: str, by: str) -> None:
+    pytest.importorskip("triton" if by == "triton" else "numba")
     inputs = Reading(TEXTS[1], PAIRS[pair], seeds=(1, 2)).inputs()
     logits = inputs.student_logits.detach().float().requires_grad_()
     teacher = replace(inputs.teacher, logits=inputs.teacher.logits.float())
     inputs = replace(inputs, student_logits=logits, teacher=teacher)
     by_torch, plain = run(inputs, implementation="torch", temperature=1.5)
-    by_kernel, grad = run(inputs, implementation="triton", temperature=1.5)
-    assert by_kernel.loss_sum.item() == pytest.approx(by_torch.loss_sum.item(), rel=1e-6)
+    other, grad = run(inputs, implementation=by, temperature=1.5)
+    assert other.loss_sum.item() == pytest.approx(by_torch.loss_sum.item(), rel=1e-6)
     torch.testing.assert_close(grad, plain, rtol=0, atol=1e-6)
 
 
