@@ -3,6 +3,10 @@
 Rows of prompts are dealt, resumed and counted as rows of any text; just before they are trained
 they get the student's own completion, sampled with the weights of that moment. So a run that is
 resumed samples the same again, and nothing is sampled that is not trained.
+
+Servers may be asked for the next steps while one trains. Their weights change with checkpoints
+alone, and no step beyond the next of them is asked for: so every sample is the one that the step
+itself would have asked for, and what a run learns does not depend on how far ahead it asks.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +25,7 @@ from megatron_ext.data.aligner import PackedSample
 from megatron_ext.data.prompts import PromptSample
 from megatron_ext.data.sampled_text import SampleCounts, SampledTexts
 from megatron_ext.distributed.process_groups import ProcessGroups
-from megatron_ext.engines.engine import AskedPrompt, Completion, Engine
+from megatron_ext.engines.engine import Answers, AskedPrompt, Completion, Engine
 from megatron_ext.errors import DataError
 from megatron_ext.files import parse_json, whole_lines, write_bytes
 
@@ -30,6 +34,17 @@ _REPEATED: Final = 4
 """Tokens of a run whose second occurrence in a completion counts as repetition."""
 
 _SUMS: Final = ("completions", "nats", "entropy", "repeated", "runs", *SampleCounts._fields)
+
+Step = tuple[int, Sequence[Sequence[PackedSample]]]
+"""Iteration of a global batch, and this replica's microbatches of it."""
+
+
+class _Asked(NamedTuple):
+    """Prompts of a step that the engine was asked to complete."""
+
+    rows: list[PromptSample]
+    prompts: list[AskedPrompt]
+    answers: Answers
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,11 +58,20 @@ class Rollouts:
     run_dir: Path
     """Folder of the run, whose ``rollouts.jsonl`` gets one completion a step."""
 
+    ahead: int = 0
+    """Steps ahead for which an engine with weights of its own samples."""
+
+    update_interval: int = 1
+    """Steps between two updates of such an engine's weights."""
+
     synced: int | None = None
     """Iteration whose weights the engine has; None where it shares the student's."""
 
     staleness: int = 0
     """Updates of the student since the weights that sampled the completions of a step."""
+
+    asked: dict[int, _Asked] = field(default_factory=dict)
+    """By iteration, prompts whose completions were not taken yet."""
 
     sums: list[float] = field(default_factory=lambda: [0.0] * len(_SUMS))
     """Sums of ``_SUMS`` over this replica's completions of a step."""
@@ -57,31 +81,28 @@ class Rollouts:
 
         Collectives: those of ``Engine.load``.
         """
+        assert not self.asked, "an engine's weights change while it samples"
         if not self.engine.shares_weights:
             self.engine.load(checkpoint)
             self.synced = iteration
 
-    def completed(
-        self, microbatches: Sequence[Sequence[PackedSample]], *, iteration: int
-    ) -> list[list[PackedSample]]:
-        """The rows of microbatches with their prompts completed; one with nothing to train is
-        blank.
+    def completed(self, steps: Sequence[Step]) -> list[list[PackedSample]]:
+        """The rows of a step's microbatches with their prompts completed; one with nothing to train
+        is blank.
 
         Args:
-            iteration: The step that trains them.
+            steps: The step, and those behind it that are read already, of which some are asked for.
 
-        Collectives: those of the engine.
+        Collectives: those of the engine, for one step.
 
         Raises:
             DataError: The engine has answered nonsense.
         """
-        prompts = [row for rows in microbatches for row in rows if isinstance(row, PromptSample)]
-        asked = [
-            AskedPrompt(row.prompt.ids, self.texts.stop_ids(row.prompt), row.place)
-            for row in prompts
-        ]
+        iteration, microbatches = steps[0]
+        self._ask(steps)
         self.staleness = 0 if self.synced is None else iteration - 1 - self.synced
-        answers = self.engine.complete(asked)
+        prompts, asked, answers_of = self.asked.pop(iteration)
+        answers = answers_of()
         self.sums = [0.0] * len(_SUMS)
         done: dict[int, PackedSample] = {}
         for row, prompt, answer in zip(prompts, asked, answers, strict=True):
@@ -121,6 +142,24 @@ class Rollouts:
         # Not every engine says what it has sampled from.
         known = {name: value for name, value in values.items() if not math.isnan(value)}
         return {f"rollouts/{name}": value for name, value in known.items()}
+
+    def close(self) -> None:
+        """Drop what was asked ahead."""
+        self.asked.clear()
+        self.engine.close()
+
+    def _ask(self, steps: Sequence[Step]) -> None:
+        """Have the engine begin with the step and those behind it, up to the next update."""
+        interval = (steps[0][0] - 1) // self.update_interval
+        for iteration, microbatches in steps[: 1 + self.ahead]:
+            if iteration in self.asked or (iteration - 1) // self.update_interval != interval:
+                continue
+            rows = [row for batch in microbatches for row in batch if isinstance(row, PromptSample)]
+            prompts = [
+                AskedPrompt(row.prompt.ids, self.texts.stop_ids(row.prompt), row.place)
+                for row in rows
+            ]
+            self.asked[iteration] = _Asked(rows, prompts, self.engine.complete(prompts))
 
     def _count(self, answer: Completion, counts: SampleCounts) -> None:
         repeated, runs = _repetition(answer.ids)

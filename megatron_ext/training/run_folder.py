@@ -65,6 +65,7 @@ _MAY_CHANGE = (
     "teacher.serving.plain_connection",
     *(f"teacher.engine.{key}" for key in _OF_ENGINES),
     *(f"data.rollouts.engine.{key}" for key in _OF_ENGINES),
+    "data.rollouts.ahead",
     "data.train",
     "data.validation",
     "data.num_workers",

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_ext.engines.engine_config import EngineConfig
+from megatron_ext.errors import DistributedError
 from megatron_ext.evaluation.student_engine import engine_of
 from megatron_ext.tokenizers import build_tokenizer
 from megatron_ext.training.config import LossConfig
@@ -60,6 +61,29 @@ def train_served(rank, folder, layouts, url):
     for name, parallel in layouts.items():
         train(config_of(folder, name, "sampled_kl", rollouts, **parallel))
         dist.barrier()
+
+
+def ahead_run(folder, name, url, ahead, **parallel):
+    """Five steps whose samples a server gives, with its weights changed behind the third."""
+    engine = EngineConfig(kind="vllm", url=(url,), model="m", retries=0)
+    rollouts = RolloutConfig(
+        share=0.5, prompt_characters=12, max_new_tokens=9, engine=engine, ahead=ahead
+    )
+    config = config_of(folder, name, "sampled_kl", rollouts, **parallel)
+    return changed(config, training={"train_iters": 5, "save_interval": 3})
+
+
+def train_ahead(rank, folder, runs, url):
+    """Runs of ``ahead_run`` by name, steps ahead and layout; what ended each of them, or None."""
+    ends = []
+    for name, ahead, parallel in runs:
+        try:
+            train(ahead_run(folder, name, url, ahead, **parallel))
+            ends.append(None)
+        except DistributedError as error:
+            ends.append(str(error))
+        dist.barrier()
+    return ends
 
 
 def lines_of(folder, name):

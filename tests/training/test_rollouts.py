@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import re
+import threading
 
 import pytest
 
@@ -17,6 +19,7 @@ from tests.process_group import run_ranks
 from tests.training.rollout_runs import (
     config_of,
     lines_of,
+    train_ahead,
     train_alone,
     train_layouts,
     train_served,
@@ -27,10 +30,12 @@ from tests.training.tiny_run import CP2, PP2, TP2, changed
 LAYOUTS = {"tp2": TP2, "pp2": PP2, "dp2": {}}
 
 
+AHEAD = {"ahead-dp2": {}}
 SERVED = {"served-cp2": CP2}
 """Those that the student samples in, too, with MEGATRON_EXT_ALL_TEXT."""
 if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
     SERVED |= {f"served-{name}": parallel for name, parallel in LAYOUTS.items()}
+    AHEAD |= {f"ahead-{name}": parallel for name, parallel in LAYOUTS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +46,59 @@ def served(runs):
         paths = stand_in.paths()
         run_ranks(2, train_served, runs, SERVED, stand_in.url, timeout_s=240)
     return paths
+
+
+class Crowd:
+    """Holds back the samples of a server until as many were asked for as it is told to expect.
+
+    Args:
+        totals: Numbers of all samples asked for by then, ascending.
+    """
+
+    def __init__(self, *totals):
+        self.totals = totals
+        self.arrived = self.answered = 0
+        self.seeds, self.refused, self.at_loads = [], set(), []
+        self._changed = threading.Condition()
+
+    def meet(self, path, body):
+        with self._changed:
+            if path != "/v1/completions":
+                self.at_loads += [(self.arrived, self.answered)] * (path == "/collective_rpc")
+                return 200
+            self.arrived += 1
+            self.seeds.append(body["seed"])
+            self._changed.notify_all()
+            expected = next((total for total in self.totals if total >= self.arrived), 0)
+            assert self._changed.wait_for(lambda: self.arrived >= expected, timeout=60)
+            self.answered += 1
+            if body["seed"] in self.refused:
+                self.refused.remove(body["seed"])
+                return 400
+            return 200
+
+
+@pytest.fixture(scope="module")
+def ahead(runs):
+    """What servers were asked by runs of five steps that ask ahead, one of which they break."""
+    crowds = {"step": Crowd(), "broken": Crowd(6, 10), "again": Crowd(4)}
+    ends = {}
+    with serving() as stand_in:
+
+        def train(name, run, steps, size=1, parallel=None):
+            stand_in.meet = crowds[name].meet
+            run = (run, steps, parallel or {})
+            (ends[name],), *_ = run_ranks(size, train_ahead, runs, [run], stand_in.url)
+
+        train("step", "step", 0)
+        crowds["broken"].refused |= set(crowds["step"].seeds[-2:])
+        train("broken", "broken", 2)
+        broken = read_metrics(runs / "broken")
+        train("again", "broken", 2)
+        for name, parallel in AHEAD.items():
+            crowds[name] = Crowd(6, 10)
+            train(name, name, 2, 2, parallel)
+    return crowds, ends, broken
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +138,36 @@ def test_a_server_takes_the_weights_of_each_checkpoint(runs, served):
     for row in read_metrics(runs / "served"):
         assert row["rollouts/tokens"] > 0
         assert row["rollouts/mismatch"] > 1
+
+
+@pytest.mark.parametrize("layout", AHEAD)
+def test_what_is_asked_ahead_is_what_the_step_would_have_asked(runs, ahead, layout):
+    crowds, ends, _ = ahead
+    # All samples up to the next weights are under way before the first is answered.
+    assert ends["step"] is ends[layout] is None
+    assert crowds[layout].at_loads == [(0, 0), (6, 6)]
+    assert crowds["step"].at_loads == [(0, 0), (6, 6)]
+    assert sorted(crowds[layout].seeds[:6]) == sorted(crowds["step"].seeds[:6])
+    assert sorted(crowds[layout].seeds[6:]) == sorted(crowds["step"].seeds[6:])
+    rows, expected = read_metrics(runs / layout), read_metrics(runs / "step")
+    assert [row["rollouts/staleness"] for row in rows] == [0, 1, 2, 0, 1]
+    names = [name for name in expected[0] if name.startswith("rollouts/")]
+    assert_same_numbers(rows, expected, ("loss", "kd", "ce", *names), exact=("tokens", "chunks"))
+    assert_same_weights(runs / layout, runs / "step", iteration=5)
+
+
+def test_a_server_that_fails_ahead_ends_the_run_at_the_step_that_needs_it(runs, ahead):
+    crowds, ends, broken = ahead
+    assert re.search(r"data.rollouts.engine.*has not answered.*status 400", ends["broken"])
+    assert "\n" not in ends["broken"]
+    step = [without_measurements(row) for row in read_metrics(runs / "step")]
+    assert [without_measurements(row) for row in broken] == step[:4]
+    # From the checkpoint of the third step on, the prompts of the others are asked for again.
+    assert ends["again"] is None
+    assert sorted(crowds["again"].seeds) == sorted(crowds["step"].seeds[6:])
+    assert [without_measurements(row) for row in read_metrics(runs / "broken")] == step
+    tensors, expected = (tensors_of(runs / name, 5) for name in ("broken", "step"))
+    assert all(tensors[name].equal(value) for name, value in expected.items())
 
 
 def test_an_interrupted_run_samples_and_learns_the_same_again(runs):
@@ -138,7 +226,15 @@ def test_what_does_not_go_with_rollouts_is_refused(folder, sections, match):
 
 @pytest.mark.parametrize(
     "values",
-    [{"share": 0.0}, {"share": 1.5}, {"top_p": 0.0}, {"temperature": -1.0}, {"max_new_tokens": 0}],
+    [
+        {"share": 0.0},
+        {"share": 1.5},
+        {"top_p": 0.0},
+        {"temperature": -1.0},
+        {"max_new_tokens": 0},
+        {"ahead": -1},
+        {"ahead": 1},
+    ],
 )
 def test_settings_that_cannot_be_used_are_refused(values):
     with pytest.raises(ConfigError, match=next(iter(values))):
