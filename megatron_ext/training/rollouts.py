@@ -28,6 +28,7 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.engines.engine import Answers, AskedPrompt, Completion, Engine
 from megatron_ext.errors import DataError
 from megatron_ext.files import parse_json, whole_lines, write_bytes
+from megatron_ext.training.surprise import Surprise, surprise_record
 
 ROLLOUTS_FILE: Final = "rollouts.jsonl"
 _REPEATED: Final = 4
@@ -45,6 +46,14 @@ class _Asked(NamedTuple):
     rows: list[PromptSample]
     prompts: list[AskedPrompt]
     answers: Answers
+
+
+class _Logged(NamedTuple):
+    """The completion that a step logs."""
+
+    row: PromptSample
+    answer: Completion
+    counts: SampleCounts
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,6 +81,12 @@ class Rollouts:
 
     asked: dict[int, _Asked] = field(default_factory=dict)
     """By iteration, prompts whose completions were not taken yet."""
+
+    logged: _Logged | None = None
+    """Of the step whose prompts were completed last; None where it had none."""
+
+    logged_place: tuple[int, int] | None = None
+    """Microbatch and row of it; None where nothing of it is trained."""
 
     sums: list[float] = field(default_factory=lambda: [0.0] * len(_SUMS))
     """Sums of ``_SUMS`` over this replica's completions of a step."""
@@ -104,6 +119,7 @@ class Rollouts:
         prompts, asked, answers_of = self.asked.pop(iteration)
         answers = answers_of()
         self.sums = [0.0] * len(_SUMS)
+        self.logged = self.logged_place = None
         done: dict[int, PackedSample] = {}
         for row, prompt, answer in zip(prompts, asked, answers, strict=True):
             check_completion(prompt, answer, vocab_size=self.texts.vocab_size)
@@ -111,9 +127,36 @@ class Rollouts:
             pieces = () if text is None else (text,)
             done[id(row)] = PackedSample(pieces, source=row.source)
             self._count(answer, counts)
-        if prompts and self.groups.is_main:
-            self._log(prompts[0], answers[0], iteration)
+            if self.logged is None:
+                self.logged = _Logged(row, answer, counts)
+                self.logged_place = None if text is None else _place(row, microbatches)
         return [[done.get(id(row), row) for row in rows] for rows in microbatches]
+
+    def log(self, iteration: int, surprise: Surprise | None) -> None:
+        """Write the logged completion of a step into the run's folder, on the main rank.
+
+        Args:
+            surprise: That at ``logged_place``; None where nothing of it is trained.
+        """
+        if self.logged is None or not self.groups.is_main:
+            return
+        row, answer, counts = self.logged
+        line: dict[str, Any] = {
+            "iteration": iteration,
+            "prompt": self.texts.shown(row.prompt.ids),
+            "completion": self.texts.shown(answer.ids),
+            "tokens": len(answer.ids),
+            "nats_per_token": round(-sum(answer.log_probs) / max(len(answer.ids), 1), 4),
+        }
+        if surprise is not None:
+            line["surprise"] = surprise_record(
+                surprise,
+                self.texts.spelled(row.prompt, answer.ids),
+                first=len(row.prompt.ids) - 1,
+                stop=self.texts.shown(answer.ids[-1:]) if counts.stopped else None,
+            )
+        with (self.run_dir / ROLLOUTS_FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
 
     def metrics(self) -> dict[str, float]:
         """Means over the completions of the step, of all replicas; the same on every rank.
@@ -167,16 +210,15 @@ class Rollouts:
         added = (1, -sum(answer.log_probs), entropy, repeated, runs, *counts)
         self.sums = [before + more for before, more in zip(self.sums, added, strict=True)]
 
-    def _log(self, row: PromptSample, answer: Completion, iteration: int) -> None:
-        line = {
-            "iteration": iteration,
-            "prompt": self.texts.shown(row.prompt.ids),
-            "completion": self.texts.shown(answer.ids),
-            "tokens": len(answer.ids),
-            "nats_per_token": round(-sum(answer.log_probs) / max(len(answer.ids), 1), 4),
-        }
-        with (self.run_dir / ROLLOUTS_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+def _place(row: PackedSample, microbatches: Sequence[Sequence[PackedSample]]) -> tuple[int, int]:
+    """Numbers of the microbatch with a row, and of the row in it."""
+    return next(
+        (batch, number)
+        for batch, rows in enumerate(microbatches)
+        for number, other in enumerate(rows)
+        if other is row
+    )
 
 
 def check_completion(prompt: AskedPrompt, answer: Completion, *, vocab_size: int) -> None:

@@ -263,6 +263,9 @@ class Trainer:
             # A GPU has the passes of this step in its queue: the host reads meanwhile.
             self.reader.read_next()
         metrics, finite = reduce_reports(reports, self.groups)
+        if self.rollouts is not None:
+            surprises = (report.surprise for report in reports if report.surprise is not None)
+            self.rollouts.log(iteration, next(surprises, None))
         if policy.check_loss(metrics.get("loss", 0.0), finite, iteration=iteration):
             watchdog.enter("updating")
             with self.clock.phase("optimizer"):
@@ -379,7 +382,10 @@ class Trainer:
             steps = [(self.reader.iteration, _rows(batches))]
             steps += [(iteration, _rows(ahead)) for iteration, ahead in self.reader.ahead()]
             completed = self.rollouts.completed(steps)
-        return [self._on_host(rows) for rows in completed]
+        ready = [self._on_host(rows) for rows in completed]
+        if (place := self.rollouts.logged_place) is not None:
+            ready[place[0]] = dataclasses.replace(ready[place[0]], logged_row=place[1])
+        return ready
 
     def collate(
         self, samples: list[PackedSample], *, held_out: HeldOut | None = None
