@@ -1,12 +1,12 @@
 """A student learns from what it samples, alike under every layout and after an interruption."""
 
-import json
 import math
 import os
 import re
 import threading
 
 import pytest
+import torch
 
 from megatron_ext.data.sampled_text import SampleCounts
 from megatron_ext.engines.engine import AskedPrompt, Completion
@@ -19,6 +19,8 @@ from tests.process_group import run_ranks
 from tests.training.rollout_runs import (
     config_of,
     lines_of,
+    parts_of,
+    surprises,
     train_ahead,
     train_alone,
     train_layouts,
@@ -108,10 +110,18 @@ def runs(folder):
     return folder
 
 
+def assert_same_lines(runs, name, expected):
+    """The same logged completions, numbers to rounding."""
+    (numbers, texts), (its, those) = (parts_of(lines_of(runs, one)) for one in (name, expected))
+    assert texts == those
+    assert numbers == pytest.approx(its, rel=1e-4, abs=0.0021)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_sample_and_learn_the_same(runs, layout):
     # The main rank of several replicas is that of the last one.
-    assert layout == "dp2" or lines_of(runs, layout) == lines_of(runs, "alone")
+    if layout != "dp2":
+        assert_same_lines(runs, layout, "alone")
     rows, expected = read_metrics(runs / layout), read_metrics(runs / "alone")
     names = [name for name in expected[0] if name.startswith("rollouts/")]
     assert_same_numbers(rows, expected, ("loss", "kd", *names), exact=("tokens", "chunks"))
@@ -125,6 +135,8 @@ def test_layouts_learn_the_same_from_a_servers_samples(runs, served, layout):
     assert "rollouts/mismatch" in names
     assert_same_numbers(rows, expected, ("loss", "kd", "ce", *names), exact=("tokens", "chunks"))
     assert_same_weights(runs / layout, runs / "served")
+    if layout != "served-dp2":
+        assert_same_lines(runs, layout, "served")
 
 
 def test_a_server_takes_the_weights_of_each_checkpoint(runs, served):
@@ -191,14 +203,45 @@ def test_metrics_say_what_was_sampled(runs):
         assert row["rollouts/entropy"] == pytest.approx(math.log(2001), rel=0.05)
         assert row["rollouts/nats"] == pytest.approx(math.log(2001), rel=0.2)
         assert row["rollouts/tokens"] <= row["tokens"]
+
+
+def test_a_logged_completion_has_the_surprise_of_both_models(runs):
     for line in lines_of(runs, "alone"):
-        assert json.loads(line).keys() == {
-            "iteration",
-            "prompt",
-            "completion",
-            "tokens",
-            "nats_per_token",
-        }
+        names = ("iteration", "prompt", "completion", "tokens", "nats_per_token", "surprise")
+        assert tuple(line) == names
+        its = line["surprise"]["teacher"]
+        assert line["completion"].startswith("".join(text for text, _, _ in its["pieces"]))
+        # The student has sampled with its own probabilities, at temperature 1.
+        if line["completion"] == "".join(text for text, _, _ in its["pieces"]):
+            own = sum(student for _, student, _ in its["pieces"])
+            assert own == pytest.approx(line["tokens"] * line["nats_per_token"], abs=0.02)
+        both = [piece for piece in its["pieces"] if None not in piece]
+        assert len(both) > 3
+        assert its["bytes"] == len("".join(text for text, _, _ in both).encode())
+        for place, name in enumerate(("student", "teacher"), 1):
+            assert its[name] == pytest.approx(sum(piece[place] for piece in both), abs=0.02)
+
+
+def test_the_linear_form_finds_the_same_surprise(runs):
+    (line,), (expected, _) = lines_of(runs, "linear"), lines_of(runs, "alone")
+    assert parts_of(line)[1] == parts_of(expected)[1]
+    assert parts_of(line)[0] == pytest.approx(parts_of(expected)[0], abs=0.002)
+
+
+def test_surprise_is_that_of_a_plain_softmax_whatever_the_predictions_are(runs):
+    ((found, logits, labels),) = run_ranks(1, surprises, runs)
+    expected = [
+        rows.log_softmax(-1).gather(1, ids.clamp(min=0)[:, None])[:, 0].where(ids >= 0, math.nan)
+        for rows, ids in zip(logits, labels, strict=True)
+    ]
+    assert expected[0].isfinite().sum() > 3
+    for surprise in found.values():
+        torch.testing.assert_close(surprise.student, expected[0], equal_nan=True)
+    for kind in ("logits", "hidden"):
+        own = found[kind].teachers["teacher"].log_probs
+        torch.testing.assert_close(own, expected[1], equal_nan=True)
+    assert (found["label"].teachers["teacher"].log_probs == -2).equal(labels[1] >= 0)
+    assert found["topk"].teachers["teacher"].log_probs is None
 
 
 def test_a_run_may_learn_from_its_own_samples_alone(runs):
