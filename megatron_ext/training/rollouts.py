@@ -28,9 +28,9 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.engines.engine import Answers, AskedPrompt, Completion, Engine
 from megatron_ext.errors import DataError
 from megatron_ext.files import parse_json, whole_lines, write_bytes
+from megatron_ext.training.run_folder import ROLLOUTS_FILE
 from megatron_ext.training.surprise import Surprise, surprise_record
 
-ROLLOUTS_FILE: Final = "rollouts.jsonl"
 _REPEATED: Final = 4
 """Tokens of a run whose second occurrence in a completion counts as repetition."""
 
@@ -159,7 +159,8 @@ class Rollouts:
             file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
 
     def metrics(self) -> dict[str, float]:
-        """Means over the completions of the step, of all replicas; the same on every rank.
+        """Means over the completions of the step, of all replicas; the same on every rank. One that
+        is of nothing, as in a step without prompts, is left out.
 
         Collectives: one all-reduce over ``dp``.
         """
@@ -167,15 +168,14 @@ class Rollouts:
         if self.groups.dp_size > 1:
             dist.all_reduce(sums, group=self.groups.dp)
         total = dict(zip(_SUMS, sums.tolist(), strict=True))
-        tokens, completions = max(total["sampled"], 1.0), max(total["completions"], 1.0)
         values = {
             "completions": total["completions"],
             "tokens": total["trained"],
-            "length": total["sampled"] / completions,
-            "stop_rate": total["stopped"] / completions,
-            "nats": total["nats"] / tokens,
-            "entropy": total["entropy"] / tokens,
-            "repetition": total["repeated"] / max(total["runs"], 1.0),
+            "length": _mean(total["sampled"], total["completions"]),
+            "stop_rate": _mean(total["stopped"], total["completions"]),
+            "nats": _mean(total["nats"], total["sampled"]),
+            "entropy": _mean(total["entropy"], total["sampled"]),
+            "repetition": _mean(total["repeated"], total["runs"]),
             "cut": total["cut"],
             "whitespace": total["blank"],
             "unaligned": total["unaligned"],
@@ -260,6 +260,10 @@ def forget_rollouts(run_dir: Path, *, last_iteration: int) -> None:
 def _iteration(line: bytes) -> int:
     record: Any = parse_json(line)
     return int(record["iteration"])
+
+
+def _mean(total: float, count: float) -> float:
+    return total / count if count else math.nan
 
 
 def _repetition(ids: list[int]) -> tuple[int, int]:

@@ -139,10 +139,11 @@ def surprise_record(
 ) -> dict[str, Any]:
     """The surprise of each teacher and of the student as plain values for the log.
 
-    ``pieces`` are the shortest runs of chunks that spell whole characters, at most 512: the text,
-    and nats of the student and of the teacher. A number is None for a token that is not trained or
-    is in no chunk, and where it is not finite. ``bytes``, ``student`` and ``teacher`` are sums over
-    all pieces with both numbers, so that models of any tokenizers compare.
+    ``pieces`` are the shortest runs of chunks that spell whole characters, the first 512 of them,
+    with the number of ``more_pieces``: the text, and nats of the student and of the teacher. A
+    number is None for a token that is not trained or is in no chunk, and where it is not finite.
+    ``bytes``, ``student`` and ``teacher`` are sums over all pieces with both numbers, so that
+    models of any tokenizers compare.
 
     Args:
         tokens: [N] bytes of the sampled tokens, which together spell whole characters, without a
@@ -161,6 +162,8 @@ def surprise_record(
             [piece.spelled.decode(), *map(_rounded, (piece.student, piece.teacher))]
             for piece in pieces[:_MOST_PIECES]
         ]
+        if len(pieces) > _MOST_PIECES:
+            records[name]["more_pieces"] = len(pieces) - _MOST_PIECES
     return records
 
 

@@ -14,7 +14,7 @@ from megatron_ext.tokenizers import build_tokenizer
 from megatron_ext.training.config import LossConfig
 from megatron_ext.training.distill import rollouts_of
 from megatron_ext.training.rollout_config import RolloutConfig
-from megatron_ext.training.rollouts import ROLLOUTS_FILE
+from megatron_ext.training.run_folder import ROLLOUTS_FILE
 from megatron_ext.training.surprise import row_surprise
 from tests.training.rank_functions import _train_teacher, _trainer, go_back
 from tests.training.tiny_run import changed, objective_run
