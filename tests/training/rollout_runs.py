@@ -13,6 +13,7 @@ from megatron_ext.losses import TeacherTargets
 from megatron_ext.tokenizers import build_tokenizer
 from megatron_ext.training.config import LossConfig
 from megatron_ext.training.distill import rollouts_of
+from megatron_ext.training.metrics import read_metrics
 from megatron_ext.training.rollout_config import RolloutConfig
 from megatron_ext.training.run_folder import ROLLOUTS_FILE
 from megatron_ext.training.surprise import row_surprise
@@ -45,7 +46,8 @@ def train(config):
 
 
 def train_alone(rank, folder):
-    """A teacher, first weights, and runs of one process, one of which is done again in part."""
+    """A teacher, first weights, and runs of one process, one of which is done again in part;
+    ``surprises``."""
     _train_teacher(folder)
     train(config_of(folder, "alone"))
     train(
@@ -57,6 +59,7 @@ def train_alone(rank, folder):
     train(changed(linear, loss={"linear": True, "ce_weight": 0.0}, training={"train_iters": 1}))
     go_back(rank, folder, "again", 1, of="alone")
     train(config_of(folder, "again"))
+    return surprises(folder)
 
 
 def train_layouts(rank, folder, layouts):
@@ -86,19 +89,21 @@ def ahead_run(folder, name, url, ahead, **parallel):
 
 
 def train_ahead(rank, folder, runs, url):
-    """Runs of ``ahead_run`` by name, steps ahead and layout; what ended each of them, or None."""
+    """Runs of ``ahead_run`` by name, steps ahead and layout: what ended each of them, or None, and
+    its metrics by then."""
     ends = []
     for name, ahead, parallel in runs:
+        end = None
         try:
             train(ahead_run(folder, name, url, ahead, **parallel))
-            ends.append(None)
         except DistributedError as error:
-            ends.append(str(error))
+            end = str(error)
         dist.barrier()
+        ends.append((end, read_metrics(folder / name)))
     return ends
 
 
-def surprises(rank, folder):
+def surprises(folder):
     """Of a sampled row: surprise by each form of predictions, and logits and labels that they are
     of."""
     trainer = trainer_of(config_of(folder, "surprises"))

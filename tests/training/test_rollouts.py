@@ -20,7 +20,6 @@ from tests.training.rollout_runs import (
     config_of,
     lines_of,
     parts_of,
-    surprises,
     train_ahead,
     train_alone,
     train_layouts,
@@ -55,10 +54,11 @@ class Crowd:
 
     Args:
         totals: Numbers of all samples asked for by then, ascending.
+        breaks_at: Number of a sample from which on the two before it are refused, once each.
     """
 
-    def __init__(self, *totals):
-        self.totals = totals
+    def __init__(self, *totals, breaks_at=None):
+        self.totals, self.breaks_at = totals, breaks_at
         self.arrived = self.answered = 0
         self.seeds, self.refused, self.at_loads = [], set(), []
         self._changed = threading.Condition()
@@ -69,6 +69,8 @@ class Crowd:
                 self.at_loads += [(self.arrived, self.answered)] * (path == "/collective_rpc")
                 return 200
             self.arrived += 1
+            if self.arrived == self.breaks_at:
+                self.refused |= set(self.seeds[-2:])
             self.seeds.append(body["seed"])
             self._changed.notify_all()
             expected = next((total for total in self.totals if total >= self.arrived), 0)
@@ -80,32 +82,37 @@ class Crowd:
             return 200
 
 
+STEP, BROKEN, AGAIN = slice(10), slice(10, 20), slice(20, 24)
+"""Samples of three runs one after the other: of one that asks for each step alone, of one that asks
+ahead and does not get those of its last step, and of the same, resumed."""
+
+
 @pytest.fixture(scope="module")
 def ahead(runs):
-    """What servers were asked by runs of five steps that ask ahead, one of which they break."""
-    crowds = {"step": Crowd(), "broken": Crowd(6, 10), "again": Crowd(4)}
+    """What servers were asked for by these runs and by one under each layout, and their ends."""
+    crowds = {"step": Crowd(*range(11), 16, 20, 24, breaks_at=11)}
     ends = {}
+
+    def train(crowd, size, *names):
+        stand_in.meet = crowds[crowd].meet
+        ends[crowd], *_ = run_ranks(size, train_ahead, runs, names, stand_in.url, timeout_s=240)
+
     with serving() as stand_in:
-
-        def train(name, run, steps, size=1, parallel=None):
-            stand_in.meet = crowds[name].meet
-            run = (run, steps, parallel or {})
-            (ends[name],), *_ = run_ranks(size, train_ahead, runs, [run], stand_in.url)
-
-        train("step", "step", 0)
-        crowds["broken"].refused |= set(crowds["step"].seeds[-2:])
-        train("broken", "broken", 2)
-        broken = read_metrics(runs / "broken")
-        train("again", "broken", 2)
+        train("step", 1, ("step", 0, {}), ("broken", 2, {}), ("broken", 2, {}))
         for name, parallel in AHEAD.items():
             crowds[name] = Crowd(6, 10)
-            train(name, name, 2, 2, parallel)
-    return crowds, ends, broken
+            train(name, 2, (name, 2, parallel))
+    return crowds, ends
 
 
 @pytest.fixture(scope="module")
-def runs(folder):
-    run_ranks(1, train_alone, folder, timeout_s=240)
+def alone(folder):
+    """What was found beside the runs of one process."""
+    return run_ranks(1, train_alone, folder, timeout_s=240)[0]
+
+
+@pytest.fixture(scope="module")
+def runs(folder, alone):
     run_ranks(2, train_layouts, folder, LAYOUTS, timeout_s=240)
     return folder
 
@@ -154,14 +161,13 @@ def test_a_server_takes_the_weights_of_each_checkpoint(runs, served):
 
 @pytest.mark.parametrize("layout", AHEAD)
 def test_what_is_asked_ahead_is_what_the_step_would_have_asked(runs, ahead, layout):
-    crowds, ends, _ = ahead
+    crowds, ends = ahead
+    seeds, own = crowds[layout].seeds, crowds["step"].seeds[STEP]
+    ((end, rows),), ((_, expected), *_) = ends[layout], ends["step"]
     # All samples up to the next weights are under way before the first is answered.
-    assert ends["step"] is ends[layout] is None
-    assert crowds[layout].at_loads == [(0, 0), (6, 6)]
-    assert crowds["step"].at_loads == [(0, 0), (6, 6)]
-    assert sorted(crowds[layout].seeds[:6]) == sorted(crowds["step"].seeds[:6])
-    assert sorted(crowds[layout].seeds[6:]) == sorted(crowds["step"].seeds[6:])
-    rows, expected = read_metrics(runs / layout), read_metrics(runs / "step")
+    assert end is None
+    assert crowds[layout].at_loads == crowds["step"].at_loads[:2] == [(0, 0), (6, 6)]
+    assert (sorted(seeds[:6]), sorted(seeds[6:])) == (sorted(own[:6]), sorted(own[6:]))
     assert [row["rollouts/staleness"] for row in rows] == [0, 1, 2, 0, 1]
     names = [name for name in expected[0] if name.startswith("rollouts/")]
     assert_same_numbers(rows, expected, ("loss", "kd", "ce", *names), exact=("tokens", "chunks"))
@@ -169,15 +175,20 @@ def test_what_is_asked_ahead_is_what_the_step_would_have_asked(runs, ahead, layo
 
 
 def test_a_server_that_fails_ahead_ends_the_run_at_the_step_that_needs_it(runs, ahead):
-    crowds, ends, broken = ahead
-    assert re.search(r"data.rollouts.engine.*has not answered.*status 400", ends["broken"])
-    assert "\n" not in ends["broken"]
-    step = [without_measurements(row) for row in read_metrics(runs / "step")]
-    assert [without_measurements(row) for row in broken] == step[:4]
+    crowds, ends = ahead
+    seeds = crowds["step"].seeds
+    (end, step), (broken_end, broken), (again_end, again) = ends["step"]
+    step, broken, again = (
+        [without_measurements(row) for row in of] for of in (step, broken, again)
+    )
+    assert end is again_end is None
+    assert re.search(r"data.rollouts.engine.*has not answered.*status 400", broken_end)
+    assert "\n" not in broken_end
+    assert broken == step[:4]
     # From the checkpoint of the third step on, the prompts of the others are asked for again.
-    assert ends["again"] is None
-    assert sorted(crowds["again"].seeds) == sorted(crowds["step"].seeds[6:])
-    assert [without_measurements(row) for row in read_metrics(runs / "broken")] == step
+    assert sorted(seeds[BROKEN]) == sorted(seeds[STEP])
+    assert sorted(seeds[AGAIN]) == sorted(seeds[STEP][6:])
+    assert again == step
     tensors, expected = (tensors_of(runs / name, 5) for name in ("broken", "step"))
     assert all(tensors[name].equal(value) for name, value in expected.items())
 
@@ -228,8 +239,8 @@ def test_the_linear_form_finds_the_same_surprise(runs):
     assert parts_of(line)[0] == pytest.approx(parts_of(expected)[0], abs=0.002)
 
 
-def test_surprise_is_that_of_a_plain_softmax_whatever_the_predictions_are(runs):
-    ((found, logits, labels),) = run_ranks(1, surprises, runs)
+def test_surprise_is_that_of_a_plain_softmax_whatever_the_predictions_are(alone):
+    found, logits, labels = alone
     expected = [
         rows.log_softmax(-1).gather(1, ids.clamp(min=0)[:, None])[:, 0].where(ids >= 0, math.nan)
         for rows, ids in zip(logits, labels, strict=True)
