@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
@@ -181,6 +182,13 @@ class SampledTexts:
     def shown(self, ids: Sequence[int]) -> str:
         """Text of the student's ids, control tokens by name."""
         return self._student.detokenize(list(ids))
+
+    def spelled(self, prompt: Prompt, ids: Sequence[int]) -> list[bytes]:
+        """Bytes of each of N sampled ids that is kept; a stop token is not among them."""
+        sample = self._sample(prompt, list(ids))
+        count = sample.prompt_count
+        starts = [int(sample.ends[count - 1]) if count else 0, *sample.ends[count:].tolist()]
+        return [sample.spelled[start:end] for start, end in pairwise(starts)]
 
     def _text(self, text: str) -> Prompt:
         text = text[: self._characters]

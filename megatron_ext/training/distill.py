@@ -108,8 +108,8 @@ def rollouts_of(
     Raises:
         ConfigError: There are rollouts, but no engine.
     """
-    texts = trainer.data.texts
-    if texts is None:
+    texts, rollouts = trainer.data.texts, trainer.plan.data.rollouts
+    if texts is None or rollouts is None:
         return None
     if engine_of is None:
         raise ConfigError(
@@ -122,6 +122,8 @@ def rollouts_of(
         engine=engine_of(_between_steps(trainer, tokenizer)),
         texts=texts,
         groups=trainer.groups,
+        ahead=rollouts.steps_ahead,
+        update_interval=trainer.plan.training.save_interval,
         run_dir=trainer.run_dir,
     )
 

@@ -170,6 +170,9 @@ class Microbatch:
     sampled_count: int = 0
     """Trained student labels that the student itself has sampled; on the host."""
 
+    logged_row: int | None = None
+    """Row whose sampled text is logged, with the surprise of all models; None for no row."""
+
     recorded: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
     """Cached targets of these rows by teacher, on the last stage: [B, S, ...] by the field of
     ``TeacherTargets``."""
