@@ -21,6 +21,7 @@ EXTRA_OF: Final = {
     "lm_eval": "lm-eval",
     "matplotlib": "train",
     "megatron": "train",
+    "mistral_common": "demo",
     "numba": "train",
     "orjson": "data",
     "psutil": "train",
@@ -40,15 +41,18 @@ EXTRA_OF: Final = {
 }
 """Import name of a package -> the smallest extra that brings it."""
 
-_PACKAGE_OF: Final = {"megatron": "megatron-core"}
+_PACKAGE_OF: Final = {"megatron": "megatron-core", "mistral_common": "mistral-common"}
 """Import name of a package -> its distribution, where the names differ."""
+
+
+def package_of(name: str) -> str:
+    """The distribution that brings the module with the import name ``name``."""
+    return _PACKAGE_OF.get(name, name)
 
 
 def missing_package(name: str, *, feature: str) -> MissingDependencyError:
     """Error about the missing package with the import name ``name``, with its extra."""
-    return MissingDependencyError(
-        _PACKAGE_OF.get(name, name), extra=EXTRA_OF[name], feature=feature
-    )
+    return MissingDependencyError(package_of(name), extra=EXTRA_OF[name], feature=feature)
 
 
 @contextmanager

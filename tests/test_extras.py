@@ -106,3 +106,24 @@ def test_large_imports_look_for_no_garbage_and_what_follows_does(error):
         if error:
             raise error
     assert gc.isenabled()
+
+
+def test_every_file_of_the_package_is_in_the_wheel():
+    root = PYPROJECT.parent / "megatron_ext"
+    patterns = tomllib.loads(PYPROJECT.read_text())["tool"]["setuptools"]["package-data"]
+    data = {file for pattern in patterns["megatron_ext"] for file in root.glob(pattern)}
+    files = {
+        file for file in root.rglob("*") if file.is_file() and file.parent.name != "__pycache__"
+    }
+    assert {file for file in files if file.suffix not in (".md", ".py")} == data
+
+
+def test_the_extra_for_everything_has_every_extra_of_users():
+    extras = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]
+    reached, open_ = set(), ["all"]
+    while open_:
+        extra = open_.pop()
+        reached.add(extra)
+        within = re.findall(r"megatron-ext\[([\w,-]+)\]", " ".join(extras[extra]))
+        open_ += [name for names in within for name in names.split(",") if name not in reached]
+    assert extras.keys() - reached == {*COLLECTIONS}

@@ -144,7 +144,8 @@ class TokenizerConfig:
     """Use of the tokenizer: text, sft (conversations) or multimodal (images in them)."""
 
     prompt_format: str | None = None
-    """Prompt format that renders and masks conversations: a name, auto or file:PATH."""
+    """Prompt format that renders and masks conversations: a name of ``megatron-ext ls formats``,
+    ``auto`` (the tokenizer's own template) or ``file:PATH``."""
 
     train_on: str | None = None
     """Messages that are trained: all-assistant (unless set), last-assistant, or roles with commas
