@@ -43,6 +43,13 @@ VERBS = {
     "doctor": "show versions, devices, and what is missing",
 }
 
+_EXTRA_OF: Final = {
+    **dict.fromkeys(("distill", "cache-teacher", "serve-teacher", "transfer", "generate"), "train"),
+    **dict.fromkeys(("import-hf", "export-hf", "evaluate"), "train"),
+    "demo": "demo",
+}
+"""Verb -> extra for all that it needs."""
+
 _EXIT_WITHOUT_READER = 128 + 13
 """Exit code of a program ended by SIGPIPE."""
 
@@ -241,7 +248,7 @@ def _near_flag(flag: str, help_of: Mapping[str, str]) -> str:
 def _run(argv: list[str]) -> None:
     if not argv or argv[0] not in VERBS:
         _parser().parse_args(argv)
-    with needed_packages(f"megatron-ext {argv[0]}"):
+    with needed_packages(f"megatron-ext {argv[0]}", extra=_EXTRA_OF.get(argv[0])):
         verb = import_module(f"megatron_ext.cli.{argv[0].replace('-', '_')}")
         parser = _Parser(
             prog=f"megatron-ext {argv[0]}",

@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Run what is not done yet and print the table."""
     for package in ("torch", "mistral_common"):
         if find_spec(package) is None:
-            raise missing_package(package, feature="megatron-ext demo")
+            raise missing_package(package, feature="megatron-ext demo", extra="demo")
     root = Path(arguments.run_dir)
     started = time.perf_counter()
     if not (root / "data" / "validation.jsonl").exists():
