@@ -1,9 +1,12 @@
-"""Draw the picture of the README: an alignment, and the loss with and without the teacher.
+"""Draw the picture of the README: an alignment, and a student with and without its teacher.
 
-    python docs/generate_overview.py runs/demo
+    python docs/generate_overview.py runs/curve
 
-The tokens and chunks are those that ``TokenAligner`` gives for the two tokenizers of the demo, and
-the curves are in the ``metrics.jsonl`` of its two students. It writes ``overview_light.svg`` and
+The tokens and chunks are those that ``TokenAligner`` gives for the two tokenizers of the demo. The
+curves are in the ``metrics.jsonl`` of its two students, measured more often than the demo does:
+after ``megatron-ext demo``, run ``megatron-ext distill --config runs/demo/distill.yaml
+--eval-interval 4`` with ``--run-dir runs/curve/distilled``, and with ``--run-dir
+runs/curve/undistilled --loss-objective next_token``. It writes ``overview_light.svg`` and
 ``overview_dark.svg``.
 """
 
@@ -23,9 +26,7 @@ from megatron_ext.cli.demo import STUDENT_TOKENIZER, TEACHER_TOKENIZER
 
 FOLDER: Final = Path(__file__).parent
 TEXT: Final = "Distillation of naïve tokenizers in 2017."
-SMOOTHED: Final = 10
-"""Steps of the moving mean."""
-
+OF_STUDENT: Final = "student_bits_per_byte"
 WIDTH, HEIGHT, CELL, LEFT = 900, 250, 10.0, 20.0
 TOP, BOTTOM, BOX = 74.0, 154.0, 26.0
 """Rows of the two tokenizations, and the height of a token."""
@@ -53,8 +54,8 @@ THEMES: Final[Mapping[str, Colours]] = {
 
 def main() -> None:
     """Write both pictures."""
-    demo = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/demo")
-    runs = {name: rows_of(demo / name) for name in ("undistilled", "distilled")}
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/curve")
+    runs = {name: rows_of(folder / name) for name in ("undistilled", "distilled")}
     for name, colours in THEMES.items():
         path = FOLDER / f"overview_{name}.svg"
         path.write_text(picture(runs, colours), encoding="utf-8")
@@ -138,55 +139,47 @@ def boxes(ends: Sequence[int], top: float, colour: str, ink: str) -> Iterator[st
 
 
 def curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], colours: Colours) -> Iterator[str]:
-    """Cross-entropy of both students by step, and their bits per byte of held-out text."""
+    """Bits per byte of held-out text of both students by step, and of the teacher."""
     left, top, width, height = PLOT
-    smooth = {name: moving_mean([row["ce"] for row in rows]) for name, rows in runs.items()}
-    values = [value for line in smooth.values() for value in line]
-    low, high = min(values), max(values)
-    steps = len(next(iter(runs.values())))
+    lines = {name: measured(rows) for name, rows in runs.items()}
+    teacher = next(row["teacher_bits_per_byte"] for row in runs["distilled"] if row.get(OF_STUDENT))
+    first, steps = (lines["distilled"][place][0] for place in (0, -1))
+    high, low = max(value for line in lines.values() for _, value in line), 2.0
+
+    def x_of(step: float) -> float:
+        return left + width * (step - first) / (steps - first)
+
+    def y_of(value: float) -> float:
+        return top + height * (high - value) / (high - low)
+
     yield words(left, 24, "The same student, with and without a teacher", colours.text, 600)
-    yield words(left, 44, "cross-entropy of the training text, nats per token", colours.muted)
-    yield (
-        f'<path d="M{left:g} {top:g}V{top + height:g}H{left + width:g}" fill="none" '
-        f'stroke="{colours.muted}"/>'
-    )
+    yield words(left, 44, "bits per byte of held-out text", colours.muted)
+    axes = f"M{left:g} {top:g}V{top + height:g}H{left + width:g}"
+    yield f'<path d="{axes}" fill="none" stroke="{colours.muted}"/>'
     for value in (high, low):
-        y = top + height * (high - value) / (high - low)
-        yield words(left - 8, y + 4, f"{value:.1f}", colours.muted, anchor="end")
-    yield words(left, top + height + 18, f"{SMOOTHED}", colours.muted, anchor="middle")
-    label = f"{steps} steps"
-    yield words(left + width, top + height + 18, label, colours.muted, anchor="middle")
-    names = {
-        "undistilled": ("no teacher", colours.plain),
-        "distilled": ("distilled", colours.student),
-    }
-    for name, line in smooth.items():
-        points = " ".join(
-            f"{left + width * place / (len(line) - 1):.1f},"
-            f"{top + height * (high - value) / (high - low):.1f}"
-            for place, value in enumerate(line)
-        )
-        label, colour = names[name]
-        yield f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2.5"/>'
-        y = top + height * (high - line[-1]) / (high - low)
-        yield words(left + width + 8, y + (-3 if name == "undistilled" else 6), label, colour, 600)
-    bits = {name: last(rows, "student_bits_per_byte") for name, rows in runs.items()}
-    note = (
-        f"bits per byte of held-out text: distilled {bits['distilled']:.3f}, "
-        f"no teacher {bits['undistilled']:.3f}"
+        yield words(left - 8, y_of(value) + 4, f"{value:.1f}", colours.muted, anchor="end")
+    for step, label in ((first, f"{first}"), (steps, f"{steps} steps")):
+        yield words(x_of(step), top + height + 18, label, colours.muted, anchor="middle")
+    yield (
+        f'<path d="M{left:g} {y_of(teacher):.1f}H{left + width:g}" stroke="{colours.teacher}" '
+        'stroke-dasharray="4 3"/>'
     )
-    yield words(left, HEIGHT - 14, note, colours.muted)
+    ends = {
+        "undistilled": (f"no teacher {lines['undistilled'][-1][1]:.3f}", colours.plain, -6),
+        "distilled": (f"distilled {lines['distilled'][-1][1]:.3f}", colours.student, 5),
+    }
+    for name, line in lines.items():
+        label, colour, shift = ends[name]
+        points = " ".join(f"{x_of(step):.1f},{y_of(value):.1f}" for step, value in line)
+        yield f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2.5"/>'
+        yield words(left + width + 8, y_of(line[-1][1]) + shift, label, colour, 600)
+    yield words(left + width + 8, y_of(teacher) + 5, f"teacher {teacher:.3f}", colours.teacher)
+    yield words(left, HEIGHT - 14, "megatron-ext demo, on 2 CPU cores", colours.muted)
 
 
-def moving_mean(values: Sequence[float]) -> list[float]:
-    """Mean of each value with those before it, from the first full stretch on."""
-    stretches = range(SMOOTHED, len(values) + 1)
-    return [sum(values[stop - SMOOTHED : stop]) / SMOOTHED for stop in stretches]
-
-
-def last(rows: Sequence[Mapping[str, Any]], key: str) -> float:
-    """The last measurement of a run."""
-    return float(next(row[key] for row in reversed(rows) if row.get(key) is not None))
+def measured(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
+    """Steps at which a run was measured, with its student's bits per byte."""
+    return [(row["iteration"], row[OF_STUDENT]) for row in rows if row.get(OF_STUDENT)]
 
 
 def words(
