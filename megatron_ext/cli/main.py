@@ -246,6 +246,8 @@ def _near_flag(flag: str, help_of: Mapping[str, str]) -> str:
 
 
 def _run(argv: list[str]) -> None:
+    if argv[:1] == ["help"]:
+        argv = [*argv[1:2], "--help"]
     if not argv or argv[0] not in VERBS:
         _parser().parse_args(argv)
     with needed_packages(f"megatron-ext {argv[0]}", extra=_EXTRA_OF.get(argv[0])):

@@ -31,7 +31,7 @@ class ConversationOptions:
     train_tool_calls: bool = True
     """Train a message's tool calls."""
     exclude_unknown: bool = False
-    """Leave messages untrained of which the template hides the source or shows nothing."""
+    """Do not train messages whose source the template hides, or which it does not show."""
     allow_control_tokens_in_content: bool = False
     """Names of control tokens in messages become these tokens."""
 

@@ -92,6 +92,11 @@ def test_the_short_help_is_a_part_of_the_whole(printed, verb):
     assert len(short.splitlines()) < 160 < len(whole.splitlines())
 
 
+def test_help_is_asked_for_as_a_verb_too(printed):
+    assert printed("help", "report") == printed("report", "--help")
+    assert printed("help") == printed("--help")
+
+
 def test_every_flag_of_the_short_help_is_a_flag():
     assert {flag.name for flag in config_flags()} >= BASIC
 
