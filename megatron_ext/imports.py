@@ -42,8 +42,11 @@ EXTRA_OF: Final = {
 """Import name of a package -> the smallest extra that brings it."""
 
 BROUGHT_BY: Final = {
-    "train": ("train", "data", "huggingface", "sentencepiece", "tiktoken", "fast"),
-    "demo": ("demo", "train", "data", "huggingface", "sentencepiece", "tiktoken", "fast"),
+    "train": ("train", "data", "audit", "huggingface", "sentencepiece", "tiktoken", "fast"),
+    "demo": (
+        *("demo", "train", "data", "audit"),
+        *("huggingface", "sentencepiece", "tiktoken", "fast"),
+    ),
 }
 """Extra for all that a command needs -> the smaller extras that it brings."""
 
