@@ -12,7 +12,7 @@ TORCH := torch==2.13.0
 
 demo: $(VENV)/.ready
 	@echo "==> demo: three short training runs, about three minutes on 2 CPU cores; see runs/demo"
-	@$(BIN)/python examples/demo/run.py
+	@$(BIN)/python -m megatron_ext demo
 
 test: $(VENV)/.ready
 	@echo "==> test: the whole suite, on all cores"

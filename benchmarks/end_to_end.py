@@ -26,7 +26,6 @@ import argparse
 import cProfile
 import dataclasses
 import pstats
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -37,7 +36,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.loss_cost.machine import ROOT, commit, machine, write_results
+from benchmarks.loss_cost.machine import commit, machine, write_results
+from megatron_ext.cli.demo.corpus import write_corpus
 from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.layout import Layout, launched_processes
 from megatron_ext.distributed.process_groups import ProcessGroups
@@ -121,9 +121,6 @@ def _config(folder: Path, arguments: argparse.Namespace) -> DistillConfig:
     tokenizers = {
         name: TokenizerConfig(model=str(data / file)) for name, file in _TOKENIZERS.items()
     }
-    sys.path.append(str(ROOT / "examples" / "demo"))
-    from corpus import write_corpus
-
     write_corpus(folder / "data")
     return DistillConfig(
         run_dir=str(folder / "run"),

@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the verb."""
     from megatron_ext.teachers.target_form import NUMBER_BYTES, FormKind
 
+    parser.usage = "%(prog)s --config FILE --output FOLDER [options]"
     recording = parser.add_argument_group("recording")
     recording.add_argument("--output", type=Path, required=True, help="folder of the cache")
     recording.add_argument(

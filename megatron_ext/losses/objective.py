@@ -75,6 +75,9 @@ class Objective(ABC):
     name: ClassVar[str]
     """Name in ``LOSS_REGISTRY``, for errors."""
 
+    summary: ClassVar[str] = ""
+    """What it compares, for ``megatron-ext ls objectives``."""
+
     def __call__(self, inputs: DistillationInputs) -> LossOutput:
         """The loss of one microbatch; ``loss_sum`` has a graph. Collectives: see the class.
 

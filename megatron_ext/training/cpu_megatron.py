@@ -151,7 +151,7 @@ def announce_device(*, require_gpu: bool) -> None:
     Raises:
         ConfigError: A GPU is required and there is none.
     """
-    reason = _why_no_gpu()
+    reason = why_no_gpu()
     if require_gpu and reason is not None:
         raise ConfigError(
             "a GPU is required and there is none",
@@ -179,7 +179,7 @@ def in_precision_of_device(training: TrainingConfig, *, is_given: bool) -> Train
     return replace(training, precision="bf16")
 
 
-def _why_no_gpu() -> str | None:
+def why_no_gpu() -> str | None:
     """The reason why a launch runs on the CPU; None where there is a GPU."""
     if torch.cuda.is_available():
         return None

@@ -64,6 +64,7 @@ class GoldLoss(Objective):
     """
 
     name: ClassVar[str] = "gold"
+    summary: ClassVar[str] = "tokens that both vocabularies have, and the rest sorted"
 
     temperature: float = 1.0
     """tau, at which both models are compared."""
@@ -190,6 +191,7 @@ class HybridKLLoss(GoldLoss):
     """
 
     name: ClassVar[str] = "hybrid_kl"
+    summary: ClassVar[str] = "as gold, with tokens that mostly correspond among the common ones"
 
     min_share: float = 0.6
     """Least share of a student token's largest teacher token for the two to be common."""

@@ -82,6 +82,9 @@ class PartitionKLLoss(FusedObjective):
     """
 
     name: ClassVar[str] = "partition_kl"
+    summary: ClassVar[str] = (
+        "events that both models can name, exactly; follows the teacher through cut tokens"
+    )
 
     temperature: float = 1.0
     """tau: masses of the events to the power of 1 / tau, normalised again. It acts on the events

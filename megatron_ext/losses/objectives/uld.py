@@ -62,6 +62,9 @@ class ULDLoss(Objective):
     """
 
     name: ClassVar[str] = "uld"
+    summary: ClassVar[str] = (
+        "sorted probabilities, whatever the tokens; for vocabularies without common tokens"
+    )
 
     temperature: float = 1.0
     """tau, at which both models are compared."""

@@ -57,6 +57,7 @@ class VocabKLLoss(FusedObjective):
     """
 
     name: ClassVar[str] = "vocab_kl"
+    summary: ClassVar[str] = "every token; for a teacher with the student's own tokenizer"
 
     temperature: float = 1.0
     """tau, at which both distributions are compared."""

@@ -23,7 +23,7 @@ from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_chec
 from megatron_ext.training.checkpoint_tokenizer import checkpoint_record
 from megatron_ext.training.config import DistillConfig, ModelConfig
 from megatron_ext.training.dry_run.plan import Plan, pair_cost
-from megatron_ext.training.dry_run.report import report
+from megatron_ext.training.dry_run.report import report, summary
 from megatron_ext.training.inputs import Inputs, read_inputs
 from megatron_ext.training.model_check import check_if_huggingface
 from megatron_ext.training.run_folder import CHECKPOINTS
@@ -97,10 +97,40 @@ def dry_run(config: DistillConfig, *, world_size: int, has_flash: bool | None = 
     with tempfile.TemporaryDirectory() as folder:
         data = dataclasses.replace(config.data, index_cache=folder, alignment_cache=None)
         inputs = read_inputs(dataclasses.replace(config, data=data), world_size=world_size)
-        summary = inputs.data.summary()
+        data_summary = inputs.data.summary()
+    plan = _plan(config, inputs, world_size=world_size, has_flash=has_flash)
+    run = plan.run
+    compared = _check_checkpoints(run, config.initial_checkpoint)
+    pairs = {
+        name: pair_cost(
+            projection,
+            plan.student,
+            plan.teachers[name],
+            is_laid_out=run.training.vocabulary_layout == "co_sharded",
+        )
+        for name, projection in _projections(run.teachers, inputs).items()
+    }
+    return report(dataclasses.replace(plan, pairs=pairs), data_summary, compared, inputs.doubts)
+
+
+def start_summary(config: DistillConfig, inputs: Inputs, *, world_size: int) -> str:
+    """The run that is about to start, in about ten lines.
+
+    Args:
+        world_size: Number of processes, a teacher's own included.
+    """
+    world_size = student_processes(world_size, config.teacher_ranks)
+    has_flash = find_spec("transformer_engine") is not None
+    plan = _plan(config, inputs, world_size=world_size, has_flash=has_flash)
+    latest = latest_checkpoint(plan.run.run_dir / CHECKPOINTS)
+    start = config.initial_checkpoint if latest is None else f"{latest}, where the run goes on"
+    return summary(plan, inputs.data.summary(), start=start)
+
+
+def _plan(config: DistillConfig, inputs: Inputs, *, world_size: int, has_flash: bool) -> Plan:
     config = with_vocabulary_layout(config, on_gpu=has_flash or torch.cuda.is_available())
     run = RunPlan.of(config)
-    plan = Plan.of(
+    return Plan.of(
         run,
         world_size=world_size,
         vocab_size=inputs.tokenizer.vocab_size,
@@ -110,17 +140,6 @@ def dry_run(config: DistillConfig, *, world_size: int, has_flash: bool | None = 
         forms=_forms(run.teachers, inputs),
         has_flash=has_flash,
     )
-    compared = _check_checkpoints(run, config.initial_checkpoint)
-    pairs = {
-        name: pair_cost(
-            projection,
-            plan.student,
-            plan.teachers[name],
-            is_laid_out=config.training.vocabulary_layout == "co_sharded",
-        )
-        for name, projection in _projections(run.teachers, inputs).items()
-    }
-    return report(dataclasses.replace(plan, pairs=pairs), summary, compared, inputs.doubts)
 
 
 def _check_checkpoints(run: RunPlan, initial_checkpoint: str | None) -> dict[str, bool]:
