@@ -14,6 +14,7 @@ from megatron_ext.teachers.distillkit_recording import (
 from megatron_ext.teachers.recorded_text import RecordedText, check_recorded, recorded_targets
 from megatron_ext.teachers.vllm_recording import VllmRecording
 from megatron_ext.typed_mapping import build_config
+from tests.engines.stand_in_server import log_probs_after, vllm_answer
 from tests.teachers.record_distillkit_rows import FILE, D
 from tests.training.teachers import recorded_elsewhere
 
@@ -48,6 +49,16 @@ def test_every_form_of_vllm_has_the_same_text(form):
     assert np.array_equal(text.scores.log_probs, expected[range(3), IDS[1:]])
     (counted,) = VllmRecording().texts(record, None)
     assert counted.scores.top_ids.shape == (3, 3)
+
+
+def test_answers_as_recorded_from_a_server_are_read():
+    asked = {"prompt": [4, 700, 9], "max_tokens": 1, "prompt_logprobs": 5}
+    (text,) = VllmRecording().texts(json.loads(json.dumps(vllm_answer(asked))), None)
+    assert text.scores.top_ids.shape == (2, 5)
+    for row, before in enumerate(([4], [4, 700])):
+        expected = log_probs_after(before)
+        assert text.scores.top_ids[row].tolist() == np.argsort(-expected)[:5].tolist()
+        assert text.scores.log_probs[row] == np.float32(expected[asked["prompt"][row + 1]])
 
 
 def changed_output(change):
