@@ -80,6 +80,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="vllm or distillkit, and recordings of the teacher to make the cache of",
     )
     importing.add_argument(
+        "--prompts",
+        action="store_true",
+        help="write the ids of all that has to be recorded to the file --output, as JSON lines of "
+        "prompt_token_ids, and make no cache",
+    )
+    importing.add_argument(
         "--tail",
         choices=("exact", "renormalise"),
         default="exact",
@@ -109,6 +115,9 @@ def run(arguments: argparse.Namespace) -> None:
     has_precision = is_given(arguments, "training", "precision")
     training = in_precision_of_device(given.training, is_given=has_precision)
     given = replace(given, training=training)
+    if arguments.prompts:
+        _write_prompts(arguments, given, name)
+        return
     make = _record if arguments.recordings is None else _import
     manifest = make(arguments, given, name, world_size)
     if _is_shown():
@@ -179,6 +188,30 @@ def _import(
     return manifest
 
 
+def _write_prompts(arguments: argparse.Namespace, given: DistillConfig, name: str) -> None:
+    """List what has to be recorded."""
+    from megatron_ext.teachers.target_form import TargetForm
+    from megatron_ext.training.teachers.import_recording import import_config, write_prompts
+    from megatron_ext.training.teachers.recording import Recording
+
+    # A folder that is not there: the file may be of an earlier start.
+    folder = arguments.output.with_name(f"{arguments.output.name}.cache")
+    config = import_config(given, name, folder)
+    inputs = read_inputs(config, world_size=1, has_targets=False)
+    write_warnings(inputs.warnings)
+    vocab_size = inputs.teachers[name].tokenizer.vocab_size
+    form = TargetForm.of("label", precision=None, top_k=0, hidden_size=0, vocab_size=vocab_size)
+    recording = Recording(
+        teacher=name, form=form, folder=arguments.output, file_bytes=_bytes(arguments)
+    )
+    count = write_prompts(config, inputs, recording)
+    print(f"{count:,} windows to be recorded in {arguments.output}", flush=True)
+
+
+def _bytes(arguments: argparse.Namespace) -> int:
+    return int(arguments.file_mib * (1 << 20))
+
+
 def _recording(arguments: argparse.Namespace, name: str, form: TargetForm) -> Recording:
     """The cache that is asked for; its bytes a token are printed."""
     from megatron_ext.training.teachers.recording import Recording
@@ -190,7 +223,7 @@ def _recording(arguments: argparse.Namespace, name: str, form: TargetForm) -> Re
         teacher=name,
         form=form,
         folder=arguments.output,
-        file_bytes=int(arguments.file_mib * (1 << 20)),
+        file_bytes=_bytes(arguments),
     )
 
 

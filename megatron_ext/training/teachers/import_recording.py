@@ -6,6 +6,7 @@ the windows of the run that its texts begin with. Parts with a whole file are no
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from megatron_ext.errors import DataError
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.files import flush, hidden_name
 from megatron_ext.teachers.formed_targets import filler, to_records
 from megatron_ext.teachers.recorded_text import (
     RecordedText,
@@ -27,7 +29,7 @@ from megatron_ext.training.config import DistillConfig, ParallelConfig
 from megatron_ext.training.inputs import Inputs
 from megatron_ext.training.metrics import progress_bar
 from megatron_ext.training.run_plan import TeacherPlan
-from megatron_ext.training.teachers.block_recorder import block_bytes, blocks_of
+from megatron_ext.training.teachers.block_recorder import Block, block_bytes, blocks_of
 from megatron_ext.training.teachers.identity import WEIGHTS, cache_identity
 from megatron_ext.training.teachers.recorded_files import (
     Part,
@@ -44,7 +46,7 @@ from megatron_ext.training.teachers.recording import (
     recording_config,
     shard_head,
 )
-from megatron_ext.training.teachers.run_windows import RunWindow, RunWindows
+from megatron_ext.training.teachers.run_windows import RunWindow, RunWindows, window_texts
 from megatron_ext.training.teachers.shard_file import Window, write_shard
 from megatron_ext.training.teachers.target_cache import Manifest
 from megatron_ext.training.teachers.target_checks import check_targets
@@ -141,11 +143,7 @@ def import_recording(
         imported=recorded.described(),
     )
     begin_cache(folder, manifest)
-    stop_at_bad = config.data.bad_documents == "stop"
-    blocks = blocks_of(
-        inputs.data, block_bytes(form, recording.file_bytes), stop_at_bad=stop_at_bad
-    )
-    windows = RunWindows(blocks, name)
+    windows = RunWindows(_blocks(config, inputs, recording), name)
     shards = list(zip(manifest.shards, parts, strict=True))
     missing = [shard for shard in shards if not is_whole(folder, manifest, shard[0])]
     importer = _Importer(
@@ -169,6 +167,42 @@ def import_recording(
     _check_covered(windows, folder, manifest)
     finish_cache(folder, manifest)
     return Manifest.load(folder), ImportReport.of(importer.found.values())
+
+
+def write_prompts(config: DistillConfig, inputs: Inputs, recording: Recording) -> int:
+    """Write what is to be recorded: the ids of every window, as JSON lines of vLLM's prompts.
+
+    Args:
+        config: The result of ``import_config``.
+        inputs: The result of ``read_inputs`` for it, without targets.
+        recording: Teacher, and the file in place of a folder.
+
+    Returns:
+        Number of windows.
+
+    Raises:
+        MegatronExtError: A document cannot be read.
+    """
+    count, path = 0, recording.folder
+    hidden = hidden_name(path)
+    try:
+        with hidden.open("x", encoding="utf-8") as file:
+            for ids in window_texts(_blocks(config, inputs, recording), recording.teacher):
+                file.write(json.dumps({"prompt_token_ids": ids}) + "\n")
+                count += 1
+        flush(hidden)
+        hidden.replace(path)
+    except OSError as error:
+        raise ConfigError("cannot write the prompts", where=path, got=error.strerror) from error
+    finally:
+        hidden.unlink(missing_ok=True)
+    return count
+
+
+def _blocks(config: DistillConfig, inputs: Inputs, recording: Recording) -> list[Block]:
+    text_bytes = block_bytes(recording.form, recording.file_bytes)
+    stop_at_bad = config.data.bad_documents == "stop"
+    return blocks_of(inputs.data, text_bytes, stop_at_bad=stop_at_bad)
 
 
 class _Importer(NamedTuple):
@@ -218,9 +252,8 @@ class _Importer(NamedTuple):
                 "the recorded ids are of no window that the teacher reads in this run",
                 where=place,
                 got=self.run.nearest(text.ids, rows),
-                fix="record what its tokenizer gives for the run's texts, with the tokens around "
-                "them, see docs/teachers.md, or set data.append_eod to false where the end-of-"
-                "document token alone is missing",
+                fix="record what cache-teacher --prompts lists, or set data.append_eod to false "
+                "where the end-of-document token alone is missing",
             )
         return windows
 
@@ -261,6 +294,6 @@ def _check_covered(windows: RunWindows, folder: Path, manifest: Manifest) -> Non
             where=first.place,
             got=f"no record of {len(missing):,} of {len(windows.keys):,} windows; the first has "
             f"{first.needed} tokens to predict",
-            fix="record them too, see docs/teachers.md, or leave their texts out of data.train; "
-            "a text longer than a row is cut into windows, which the teacher reads apart",
+            fix="record what cache-teacher --prompts lists, in which a text longer than a row is "
+            "cut into windows, or leave the texts out of data.train",
         )

@@ -68,7 +68,7 @@ class RunWindow(NamedTuple):
         return labels if self.trained is None else np.where(self.trained, labels, IGNORE_INDEX)
 
 
-class _Read(NamedTuple):
+class _ReadWindow(NamedTuple):
     """A window, and its inputs up to the last trained label."""
 
     window: RunWindow
@@ -95,7 +95,7 @@ class RunWindows:
         self._by_inputs: dict[bytes, list[RunWindow]] = {}
         self.untrained: list[RunWindow] = []
         self.keys: set[bytes] = set()
-        for window, inputs in self._read():
+        for window, inputs in _read(blocks, teacher):
             if not window.needed:
                 self.untrained.append(window)
             elif window.key not in self.keys:
@@ -131,10 +131,10 @@ class RunWindows:
     def nearest(self, ids: Ids, rows: int) -> str:
         """A clause about the window that shares most ids with a text that begins with none."""
         best, shared = None, 0
-        for window, inputs in islice(self._read(), _MOST_COMPARED):
+        for window, inputs in islice(_read(self._blocks, self._teacher), _MOST_COMPARED):
             length = _shared(inputs, ids)
             if best is None or length > shared:
-                best, shared = _Read(window, inputs), length
+                best, shared = _ReadWindow(window, inputs), length
         if best is None or not shared:
             first = "none" if best is None else ", ".join(map(str, best.inputs[:4].tolist()))
             return f"ids that begin with {ids[:4].tolist()}, where the run's begin with {first} ..."
@@ -149,20 +149,35 @@ class RunWindows:
             f"{inputs[shared]}"
         )
 
-    def _read(self) -> Iterator[_Read]:
-        for block in self._blocks:
-            dataset = block.dataset
-            index = dataset.collator.side_index(self._teacher)
-            side = dataset.collator.sides[index]
-            texts, _ = dataset.aligned_texts(0, block.number)
-            for document, text in texts.items():
-                for piece in dataset.pieces(text):
-                    segment = Segment.of(piece, index, side)
-                    if segment.label_count:
-                        yield _window(segment, dataset, document)
+
+def window_texts(blocks: Sequence[Block], teacher: str) -> Iterator[list[int]]:
+    """The ids of each window to be recorded, once: its inputs up to the last label, and that.
+
+    Raises:
+        MegatronExtError: A document cannot be read.
+    """
+    seen: set[bytes] = set()
+    for window, inputs in _read(blocks, teacher):
+        if window.needed and window.key not in seen:
+            seen.add(window.key)
+            yield [*inputs.tolist(), window.last_label]
 
 
-def _window(segment: Segment, dataset: PackedTextDataset, document: int) -> _Read:
+def _read(blocks: Sequence[Block], teacher: str) -> Iterator[_ReadWindow]:
+    """All windows of the text, with repetitions."""
+    for block in blocks:
+        dataset = block.dataset
+        index = dataset.collator.side_index(teacher)
+        side = dataset.collator.sides[index]
+        texts, _ = dataset.aligned_texts(0, block.number)
+        for document, text in texts.items():
+            for piece in dataset.pieces(text):
+                segment = Segment.of(piece, index, side)
+                if segment.label_count:
+                    yield _window(segment, dataset, document)
+
+
+def _window(segment: Segment, dataset: PackedTextDataset, document: int) -> _ReadWindow:
     inputs = np.concatenate(segment.inputs(), dtype=np.int32)
     labels = np.concatenate(segment.labels(), dtype=np.int64)
     trained = np.flatnonzero(labels != IGNORE_INDEX)
@@ -177,7 +192,7 @@ def _window(segment: Segment, dataset: PackedTextDataset, document: int) -> _Rea
         dataset=dataset,
         document=document,
     )
-    return _Read(window, inputs[:count])
+    return _ReadWindow(window, inputs[:count])
 
 
 def _prefix_digests(ids: NDArray[np.integer], counts: Sequence[int]) -> dict[int, bytes]:

@@ -7,18 +7,21 @@ from tests.training.cached_teacher_runs import _record, read_values
 from tests.training.rank_functions import _trainer, train_unsaved
 
 TOP_K = 24
-SIZES = {"seq_length": 64, "make_vocab_size_divisible_by": 8}
 
 
-def run_values(root, name, *, objective="partition_kl", cache=None, **data):
+def run_values(root, name, *, objective="partition_kl", cache=None, seq_length=64, **data):
     """From ``root/student`` and ``root/teacher``, which are HuggingFace folders."""
+    sizes = {"seq_length": seq_length, "make_vocab_size_divisible_by": 8}
+    tokenizer = {"prompt_format": "auto"} if data.get("conversations") else {}
     return {
         "run_dir": str(root / "runs" / name),
         "initial_checkpoint": str(root / "student"),
-        "student": SIZES,
+        "student": sizes,
+        "tokenizer": tokenizer,
         "teacher": {
             "checkpoint": str(root / "teacher"),
-            "model": SIZES,
+            "model": sizes,
+            "tokenizer": tokenizer,
             "cache": cache and str(root / cache),
         },
         "data": {"train": [str(root / "train.jsonl")], "packing": True, **data},

@@ -2,19 +2,26 @@
 
 import json
 import math
+import shutil
+from itertools import pairwise
 
 import pytest
 import torch
 import yaml
 
 from megatron_ext.cli.main import main
+from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.teachers.formed_targets import from_records
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
+from megatron_ext.training.inputs import read_inputs
+from megatron_ext.training.teachers.block_recorder import blocks_of
+from megatron_ext.training.teachers.cached_teacher import CachedTeacher
 from megatron_ext.training.teachers.target_cache import TargetCache
 from tests.cli.run_files import refusal
 from tests.huggingface.tiny_models import save_model, save_tokenizer
 from tests.process_group import run_ranks
-from tests.training.teachers.imported_runs import TOP_K, record_and_train, write_run
+from tests.training.cached_teacher_runs import read_values
+from tests.training.teachers.imported_runs import TOP_K, record_and_train, run_values, write_run
 from tests.training.teachers.recorded_elsewhere import (
     TEXTS,
     batch_line,
@@ -67,6 +74,7 @@ def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("imported")
     save_model("qwen2", root / "teacher")
     save_model("llama", root / "student")
+    shutil.copytree(root / "teacher", root / "weights")
     # Several tokens of the teacher to one of the student, whose probabilities are multiplied.
     save_tokenizer(root / "teacher", text="ther other oft thenth eth e re")
     write_lines(root / "train.jsonl", [{"text": text} for text in TEXTS])
@@ -156,6 +164,63 @@ def test_an_import_goes_on_and_says_what_it_is_of(root, metrics, capsys):
     assert kept.stat().st_mtime_ns == before
     assert json.loads((root / "vllm" / "cache.json").read_text())["is_complete"]
     assert "imported from vllm, tail exact:" in capsys.readouterr().out
+
+
+def write_conversations(root):
+    """Texts as questions, each answered and asked on."""
+    roles = ("user", "assistant", "user")
+    records = [
+        {"messages": [{"role": role, "content": text[: 15 + i]} for role in roles]}
+        for i, text in enumerate(TEXTS[:3])
+    ]
+    return write_lines(root / "talks.jsonl", records)
+
+
+@pytest.mark.parametrize("kind", ["cut", "conversations"])
+def test_what_is_listed_to_be_recorded_is_what_a_run_reads(kind, root, recorded, capsys):
+    data = {"seq_length": 30}
+    if kind == "conversations":
+        data = {"conversations": True, "train": [str(write_conversations(root))]}
+    config = write_run(root, f"listed-{kind}", **data)
+    listed = root / f"prompts-{kind}.jsonl"
+    for _ in range(2):
+        main(["cache-teacher", "--config", str(config), "--output", str(listed), "--prompts"])
+    ids = [json.loads(line)["prompt_token_ids"] for line in listed.read_text().splitlines()]
+    assert f"{len(ids)} windows to be recorded" in capsys.readouterr().out
+    rows = log_probs_of(root / "weights", ids, recorded.vocab_size)
+    answers = [
+        request_output(one, prompt_logprobs(one, its, TOP_K))
+        for one, its in zip(ids, rows, strict=True)
+    ]
+    cache = f"cache-{kind}"
+    words = ("--import", "vllm", write_lines(root / f"{cache}.jsonl", answers))
+    imported(root, cache, *words, **data)
+    values = run_values(root, "reads", cache=cache, **data)
+    inputs = read_inputs(read_values(root / "reads.yaml", values), world_size=1)
+    collator = inputs.data.collator
+    teacher = CachedTeacher(
+        name="teacher",
+        cache=TargetCache(root / cache),
+        shard=VocabShard(vocab_size=recorded.vocab_size, start=0, stop=recorded.vocab_size),
+    )
+    read, labels, found = [], [], []
+    for block in blocks_of(inputs.data, 1 << 20, stop_at_bad=True):
+        for sample in block.samples():
+            batch = collator([sample])
+            its = teacher.recorded([sample], batch, collator.sides)["label_log_probs"]
+            side = batch.teachers["teacher"]
+            bounds = side.cu_seqlens.tolist()
+            texts = [slice(*pair) for pair in pairwise(bounds)]
+            texts = [text for text in texts if (side.labels[0, text] >= 0).any()]
+            read += [side.input_ids[0, text].tolist() for text in texts]
+            labels += [side.labels[0, text] for text in texts]
+            found += [its[0, text] for text in texts]
+    assert len(read) >= len(ids) > 1
+    of_texts = log_probs_of(root / "weights", read, recorded.vocab_size)
+    for log_probs, label, its in zip(of_texts, labels, found, strict=True):
+        trained = label >= 0
+        expected = log_probs[trained].gather(1, label[trained, None])[:, 0]
+        torch.testing.assert_close(its[trained], expected, rtol=1e-5, atol=2e-5)
 
 
 def refused(root, capsys, records, *words, **data):
