@@ -166,6 +166,33 @@ def test_an_import_goes_on_and_says_what_it_is_of(root, metrics, capsys):
     assert "imported from vllm, tail exact:" in capsys.readouterr().out
 
 
+def test_a_packed_capture_is_taken_apart(root, recorded, capsys):
+    import pyarrow
+
+    captures = root / "packed-of"
+    recorded.capture(captures, pad=0)
+    rows = [
+        capture_row(ids, log_probs, TOP_K, recorded.vocab_size)
+        for ids, log_probs in zip(recorded.ids, recorded.log_probs, strict=True)
+    ]
+    # As pack_logits does: ids without a prediction are cut off, texts put behind one another.
+    packed = []
+    for one, other in zip(rows[::2], [*rows[1::2], rows[0]], strict=True):
+        row = {key: [*one[key], *other[key]] for key in one}
+        row["input_ids"] = [*one["input_ids"][:-1], *other["input_ids"][:-1]]
+        row["attention_mask"] = [1] * len(one["compressed_logprobs"])
+        row["attention_mask"] += [2] * len(other["compressed_logprobs"])
+        packed.append(row)
+    table = pyarrow.Table.from_pylist(packed)
+    with pyarrow.ipc.new_stream(str(root / "packed.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    words = ("--import", "distillkit", root / "packed.arrow")
+    words += ("--compression-config", captures / "compression_config.yaml")
+    imported(root, "packed", *words, objective="strict_topk")
+    windows = len({tuple(ids) for ids in recorded.ids})
+    assert f"imported from distillkit, tail exact: {windows} windows" in capsys.readouterr().out
+
+
 def write_conversations(root):
     """Texts as questions, each answered and asked on."""
     roles = ("user", "assistant", "user")
