@@ -203,6 +203,11 @@ class CrossTokenizerCollator:
         """The student, and the teachers with another tokenizer."""
         return self.student_side, *self.teacher_sides
 
+    def side_index(self, teacher: str) -> int:
+        """Index in ``sides`` of what a teacher reads: 0, the student's, with its tokenizer."""
+        names = [spec.name for spec in self._others]
+        return 1 + names.index(teacher) if teacher in names else 0
+
     def prepare(self) -> None:
         """Build the engines of all tokenizers, for worker processes to inherit."""
         for tokenizer in self.tokenizers:

@@ -59,7 +59,8 @@ class TeacherTargets:
     it holds at temperature 1 only."""
 
     label_log_probs: torch.Tensor | None = None
-    """[B, Tt] fp32: log p of the token that each position predicts, 0 where there is none."""
+    """[B, Tt] fp32: log p of the token that each position predicts, 0 where there is none; of kind
+    ``topk`` NaN where it is not known."""
 
     boundary_log_probs: torch.Tensor | None = None
     """[B, Tt] fp32: log p that the next token begins a word; kind ``label``, where known."""

@@ -94,13 +94,14 @@ def check_teacher(teacher: TeacherPlan) -> None:
         CheckpointError: The folder is not of HuggingFace or not whole, or the model is another.
     """
     section, model = teacher.section, teacher.config.model
-    if teacher.config.engine is not None:
-        # Its weights are where it runs.
+    is_cached, library = teacher.config.cache is not None, teacher.config.library
+    if teacher.config.engine is not None or (is_cached and library != "huggingface"):
+        # Its weights are where it runs, or ran. A cache of its own compares them when it is opened.
         if is_checkpoint_folder(teacher.checkpoint):
             files = CheckpointFiles(teacher.checkpoint)
             check_same_model(model_settings(files), model, where=files.folder / CONFIG_FILE)
         return
-    if teacher.config.library != "huggingface":
+    if library != "huggingface":
         check_if_huggingface(teacher.checkpoint, model)
         return
     if importlib.util.find_spec("transformers") is None:
@@ -118,7 +119,8 @@ def check_teacher(teacher: TeacherPlan) -> None:
             fix="name such a folder, or set library to megatron",
         )
     files = CheckpointFiles(folder)
-    _ = files.tensors
+    if not is_cached:
+        _ = files.tensors
     settings = any_model_settings(files)
     sizes = {key: value for key, value in settings.items() if key in ("hidden_size", "num_layers")}
     check_same_model(sizes, model, where=folder / CONFIG_FILE)

@@ -132,13 +132,26 @@ def weights_identity(checkpoint: Path) -> str:
     files = _files(checkpoint)
     try:
         with ThreadPoolExecutor() as pool:
-            hashes = list(pool.map(_hash_of_file, files))
+            hashes = list(pool.map(hash_of_file, files))
     except OSError as error:
         raise CheckpointError(
             "the teacher's checkpoint cannot be read", where=checkpoint, got=str(error)
         ) from error
     names = [path.relative_to(checkpoint).as_posix() for path in files]
     return _hash(dict(zip(names, hashes, strict=True)))
+
+
+def hash_of_file(path: Path) -> str:
+    """SHA-256 of a file.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _served(teacher: TeacherPlan, tokenizer: MegatronTokenizerText) -> dict[str, str | int]:
@@ -163,14 +176,6 @@ def _files(checkpoint: Path) -> list[Path]:
         return sorted(path for path in checkpoint.rglob("*") if path.is_file())
     weights = {stored.file for stored in CheckpointFiles(checkpoint).tensors.values()}
     return sorted({checkpoint / CONFIG_FILE, *weights})
-
-
-def _hash_of_file(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _hash(values: Mapping[str, Any]) -> str:
