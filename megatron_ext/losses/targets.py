@@ -5,6 +5,7 @@ B batch, Tt tokens, Vp local columns, D hidden, K top-k.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -65,6 +66,9 @@ class TeacherTargets:
     boundary_log_probs: torch.Tensor | None = None
     """[B, Tt] fp32: log p that the next token begins a word; kind ``label``, where known."""
 
+    stops: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Change of the logits [B, Tt, Vp] of kind ``hidden`` when they are made (``StopSet``)."""
+
     def __post_init__(self) -> None:
         missing = [name for name in _TENSORS[self.kind] if getattr(self, name) is None]
         if missing:
@@ -95,7 +99,8 @@ class TeacherTargets:
                 expected="kind 'logits' or 'hidden'",
             )
         with torch.no_grad():
-            return torch.matmul(self.hidden, self.head_weight.t())
+            logits = torch.matmul(self.hidden, self.head_weight.t())
+        return logits if self.stops is None else self.stops(logits)
 
 
 def topk_targets(

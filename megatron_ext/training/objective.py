@@ -21,6 +21,7 @@ from megatron_ext.losses import (
     Objective,
     PrefixTable,
     ProjectionShard,
+    StopSet,
     VocabularyMatch,
 )
 from megatron_ext.ops.prefix_masses import PrefixColumns
@@ -132,6 +133,9 @@ class RunConstants:
 
     prefix_columns: PrefixColumns | None = None
     """Columns of the prefixes of a ``PrefixTable``."""
+
+    stops: StopSet | None = None
+    """Tokens with which the teacher ends a text, in a run in which the student samples."""
 
     def current_projection(self) -> ProjectionShard | None:
         """The projection, with its current shares where they are learned."""
