@@ -13,8 +13,8 @@ def train_one_step(rank, root, name):
     _trainer(config_from_arguments(argparse.Namespace(config=str(root / f"{name}.yaml")))).train()
 
 
-def train_with_adapters(rank, root, names):
-    """Runs of ``write_adapter_run``, one after the other."""
+def train_runs(rank, root, names):
+    """``train_one_step`` of one run after the other."""
     for name in names:
         train_one_step(rank, root, name)
 
