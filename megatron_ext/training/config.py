@@ -49,8 +49,8 @@ class TeacherConfig:
     HuggingFace folder."""
 
     allow_other_tokenizer: bool = False
-    """Accept a checkpoint that was trained with another tokenizer, or has too few rows for this
-    one; an error otherwise."""
+    """Accept a checkpoint that was trained with another tokenizer, or has too few or too many rows
+    for this one; an error otherwise."""
 
     objective: str | None = None
     """Objective for this teacher; ``loss.objective`` when not given."""
@@ -278,8 +278,8 @@ class DistillConfig:
     when not given."""
 
     allow_other_tokenizer: bool = False
-    """Accept first weights that were trained with another tokenizer, or have too few rows for this
-    one; an error otherwise."""
+    """Accept first weights that were trained with another tokenizer, or have too few or too many
+    rows for this one; an error otherwise."""
 
     projection: str | None = None
     """Projection file (safetensors, or .pt of NeMo RL's tools); built once into ``run_dir`` when
