@@ -80,6 +80,10 @@ class TeacherConfig:
     """Library that runs the model: megatron-core, in the layout of its ranks, or transformers,
     whole on each device, for any causal language model of a HuggingFace folder."""
 
+    weight_precision: Literal["int8", "fp8"] | None = None
+    """Precision to which torchao rounds the weights of linear layers, each row by a scale of its
+    own, where library is huggingface. Activations, embeddings and head keep the run's."""
+
     offload: bool = False
     """Keep the weights in the host's memory between one global batch and the next."""
 
@@ -105,6 +109,12 @@ class TeacherConfig:
             library=self.library,
             has_engine=self.engine is not None,
         )
+        if self.weight_precision is not None and self.library != "huggingface":
+            raise ConfigError(
+                "torchao rounds the layers of transformers, not those of megatron-core",
+                got=f"weight_precision {self.weight_precision} with library {self.library}",
+                fix="set library to huggingface, or leave weight_precision out",
+            )
         if not (math.isfinite(self.weight) and self.weight >= 0):
             raise ConfigError(
                 "a teacher's weight cannot be used", got=self.weight, expected="a number, >= 0"
