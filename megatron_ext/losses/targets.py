@@ -11,6 +11,7 @@ from typing import Final, Literal
 
 import torch
 
+from megatron_ext.distributed.shard_collectives import group_size, recut_columns
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.ops.divergence import log1mexp
@@ -101,6 +102,21 @@ class TeacherTargets:
         with torch.no_grad():
             logits = torch.matmul(self.hidden, self.head_weight.t())
         return logits if self.stops is None else self.stops(logits)
+
+    def logits_over(self, shard: VocabShard) -> torch.Tensor:
+        """``to_logits`` of the ids of another shard of the same ids, such as the student's.
+
+        Models of one tokenizer may have different padding, and so different cuts over ranks.
+
+        Returns:
+            [B, Tt, n] whose first ``shard.valid_width`` columns are those ids; those behind are
+            padding. One all-to-all where the cuts differ, of the columns that change ranks; a run
+            has one cut (``training.objective.head_rows``).
+        """
+        logits = self.to_logits()
+        if shard.width == self.shard.width or group_size(shard.group) == 1:
+            return logits
+        return recut_columns(logits, shard.width, shard.vocab_size, shard.group)
 
 
 def topk_targets(

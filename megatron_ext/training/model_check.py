@@ -24,6 +24,7 @@ from megatron_ext.huggingface.model_settings import (
     tensor_map,
 )
 from megatron_ext.huggingface.tensor_map import TensorMap
+from megatron_ext.imports import missing_package
 from megatron_ext.training.config import ModelConfig
 from megatron_ext.training.run_plan import TeacherPlan
 
@@ -91,6 +92,7 @@ def check_teacher(teacher: TeacherPlan) -> None:
 
     Raises:
         ConfigError: transformers is missing, or the sequences are longer than the model's.
+        MissingDependencyError: torchao is missing, and the weights are to be rounded.
         CheckpointError: The folder is not of HuggingFace or not whole, or the model is another.
     """
     section, model = teacher.section, teacher.config.model
@@ -110,6 +112,9 @@ def check_teacher(teacher: TeacherPlan) -> None:
             where=f"{section}.library",
             fix='install it: pip install "transformers>=4.56"',
         )
+    precision = teacher.config.weight_precision
+    if precision is not None and importlib.util.find_spec("torchao") is None:
+        raise missing_package("torchao", feature=f"{section}.weight_precision {precision}")
     folder = teacher.checkpoint
     if not is_checkpoint_folder(folder):
         raise CheckpointError(

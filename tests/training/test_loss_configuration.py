@@ -78,6 +78,7 @@ def test_a_written_configuration_is_read_as_it_was():
         ({"teachers": {"a/b": TEACHER}}, "cannot be called so; got 'a/b'"),
         ({"teachers": {"average": TEACHER}}, "cannot be called so"),
         ({"teachers": {"a": TEACHER | {"weight": -1.0}}}, "teachers.a: a teacher's weight"),
+        ({"teachers": {"a": TEACHER | {"weight_precision": "int8"}}}, "teachers.a: torchao rounds"),
         ({"teachers": {"a": TEACHER | {"wait": 1.0}}}, "teachers.a.wait: unknown"),
         ({"teachers": {"a": TEACHER | {"objective": "next_token"}}}, "reads no teacher"),
         ({"teachers": {}}, "needs a teacher"),

@@ -26,6 +26,7 @@ from megatron_ext.training.dry_run.plan import Plan, pair_cost
 from megatron_ext.training.dry_run.report import report, summary
 from megatron_ext.training.inputs import Inputs, read_inputs
 from megatron_ext.training.model_check import check_if_huggingface
+from megatron_ext.training.objective import head_rows, teacher_objective
 from megatron_ext.training.run_folder import CHECKPOINTS
 from megatron_ext.training.run_loss import with_vocabulary_layout
 from megatron_ext.training.run_plan import RunPlan, TeacherPlan
@@ -134,8 +135,9 @@ def _plan(config: DistillConfig, inputs: Inputs, *, world_size: int, has_flash: 
         run,
         world_size=world_size,
         vocab_size=inputs.tokenizer.vocab_size,
-        teacher_vocab_sizes={
-            name: teacher.tokenizer.vocab_size for name, teacher in inputs.teachers.items()
+        teacher_rows={
+            name: head_rows(teacher, inputs.teachers[name].tokenizer.vocab_size)
+            for name, teacher in run.teachers.items()
         },
         forms=_forms(run.teachers, inputs),
         has_flash=has_flash,
@@ -178,8 +180,6 @@ def _forms(teachers: Mapping[str, TeacherPlan], inputs: Inputs) -> dict[str, Tar
 
 def _projections(plans: Mapping[str, TeacherPlan], inputs: Inputs) -> dict[str, SparseProjection]:
     """Configured projections, and those that the run would build, built in memory."""
-    from megatron_ext.training.objective import teacher_objective
-
     projections = {}
     for name, plan in plans.items():
         teacher, method = inputs.teachers[name], teacher_objective(plan).needs.projection

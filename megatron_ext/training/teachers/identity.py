@@ -25,7 +25,7 @@ from megatron_ext.huggingface.checkpoint_files import (
 )
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.identity import tokenizer_identity
-from megatron_ext.training.config import DistillConfig, ModelConfig
+from megatron_ext.training.config import DistillConfig, TeacherConfig
 from megatron_ext.training.run_plan import TeacherPlan
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def cache_identity(config: DistillConfig, inputs: Inputs, teacher: str) -> dict[
     others = {name: inputs.teachers[name].tokenizer for name in inputs.teachers if name != teacher}
     cut_by = [inputs.tokenizer, *others.values()]
     return {
-        "teacher model": _model(config.named_teachers[teacher].model),
+        "teacher model": _model(config.named_teachers[teacher]),
         "training.precision": config.training.precision,
         "teacher tokenizer": _tokenizer(inputs.teachers[teacher].tokenizer),
         "other tokenizers": sorted(_tokenizer(tokenizer) for tokenizer in cut_by),
@@ -156,15 +156,18 @@ def hash_of_file(path: Path) -> str:
 
 def _served(teacher: TeacherPlan, tokenizer: MegatronTokenizerText) -> dict[str, str | int]:
     return {
-        "model": _model(teacher.config.model),
+        "model": _model(teacher.config),
         "tokenizer": _tokenizer(tokenizer),
         "precision": teacher.training.precision,
     }
 
 
-def _model(model: ModelConfig) -> str:
-    values = dataclasses.asdict(model)
-    return _hash({key: value for key, value in values.items() if key not in _WITHOUT_INFLUENCE})
+def _model(teacher: TeacherConfig) -> str:
+    values = dataclasses.asdict(teacher.model)
+    values = {key: value for key, value in values.items() if key not in _WITHOUT_INFLUENCE}
+    if teacher.weight_precision is not None:
+        values["weight_precision"] = teacher.weight_precision
+    return _hash(values)
 
 
 def _tokenizer(tokenizer: MegatronTokenizerText) -> str:
