@@ -1,7 +1,8 @@
 """``byte_prefix`` over texts tokenized two ways, against a target made token by token."""
 
+import os
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, product
 from math import log
 from typing import Any
 
@@ -43,6 +44,23 @@ PAIRS = EXACT | {
 }
 
 TEXTS = (b"caabb", b"aacbb", b"abbca", b"babca", b"cabac")
+
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"direction": "forward", "temperature": 1.0},
+    {"direction": "reverse", "temperature": 1.7},
+    {"direction": "jensen_shannon", "temperature": 0.8, "mixture": 0.3},
+)
+
+
+def _sampled(pairs: dict[str, Any]) -> list[tuple[str, bytes, dict[str, Any]]]:
+    """Every pair with every option, each over another text; over all under
+    MEGATRON_EXT_ALL_TEXT."""
+    cases = []
+    for number, (pair, options) in enumerate(product(pairs, OPTIONS)):
+        texts = TEXTS if os.environ.get("MEGATRON_EXT_ALL_TEXT") else [TEXTS[number % len(TEXTS)]]
+        cases += [(pair, text, options) for text in texts]
+    return cases
 
 
 class Reading:
@@ -135,19 +153,9 @@ def run(inputs: DistillationInputs, **options: Any) -> tuple[LossOutput, torch.T
     return output, grad
 
 
-@pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("text", TEXTS, ids=bytes.decode)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"direction": "forward", "temperature": 1.0},
-        {"direction": "reverse", "temperature": 1.7},
-        {"direction": "jensen_shannon", "temperature": 0.8, "mixture": 0.3},
-    ],
-    ids=lambda options: options["direction"],
-)
+@pytest.mark.parametrize(("pair", "text", "options"), _sampled(PAIRS), ids=str)
 def test_each_row_is_compared_with_the_target_of_the_definition(
-    options: dict[str, Any], text: bytes, pair: str
+    pair: str, text: bytes, options: dict[str, Any]
 ) -> None:
     reading = Reading(text, PAIRS[pair], seeds=(1, 2))
     output, _ = run(reading.inputs(), **options)
@@ -181,14 +189,12 @@ def test_the_toy_texts_have_starts_middles_and_labels_that_span_tokens_in_both()
     assert min(spans) >= 2
 
 
-@pytest.mark.parametrize("direction", ["forward", "reverse", "jensen_shannon"])
-@pytest.mark.parametrize("pair", EXACT)
-@pytest.mark.parametrize("text", TEXTS, ids=bytes.decode)
+@pytest.mark.parametrize(("pair", "text", "options"), _sampled(EXACT), ids=str)
 def test_one_language_read_by_the_student_within_tokens_has_neither_loss_nor_gradient(
-    text: bytes, pair: str, direction: str
+    pair: str, text: bytes, options: dict[str, Any]
 ) -> None:
     reading = Reading(text, EXACT[pair], seeds=(1, 1))
-    output, grad = run(reading.inputs(), direction=direction, temperature=1.5)
+    output, grad = run(reading.inputs(), **options)
     assert int(output.count) == len(reading.streams[0])
     assert abs(output.loss_sum.item()) < 1e-12
     assert grad.abs().max().item() < 1e-12
