@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.distributed import vocab_parallel
 from megatron_ext.ops.sorted_l1 import sorted_l1, sorted_l1_reference
-from megatron_ext.ops.sorted_l1.comparison import select_largest
+from megatron_ext.ops.sorted_l1.comparison import Candidates, select_largest
 from megatron_ext.ops.top_columns import largest_columns
 from tests.ops.kernel_case import kept_for_backward
 
@@ -123,10 +123,16 @@ def test_loops_select_what_a_stable_sort_does(kind, is_cut, count):
     generator = torch.Generator().manual_seed(count)
     values = _wide(kind, generator)
     excluded = torch.rand(WIDE, generator=generator) < 0.1 if is_cut else None
-    found = select_largest(values, count, excluded, by_loops=True)
-    expected = select_largest(values, count, excluded)
-    assert torch.equal(found.values, expected.values)
-    assert torch.equal(found.columns, expected.columns)
+    found = select_largest(
+        values, Candidates.of(count, values.shape[1], excluded, by_loops=True)
+    )
+    expected = select_largest(values, Candidates.of(count, values.shape[1], excluded))
+    # What is excluded has no place among the loops' candidates.
+    kept = min(count, WIDE if excluded is None else int((~excluded).sum()))
+    assert found.values.shape == (3, kept)
+    assert torch.equal(found.values, expected.values[:, :kept])
+    assert torch.equal(found.columns, expected.columns[:, :kept])
+    assert (expected.values[:, kept:] == -1).all()
     torch.testing.assert_close(found.rest, expected.rest, rtol=1e-5, atol=1e-6)
 
 
