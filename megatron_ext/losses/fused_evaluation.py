@@ -47,7 +47,7 @@ def evaluate_together(
     """Outputs without a graph, by name, and the gradient of the scaled sums together.
 
     A ``FusedObjective``, with the cross-entropy or without, is one pass. Other objectives run under
-    autograd, with one or two more tensors of the size of the logits each.
+    autograd, with a tensor of the size of the logits each, unless it is one that writes over them.
 
     Args:
         inputs: With logits [B, T, Vp] that have no graph.
@@ -117,21 +117,39 @@ def _under_autograd(
     gradient: torch.Tensor | None,
 ) -> dict[str, LossOutput]:
     leaf = inputs.student_logits.detach().requires_grad_(gradient is not None)
-    with torch.set_grad_enabled(gradient is not None):
-        outputs = {
-            name: objective(
+    scaled = [name for name in objectives if gradient is not None and not is_zero(scales[name])]
+    # A gradient alone can take the place of the logits, after what only reads them.
+    is_over = gradient is not None and gradient.data_ptr() == leaf.data_ptr()
+    outputs = {}
+    for name in sorted(objectives, key=scaled.__contains__):
+        with torch.set_grad_enabled(name in scaled):
+            outputs[name] = objectives[name](
                 replace(
                     inputs,
                     student_logits=leaf,
                     # A term of weight 0 is still measured.
                     grad_scale=1.0 if is_zero(scales[name]) else scales[name],
+                    in_place=is_over and scaled == [name],
                 )
             )
-            for name, objective in objectives.items()
-        }
     if gradient is not None:
-        sums = [output.loss_sum for output in outputs.values()]
-        weights = [torch.ones_like(out.loss_sum) * scales[name] for name, out in outputs.items()]
-        (logits_gradient,) = torch.autograd.grad(sums, leaf, weights, materialize_grads=True)
-        gradient.copy_(logits_gradient.flatten(0, 1))
-    return {name: replace(out, loss_sum=out.loss_sum.detach()) for name, out in outputs.items()}
+        _write_gradient(leaf, gradient, [(outputs[name].loss_sum, scales[name]) for name in scaled])
+    return {
+        name: replace(outputs[name], loss_sum=outputs[name].loss_sum.detach())
+        for name in objectives
+    }
+
+
+def _write_gradient(
+    leaf: torch.Tensor, gradient: torch.Tensor, sums: list[tuple[torch.Tensor, Scale]]
+) -> None:
+    """Write the gradient of the scaled sums by the ``leaf``, unless it is there already."""
+    if not sums:
+        gradient.zero_()
+        return
+    weights = [torch.ones_like(loss_sum) * scale for loss_sum, scale in sums]
+    (found,) = torch.autograd.grad(
+        [loss_sum for loss_sum, _ in sums], leaf, weights, materialize_grads=True
+    )
+    if found.data_ptr() != gradient.data_ptr():
+        gradient.copy_(found.flatten(0, 1))

@@ -123,9 +123,7 @@ def test_loops_select_what_a_stable_sort_does(kind, is_cut, count):
     generator = torch.Generator().manual_seed(count)
     values = _wide(kind, generator)
     excluded = torch.rand(WIDE, generator=generator) < 0.1 if is_cut else None
-    found = select_largest(
-        values, Candidates.of(count, values.shape[1], excluded, by_loops=True)
-    )
+    found = select_largest(values, Candidates.of(count, values.shape[1], excluded, by_loops=True))
     expected = select_largest(values, Candidates.of(count, values.shape[1], excluded))
     # What is excluded has no place among the loops' candidates.
     kept = min(count, WIDE if excluded is None else int((~excluded).sum()))

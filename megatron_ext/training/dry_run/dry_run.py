@@ -27,7 +27,7 @@ from megatron_ext.training.dry_run.report import report
 from megatron_ext.training.inputs import Inputs, read_inputs
 from megatron_ext.training.model_check import check_if_huggingface
 from megatron_ext.training.run_folder import CHECKPOINTS
-from megatron_ext.training.run_loss import with_vocabulary_layout
+from megatron_ext.training.run_loss import with_linear_form, with_vocabulary_layout
 from megatron_ext.training.run_plan import RunPlan, TeacherPlan
 
 _SHAPES: Final = (
@@ -98,12 +98,14 @@ def dry_run(config: DistillConfig, *, world_size: int, has_flash: bool | None = 
         data = dataclasses.replace(config.data, index_cache=folder, alignment_cache=None)
         inputs = read_inputs(dataclasses.replace(config, data=data), world_size=world_size)
         summary = inputs.data.summary()
-    config = with_vocabulary_layout(config, on_gpu=has_flash or torch.cuda.is_available())
+    on_gpu, vocab_size = has_flash or torch.cuda.is_available(), inputs.tokenizer.vocab_size
+    config = with_vocabulary_layout(config, on_gpu=on_gpu)
+    config = with_linear_form(config, on_gpu=on_gpu, vocab_size=vocab_size)
     run = RunPlan.of(config)
     plan = Plan.of(
         run,
         world_size=world_size,
-        vocab_size=inputs.tokenizer.vocab_size,
+        vocab_size=vocab_size,
         teacher_vocab_sizes={
             name: teacher.tokenizer.vocab_size for name, teacher in inputs.teachers.items()
         },
