@@ -130,8 +130,6 @@ class LossPlan:
     ) -> Loss:
         """As ``loss``, of parts whose inputs have hidden states and heads instead of logits.
 
-        A term of weight 0 is logged as its kernels compute it without a gradient, 0 for some.
-
         Args:
             forms: Linear forms of parts that are cut alike; together they cover all parts.
             tiles: Tiles of this microbatch for each form.
