@@ -389,3 +389,62 @@ def selected_gradient(first, stop, rows, columns, whole, rest, grad, gradient):
                 out[0] = grad[row, i] - total * q
                 store_block(gradient, row, column, out, 1)
         clear_padding(gradient, row, rows.width)
+
+
+@njit(fastmath=SUMS)
+def _sum_of_signed(values, signs, count, peak, log_sum):
+    total = _ZERO
+    for i in range(count):
+        total += float32(signs[i]) * exp(values[i] - peak - log_sum)
+    return total
+
+
+@entry_point
+def sign_products(first, stop, rows, whole, order, slots, chosen, out):
+    """``sum_v q_i[v] s_c[v]`` of the rows at places ``first`` to ``stop``, in ``out`` [T'].
+
+    Args:
+        order, slots: As of ``row_loops.slope_products``.
+        chosen: Columns int64 [C', K] and signs int8 [C', K] of the chunks.
+    """
+    columns, signs = chosen
+    count = columns.shape[1]
+    values = np.empty(count, dtype=np.float32)
+    for place in range(first, stop):
+        row, chunk = order[place], slots[place]
+        gather_block(values, rows, row, columns[chunk], count)
+        peak, log_sum = whole.peak[row], whole.log_sum[row]
+        out[place] = _sum_of_signed(values, signs[chunk], count, peak, log_sum)
+
+
+@entry_point
+def sign_gradients(first, stop, rows, whole, order, slots, chosen, factors, gradient):
+    """``q_i (s_c - centre_i) scale_i`` of the same rows; exactly 0 where ``scale`` is 0.
+
+    Args:
+        factors: ``centre`` and ``scale`` [T'] at each place.
+    """
+    (columns, signs), (centre, scale) = chosen, factors
+    chosen_count = columns.shape[1]
+    picked = np.empty(chosen_count, dtype=np.float32)
+    values, out = np.empty(BLOCK, dtype=np.float32), np.empty(BLOCK, dtype=np.float32)
+    for place in range(first, stop):
+        row, chunk = order[place], slots[place]
+        peak, log_sum = whole.peak[row], whole.log_sum[row]
+        # The gradient may take the place of the logits.
+        gather_block(picked, rows, row, columns[chunk], chosen_count)
+        weight = -centre[place] * scale[place]
+        for start in range(0, rows.width, BLOCK):
+            count = min(BLOCK, rows.width - start)
+            if scale[place] == 0:
+                fill(out, count, _ZERO)
+            else:
+                load_block(values, rows, row, start, count)
+                _weighted_probs(out, values, count, peak, log_sum, weight)
+            store_block(gradient, row, start, out, count)
+        for i in range(chosen_count if scale[place] != 0 else 0):
+            if signs[chunk, i] != 0:
+                q = exp(picked[i] - peak - log_sum)
+                out[0] = q * (float32(signs[chunk, i]) - centre[place]) * scale[place]
+                store_block(gradient, row, columns[chunk, i], out, 1)
+        clear_padding(gradient, row, rows.width)

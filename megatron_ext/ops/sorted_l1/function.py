@@ -31,6 +31,8 @@ from megatron_ext.ops.model_rows import (
 )
 from megatron_ext.ops.sorted_l1.comparison import (
     Candidates,
+    Compared,
+    Largest,
     add_signs_,
     compare_sorted,
     select_largest,
@@ -135,11 +137,46 @@ def _by_torch(
         )
         compared = compare_sorted(student_top, teacher_top, top_u, group, by_loops=by_loops)
         out.chunk_loss[chunks], out.discarded_mass[chunks] = compared.value, compared.left_out
-        if gradient is not None:
+        if gradient is not None and by_loops and gradient.stride(-1) == 1:
+            _write_by_loops(student, ends[0], chunks, student_top, compared, scale, gradient)
+        elif gradient is not None:
             slope = scale.new_zeros(len(compared.signs), widths[0])
-            add_signs_(slope, student_top, compared, 1.0, by_loops=by_loops)
+            add_signs_(slope, student_top, compared, 1.0, by_loops=False)
             write_row_gradients(student, ends[0], chunks, slope, scale, gradient)
     return out
+
+
+def _write_by_loops(
+    model: ModelRows,
+    ends: list[int],
+    chunks: slice,
+    top: Largest,
+    compared: Compared,
+    scale: torch.Tensor,
+    gradient: torch.Tensor,
+) -> None:
+    """``write_row_gradients`` of slopes that are the signs at the candidates and 0 elsewhere.
+
+    One all-reduce of [T'].
+    """
+    from megatron_ext.ops import row_loops
+    from megatron_ext.ops import selection_loops as loops
+
+    order = model.rows.order[ends[chunks.start] : ends[chunks.stop]]
+    slot = model.rows.slots[order.long()]
+    places = (
+        *model.for_loops(),
+        order.numpy(),
+        (slot - chunks.start).numpy(),
+        (top.columns.numpy(), compared.signs.numpy()),
+    )
+    centre = torch.empty(len(order))
+    row_loops.in_threads(
+        lambda a, b: loops.sign_products(a, b, *places, centre.numpy()), len(order)
+    )
+    centre = all_reduce_sum(centre, model.shard.group)
+    last = (centre.numpy(), scale[slot].float().numpy()), row_loops.flat_rows(gradient)
+    row_loops.in_threads(lambda a, b: loops.sign_gradients(a, b, *places, *last), len(order))
 
 
 def _by_kernel(
