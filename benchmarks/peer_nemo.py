@@ -169,13 +169,13 @@ def our_loss(name: str, options: Mapping[str, Any]) -> Loss:
 
 def write_projection(projection: SparseProjection, path: Path) -> None:
     """The projection as NeMo RL reads it: [Vs, K] teacher ids and shares, -1 for none."""
-    counts = torch.from_numpy(projection.indptr).diff().long()
+    counts = torch.tensor(projection.indptr).diff().long()
     width = max(int(counts.max()), 2)
     indices = torch.full((len(counts), width), -1)
     shares = torch.zeros(len(counts), width)
     held = torch.arange(width) < counts[:, None]
-    indices[held] = torch.from_numpy(projection.indices).long()
-    shares[held] = torch.from_numpy(projection.values).float()
+    indices[held] = torch.tensor(projection.indices).long()
+    shares[held] = torch.tensor(projection.values).float()
     torch.save({"indices": indices, "likelihoods": shares}, path)
 
 

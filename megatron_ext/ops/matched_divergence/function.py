@@ -317,7 +317,7 @@ def _widest(task: MatchedTask, candidates: tuple[Candidates, Candidates]) -> int
     """Columns of the largest temporary of a chunk, the same on every rank."""
     student, teacher = (model.shard.width for model in (task.student, task.teacher))
     ranks = group_size(task.student.shard.group)
-    compared = sum(side.count for side in candidates) + 2
+    compared = sum(side.kept for side in candidates) + 2
     return max(student * ranks, compared * ranks, teacher)
 
 

@@ -41,8 +41,8 @@ class Largest(NamedTuple):
 class Candidates(NamedTuple):
     """Columns of one side among which the largest are looked for."""
 
-    count: int
-    """K, how many are kept."""
+    kept: int
+    """K, how many of them."""
 
     excluded: torch.Tensor | None
     """bool [Vp]: columns that come last, with the value -1; None: no column does."""

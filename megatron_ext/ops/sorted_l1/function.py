@@ -129,7 +129,7 @@ def _by_torch(
         )
         for model in models
     ]
-    widest = max(*widths, (sum(side.count for side in candidates) + 2) * group_size(group))
+    widest = max(*widths, (sum(side.kept for side in candidates) + 2) * group_size(group))
     for chunks in row_slices(len(scale), widest, device=scale.device):
         student_top, teacher_top = (
             select_largest(chunk_means(model, offsets, chunks).to(scale.dtype), side)
@@ -262,7 +262,7 @@ class _SortedL1(torch.autograd.Function):
             Candidates.of(largest, side.shape[1], without)
             for side, without in zip(sides, excluded, strict=True)
         ]
-        counts = [side.count for side in candidates]
+        counts = [side.kept for side in candidates]
         count = student.shape[0]
         value, left_out = student.new_empty(2, count)
         columns = torch.empty(count, counts[0], dtype=torch.int32, device=student.device)
