@@ -230,9 +230,11 @@ class LossConfig:
     learned_projection: bool = False
     """Train the shares of the projection's inexact rows with the student (projected_kl)."""
 
-    linear: bool = False
+    linear: bool | None = None
     """Compute the loss from hidden states and heads, one tile of logits at a time, and never all
-    logits; for the objectives that are sums over chunks or labels."""
+    logits; for the objectives that are sums over chunks or labels. When not given, a run on a CPU
+    does where a microbatch's logits have more than 64 MiB and nothing speaks against it, in tiles
+    of at most 128 MiB."""
 
     linear_tile_rows: int = 2048
     """Most rows of a tile of the linear form, of either model."""

@@ -38,7 +38,7 @@ from megatron_ext.training.run_folder import (
     own_run_folder,
     record_run,
 )
-from megatron_ext.training.run_loss import make_weighting, with_vocabulary_layout
+from megatron_ext.training.run_loss import make_weighting, with_linear_form, with_vocabulary_layout
 from megatron_ext.training.run_plan import RunPlan
 from megatron_ext.training.start_agreement import check_same_start
 from megatron_ext.training.student import Student
@@ -227,8 +227,10 @@ def build_trainer_around(
 
     Collectives: those of ``build_trainer`` but for the student's own.
     """
-    config = with_vocabulary_layout(config, on_gpu=groups.device.type == "cuda")
-    tokenizer, run = inputs.tokenizer, RunPlan.of(config)
+    on_gpu, tokenizer = groups.device.type == "cuda", inputs.tokenizer
+    config = with_vocabulary_layout(config, on_gpu=on_gpu)
+    config = with_linear_form(config, on_gpu=on_gpu, vocab_size=tokenizer.vocab_size)
+    run = RunPlan.of(config)
     parts = StudentParts(plan=run, inputs=inputs, groups=groups, chunks=chunks, shard=shard)
     teachers = make_run_teachers(parts)
     laid_out = next((loaded.laid_out for loaded in teachers.values() if loaded.laid_out), None)

@@ -149,6 +149,45 @@ def with_vocabulary_layout(config: DistillConfig, *, on_gpu: bool) -> DistillCon
     return laid_out
 
 
+_WHOLE_LOGITS: Final = 1 << 26
+"""Bytes of a microbatch's logits in fp32 from which on a CPU is better off with tiles of them."""
+
+_TILE_LOGITS: Final = 1 << 27
+"""Bytes of a tile's logits on a CPU: memory counts for more than the longest products."""
+
+
+def with_linear_form(config: DistillConfig, *, on_gpu: bool, vocab_size: int) -> DistillConfig:
+    """``config`` with the form of the loss that ``loss.linear`` stands for where it is not given.
+
+    That is the linear one on a CPU, which then makes no logits of rows without a loss, unless
+    logits are small or something excludes it. On a GPU it trades time for memory, which a user
+    decides.
+
+    Args:
+        vocab_size: Ids of the student's tokenizer.
+    """
+    if config.loss.linear is not None:
+        return config
+    rows = config.training.micro_batch_size * config.student.seq_length
+    row_bytes = 4 * config.student.padded_ids(vocab_size)
+    is_large = rows * row_bytes >= _WHOLE_LOGITS
+    whole = replace(config, loss=replace(config.loss, linear=False))
+    # Samples have labels of their own, and their engines are measured by logits.
+    if on_gpu or not is_large or not config.distils or config.data.rollouts is not None:
+        return whole
+    tile_rows = min(config.loss.linear_tile_rows, max(_TILE_LOGITS // row_bytes, 1))
+    loss = replace(config.loss, linear=True, linear_tile_rows=tile_rows)
+    try:
+        tiled = replace(config, loss=loss)
+        objectives = {
+            name: teacher_objective(TeacherPlan.of(tiled, name)) for name in config.named_teachers
+        }
+        check_exclusions(tiled, "objectives", objectives=objectives)
+    except ConfigError:
+        return whole
+    return tiled
+
+
 def check_objectives(config: DistillConfig) -> None:
     """Check the names and options of objectives, also of those that the run does not use.
 

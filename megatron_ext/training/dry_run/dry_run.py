@@ -28,7 +28,7 @@ from megatron_ext.training.inputs import Inputs, read_inputs
 from megatron_ext.training.model_check import check_if_huggingface
 from megatron_ext.training.objective import head_rows, teacher_objective
 from megatron_ext.training.run_folder import CHECKPOINTS
-from megatron_ext.training.run_loss import with_vocabulary_layout
+from megatron_ext.training.run_loss import with_linear_form, with_vocabulary_layout
 from megatron_ext.training.run_plan import RunPlan, TeacherPlan
 
 _SHAPES: Final = (
@@ -129,7 +129,9 @@ def start_summary(config: DistillConfig, inputs: Inputs, *, world_size: int) -> 
 
 
 def _plan(config: DistillConfig, inputs: Inputs, *, world_size: int, has_flash: bool) -> Plan:
-    config = with_vocabulary_layout(config, on_gpu=has_flash or torch.cuda.is_available())
+    on_gpu, vocab_size = has_flash or torch.cuda.is_available(), inputs.tokenizer.vocab_size
+    config = with_vocabulary_layout(config, on_gpu=on_gpu)
+    config = with_linear_form(config, on_gpu=on_gpu, vocab_size=vocab_size)
     run = RunPlan.of(config)
     return Plan.of(
         run,
