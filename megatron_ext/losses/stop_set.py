@@ -57,30 +57,36 @@ class StopSet:
         """
         if not len(self.ids) or targets.kind == "label":
             return targets
-        is_label = labels[..., None] == self.ids
-        rows = rows & is_label.any(dim=-1)
+        rows = rows & torch.isin(labels, self.ids)
         if targets.kind == "topk":
             return self._of_topk(targets, labels, rows)
+        marks = torch.where(rows, labels + 1, 0)
         if targets.kind == "hidden":
-            return replace(targets, stops=lambda logits: self._merge_(logits, is_label, rows))
+            return replace(targets, stops=self, stop_marks=marks)
         assert targets.logits is not None
-        return replace(targets, logits=self._merge_(targets.logits, is_label, rows))
+        return replace(targets, logits=self.merge_(targets.logits, marks))
 
     @torch.no_grad()
-    def _merge_(
-        self, logits: torch.Tensor, is_label: torch.Tensor, rows: torch.Tensor
-    ) -> torch.Tensor:
+    def merge_(self, logits: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
+        """Merge in place in the rows of ``logits`` [..., Vp] whose mark [...] is not 0.
+
+        Collectives: two all-reduces of [...].
+
+        Args:
+            marks: int64, see ``TeacherTargets.stop_marks``.
+        """
         group = self.shard.group
         own = logits[..., self.column]
         wide = own.to(torch.promote_types(own.dtype, torch.float32))
-        peak = wide.new_full(rows.shape, -torch.inf)
+        peak = wide.new_full(marks.shape, -torch.inf)
         if len(self.own):
             peak = wide.amax(dim=-1)
         peak = finite_peak(all_reduce_max(peak, group))
         total = all_reduce_sum((wide - peak[..., None]).exp().sum(dim=-1), group)
         whole = (peak + total.log())[..., None]
-        merged = torch.where(is_label[..., self.own], whole, -torch.inf).to(own.dtype)
-        logits[..., self.column] = torch.where(rows[..., None], merged, own)
+        is_label = marks[..., None] == self.ids[self.own] + 1
+        merged = torch.where(is_label, whole, -torch.inf).to(own.dtype)
+        logits[..., self.column] = torch.where(marks[..., None] > 0, merged, own)
         return logits
 
     def _of_topk(

@@ -5,9 +5,8 @@ B batch, Tt tokens, Vp local columns, D hidden, K top-k.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 
@@ -17,6 +16,9 @@ from megatron_ext.errors import LossError
 from megatron_ext.ops.divergence import log1mexp
 from megatron_ext.ops.launch import Implementation
 from megatron_ext.ops.top_columns import top_log_probs
+
+if TYPE_CHECKING:
+    from megatron_ext.losses.stop_set import StopSet
 
 TargetKind = Literal["logits", "hidden", "topk", "label"]
 
@@ -67,8 +69,11 @@ class TeacherTargets:
     boundary_log_probs: torch.Tensor | None = None
     """[B, Tt] fp32: log p that the next token begins a word; kind ``label``, where known."""
 
-    stops: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Change of the logits [B, Tt, Vp] of kind ``hidden`` when they are made (``StopSet``)."""
+    stops: StopSet | None = None
+    """Stop tokens that are one event in some rows of the logits of hidden states."""
+
+    stop_marks: torch.Tensor | None = None
+    """int64 [B, Tt]: one more than the label of each such row, 0 elsewhere; with ``stops``."""
 
     def __post_init__(self) -> None:
         missing = [name for name in _TENSORS[self.kind] if getattr(self, name) is None]
@@ -101,7 +106,13 @@ class TeacherTargets:
             )
         with torch.no_grad():
             logits = torch.matmul(self.hidden, self.head_weight.t())
-        return logits if self.stops is None else self.stops(logits)
+        return self.with_stops(logits, self.stop_marks)
+
+    def with_stops(self, logits: torch.Tensor, marks: torch.Tensor | None) -> torch.Tensor:
+        """Logits [..., Vp] made of hidden states, changed in place where ``marks`` [...] say so."""
+        if self.stops is None or marks is None:
+            return logits
+        return self.stops.merge_(logits, marks)
 
     def logits_over(self, shard: VocabShard) -> torch.Tensor:
         """``to_logits`` of the ids of another shard of the same ids, such as the student's.

@@ -75,6 +75,10 @@ class BytePrefixLoss(FusedObjective):
 
     name: ClassVar[str] = "byte_prefix"
 
+    summary: ClassVar[str] = (
+        "the student's next token, of its whole vocabulary, against its teacher's by common bytes"
+    )
+
     temperature: float = 1.0
     """tau: masses of the events to the power of 1 / tau, normalised again."""
 
