@@ -118,9 +118,8 @@ def start_summary(config: DistillConfig, inputs: Inputs, *, world_size: int) -> 
     """The run that is about to start, in about ten lines.
 
     Args:
-        world_size: Number of processes, a teacher's own included.
+        world_size: Number of the student's processes.
     """
-    world_size = student_processes(world_size, config.teacher_ranks)
     has_flash = find_spec("transformer_engine") is not None
     plan = _plan(config, inputs, world_size=world_size, has_flash=has_flash)
     latest = latest_checkpoint(plan.run.run_dir / CHECKPOINTS)
