@@ -193,11 +193,11 @@ class CrossTokenizerLoss:
         """Terms of the sums of a batch, ``kd`` and ``ce``, int64 scalars on the CPU; from data
         alone, so that they are known before the models have run."""
         sides = self._sides(batch, teacher)
-        shards = (
+        student, other = (
             VocabShard(start=0, stop=tokenizer.vocab_size, vocab_size=tokenizer.vocab_size)
             for tokenizer in self._tokenizers
         )
-        term = self._term(*shards, torch.device("cpu"))
+        term = self._term(student, other, torch.device("cpu"))
         microbatch = Microbatch.of(sides, {})
         return self._counts(term, *term.with_targets([microbatch], [{}]))
 
@@ -291,13 +291,11 @@ class CrossTokenizerLoss:
             batch = CrossTokenizerBatch.of_tensors(on_host)
         sides = batch if isinstance(batch, CrossTokenizerBatch) else self.collator(batch)
         sides = sides.to("cpu")
-        name = teacher
-        if name is None and len(sides.teachers) == 1:
-            (name,) = sides.teachers
-        if name not in sides.teachers:
+        name = next(iter(sides.teachers), "") if teacher is None else teacher
+        if name not in sides.teachers or (teacher is None and len(sides.teachers) > 1):
             raise LossError(
-                "the batch has several teachers" if name is None else "the batch lacks the teacher",
-                got=name,
+                "the batch lacks the teacher" if teacher else "the batch has not one teacher",
+                got=teacher or f"{len(sides.teachers)} teachers",
                 expected=f"one of {', '.join(sides.teachers) or 'none'}",
                 fix="name one of them: teacher=NAME",
             )

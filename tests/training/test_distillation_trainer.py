@@ -1,6 +1,8 @@
 """``transformers.Trainer`` with the loss of a run; needs accelerate, as its trainers do."""
 
 import copy
+import itertools
+import json
 
 import pytest
 import torch
@@ -94,17 +96,21 @@ def test_texts_of_a_packed_row_do_not_see_each_other(tmp_path):
     from megatron_ext import ArrowTextDataset
 
     loss = CrossTokenizerLoss(*pair(), "alm", max_length=96)
-    corpus = tmp_path / "corpus.txt"
-    corpus.write_text("\n".join(text.replace("\n", " ") for text in TEXTS * 3))
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 3))
     dataset = PackedTextDataset(ArrowTextDataset(corpus), loss.collator)
     samples = dataset[0, 0].samples
     assert any(len(sample.pieces) > 1 for sample in samples)
     batch = loss.collator(samples)
     student = model(pair()[0])
-    whole = student(input_ids=batch.student.input_ids, position_ids=batch.student.position_ids)
+    whole = student(
+        input_ids=batch.student.input_ids,
+        position_ids=batch.student.position_ids,
+        use_cache=False,
+    )
     bounds = batch.student.cu_seqlens.tolist()
     flat = batch.student.input_ids.flatten()
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in itertools.pairwise(bounds):
         alone = student(input_ids=flat[None, begin:end]).logits[0]
         torch.testing.assert_close(
             whole.logits.flatten(0, 1)[begin:end], alone, rtol=1e-4, atol=1e-5
