@@ -52,6 +52,10 @@ from megatron_ext.losses.weighting import (
     ScheduledWeighting,
 )
 
+# NeMo RL's names.
+CrossTokenizerDistillationLossConfig = CrossTokenizerLossConfig
+CrossTokenizerDistillationLossDataDict = DistillationInputs
+
 __all__ = [
     "LOSS_REGISTRY",
     "AlmLoss",
@@ -61,6 +65,8 @@ __all__ = [
     "CombinedOutput",
     "CompletionTable",
     "ContextParallelPlan",
+    "CrossTokenizerDistillationLossConfig",
+    "CrossTokenizerDistillationLossDataDict",
     "CrossTokenizerDistillationLossFn",
     "CrossTokenizerLossConfig",
     "DistillationInputs",
