@@ -4,11 +4,13 @@ import os
 from dataclasses import replace
 from itertools import accumulate, product
 from math import log
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.distributed.vocab_parallel import VocabShard
@@ -22,6 +24,7 @@ from megatron_ext.losses import (
     TeacherTargets,
 )
 from megatron_ext.losses import prefix_table as module
+from megatron_ext.tokenizers import MegatronTokenizer, MegatronTokenizerText
 from tests.losses.objective_cases import CASES
 from tests.losses.objectives.test_partition_kl_loss import divergence
 from tests.losses.toy_language import tokenize, toy_model
@@ -226,6 +229,31 @@ def test_control_tokens_meet_their_partners_and_others_are_the_rest() -> None:
     # A token with bytes is no partner, whatever it is paired with.
     assert table.starts.tolist() == [1, 0, 2, -1, -1]
     assert table.is_event.tolist() == [True, True, True, False]
+
+
+def test_the_tokenizer_of_the_student_says_which_token_begins_a_teachers(tmp_path: Path) -> None:
+    tokens = ["l", "o", "c", "a", "lo", "oc", "al", "ocal"]
+    merges = [("o", "c"), ("a", "l"), ("oc", "al"), ("l", "o")]
+    student, teacher = (
+        _saved(Tokenizer(models.BPE({token: i for i, token in enumerate(vocab)}, pairs)), folder)
+        for vocab, pairs, folder in (
+            (tokens, merges, tmp_path / "student"),
+            (["l", "o", "c", "a", "local", "locl"], [], tmp_path / "teacher"),
+        )
+    )
+    assert student.text_to_ids("local") == [0, 7]
+    none = np.array([], dtype=np.int64)
+    table = PrefixTable.from_tokenizers(student, teacher, (none, none))
+    # The longest that begins both is "lo".
+    assert table.starts.tolist() == [0, 1, 2, 3, 0, 0]
+    assert [table.next_in(b"local", cut) for cut in range(1, 5)] == [7, 2, 6, 0]
+    assert [table.next_in(b"locl", cut) for cut in range(1, 4)] == [5, 2, 0]
+
+
+def _saved(tokenizer: Tokenizer, folder: Path) -> MegatronTokenizerText:
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return MegatronTokenizer.from_pretrained(folder)
 
 
 def test_tokens_beyond_the_most_that_are_compared_are_part_of_the_rest(
