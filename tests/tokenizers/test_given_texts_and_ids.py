@@ -256,5 +256,20 @@ def test_a_tokenizer_of_another_package_is_told_what_to_call(kind, taker, tokeni
         got = "transformers"
     with pytest.raises(TokenizerError, match=rf"no tokenizer of megatron_ext; got {got}") as raised:
         TAKERS[taker](given)
-    told = " with the folder of its files" if kind == "tokenizers" else f"({named!r})"
-    assert str(raised.value).endswith(f"MegatronTokenizer.from_pretrained{told}")
+    told = {
+        "path": f"pass MegatronTokenizer.from_pretrained({named!r})",
+        "tokenizers": "call MegatronTokenizer.from_pretrained with the folder of its files",
+        "transformers": "pass megatron_ext.from_huggingface(tokenizer)",
+    }
+    assert str(raised.value).endswith(f"; {told[kind]}")
+
+
+def test_a_tokenizer_and_a_projection_are_shown_in_a_line(tokenizer_path):
+    path = tokenizer_path("huggingface-byte-level")
+    tokenizer = MegatronTokenizer.from_pretrained(path)
+    size = tokenizer.vocab_size
+    for word in ("MegatronTokenizerText('huggingface'", str(path), f"vocab_size={size}"):
+        assert word in repr(tokenizer)
+    projection = SparseProjection.from_tokenizers(tokenizer, tokenizer)
+    entries = projection.entry_count
+    assert repr(projection) == f"SparseProjection({size:,} x {size:,}, {entries:,} entries)"
