@@ -100,7 +100,7 @@ def add_init_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibrate-norms",
         action="store_true",
-        help="give rows that are no copies the mean norm of the old rows",
+        help="give rows that are not copies the mean norm of the old rows",
     )
     parser.add_argument(
         "--untie", action="store_true", help="make a tied head a matrix of its own, by its own rule"

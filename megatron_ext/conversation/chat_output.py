@@ -117,7 +117,7 @@ def refuse_foreign(tokenizer: object, method: str) -> None:
     elif hasattr(tokenizer, "convert_tokens_to_ids"):
         fix = "pass megatron_ext.from_huggingface(tokenizer)"
     raise TokenizerError(
-        "this is no tokenizer of megatron_ext",
+        "this is not a tokenizer of megatron_ext",
         got=f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}",
         expected=f"what {call} or from_huggingface returns",
         fix=fix,

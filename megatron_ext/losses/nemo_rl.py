@@ -84,7 +84,9 @@ class CrossTokenizerDistillationLossFn:
     ) -> None:
         self.config = from_mapping(CrossTokenizerLossConfig, config)
         if not isinstance(teachers, Sequence) or isinstance(teachers, str):
-            raise LossError("teachers are no list", got=repr(teachers), fix="give one a teacher")
+            raise LossError(
+                "teachers are not in a list", got=repr(teachers), fix="give one a teacher"
+            )
         self.teachers = _named([from_mapping(TeacherLossConfig, teacher) for teacher in teachers])
         self.aggregator = MultiTeacherLossAggregator(
             teachers={

@@ -161,7 +161,7 @@ class MegatronTokenizerText(ChatTokenizer, MegatronTokenizerBase):
             return found
         if return_tensors is not None:
             raise TokenizerError(
-                "texts of different lengths are no tensor",
+                "texts of different lengths do not make a tensor",
                 got=f"{len(text)} texts",
                 fix="leave return_tensors out, or collate them with CrossTokenizerCollator",
             )

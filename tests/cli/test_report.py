@@ -218,7 +218,7 @@ def test_completions_of_any_form_are_shown_as_far_as_they_can_be(capsys, tmp_pat
     text = "\n".join([*map(json.dumps, odd), '{"iteration": "4"}', "no json", ""])
     (run / "rollouts.jsonl").write_text(text, encoding="utf-8")
     page = report(capsys, run)
-    assert "rollouts.jsonl: a line is no completion" in page.text
+    assert "rollouts.jsonl: a line is not a completion" in page.text
     assert "<img" not in page.source
     # A table of each teacher; in both, the step whose completion nobody could compare.
     section = page.section("Rollouts")
@@ -313,7 +313,7 @@ def test_a_run_that_has_not_begun_and_one_that_goes_on_are_shown_as_they_are(
         file.write('{"iteration": 8, "lo')
     page = report(capsys, going)
     assert "at 7 of 40 iterations" in page.section("In short")
-    assert "lines are no rows" not in page.text
+    assert "lines are not rows" not in page.text
 
 
 def test_what_is_broken_is_said_and_the_rest_is_shown(capsys, tmp_path, tokenizers):
@@ -325,7 +325,7 @@ def test_what_is_broken_is_said_and_the_rest_is_shown(capsys, tmp_path, tokenize
     (run / "config.yaml").write_text("a: [1\n")
     (run / "data.json").write_bytes(b"\xff")
     page = report(capsys, run)
-    assert "5 of 11 lines are no rows of metrics" in page.text
+    assert "5 of 11 lines are not rows of metrics" in page.text
     assert "the first in line 6" in page.text
     assert "loss is not finite in 1 iterations, first in 5" in page.text
     assert "config.yaml cannot be read" in page.text

@@ -176,7 +176,7 @@ def _read_rows(path: Path, problems: list[str]) -> dict[int, Mapping[str, Any]]:
             rows[row["iteration"]] = row
     if broken:
         problems.append(
-            f"{path.name}: {len(broken):,} of {len(lines):,} lines are no rows of metrics and "
+            f"{path.name}: {len(broken):,} of {len(lines):,} lines are not rows of metrics and "
             f"are left out, the first in line {broken[0]:,}"
         )
     problems.extend(_not_finite(rows))
@@ -190,7 +190,7 @@ def _read_completions(path: Path, problems: list[str]) -> Iterator[Mapping[str, 
     chosen = [lines[last * place // max(count - 1, 1)] for place in range(count)]
     rows = [_row(line) for line in chosen]
     if None in rows:
-        problems.append(f"{path.name}: a line is no completion and is left out")
+        problems.append(f"{path.name}: a line is not a completion and is left out")
     return (row for row in rows if row is not None)
 
 
