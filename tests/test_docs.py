@@ -67,6 +67,7 @@ def test_a_link_leads_to_a_file_and_a_heading(page, link):
     [
         ("tokenizer_tables", "tokenizers_page"),
         ("configuration", "configuration_page"),
+        ("notebook", "notebook_of_the_page"),
         ("performance", "performance_page"),
         ("scaling", "scaling_page"),
     ],
