@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--text", metavar="TEXT", help="a text in place of files")
     data.add_argument(
         "--json-keys",
+        "--text-field",
         nargs="+",
         default=[],
         metavar="KEY",
