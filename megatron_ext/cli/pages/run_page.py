@@ -16,9 +16,11 @@ from megatron_ext.cli.pages import run_tables
 from megatron_ext.cli.pages.audit_page import coverage_table
 from megatron_ext.cli.pages.audit_ribbon import Ribbon, ribbons
 from megatron_ext.cli.pages.audit_source import AuditSource
+from megatron_ext.cli.pages.chart import SMOOTHING
 from megatron_ext.cli.pages.frame import BarPart, TableRow, bar, html_page, swatch
+from megatron_ext.cli.pages.headline import headlines
 from megatron_ext.cli.pages.rollout_view import completions
-from megatron_ext.cli.pages.run_charts import COLOURS, SMOOTHING, other_panels, panels
+from megatron_ext.cli.pages.run_charts import COLOURS, clocks, other_panels, panels
 from megatron_ext.cli.pages.run_record import RunRecord
 from megatron_ext.cli.pages.token_view import duration, share, with_short_paths
 from megatron_ext.constants import __version__
@@ -165,8 +167,15 @@ _BETWEEN_STEPS: Final = frozenset({"evaluation", "checkpoint"})
 """Phases that are not included in the ``seconds`` of a step."""
 
 
-def report_page(runs: Sequence[RunRecord], samples: Sequence[PairSample]) -> str:
-    """Render the page of one run, or of several side by side."""
+def report_page(
+    runs: Sequence[RunRecord], samples: Sequence[PairSample], *, reload_seconds: int | None = None
+) -> str:
+    """Render the page of one run, or of several side by side.
+
+    Args:
+        reload_seconds: After how long the page reloads itself; None for never.
+    """
+    results, settings = run_tables.evaluations(runs)
     others = other_panels(runs)
     names = [run.name for run in runs]
     values = {
@@ -182,7 +191,10 @@ def report_page(runs: Sequence[RunRecord], samples: Sequence[PairSample]) -> str
         "phase_panels": [panel for panel in others if panel.title == _PREFIX.rstrip("/")],
         "shares": _time_shares(runs),
         "held_out": [(run.name, *run_tables.held_out(run)) for run in runs],
-        "evaluations": run_tables.evaluations(runs),
+        "evaluations": results,
+        "evaluation_settings": settings,
+        "headlines": headlines(runs),
+        "reload_seconds": reload_seconds,
         "chunks": run_tables.chunks(runs),
         "data": run_tables.data(runs),
         "configuration": run_tables.configuration(runs),
@@ -190,6 +202,7 @@ def report_page(runs: Sequence[RunRecord], samples: Sequence[PairSample]) -> str
         "coverage": coverage_table,
         "colours": COLOURS,
         "smoothing": SMOOTHING,
+        "clocks": clocks(runs),
         "version": __version__,
     }
     return html_page("report", values, title=" · ".join(names), styles=("alignment",))

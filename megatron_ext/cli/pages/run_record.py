@@ -66,6 +66,20 @@ class RunRecord:
         return several or ({"teacher": one} if one else {})
 
     @property
+    def distils(self) -> bool:
+        """Whether the student learns from a teacher."""
+        loss = self.section("loss")
+        return bool(self.teachers) and (
+            loss.get("objective") != "next_token" and loss.get("kd_weight") != 0
+        )
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all of the configured iterations are logged."""
+        wanted = self.section("training").get("train_iters")
+        return isinstance(wanted, int) and self.iterations >= wanted
+
+    @property
     def iterations(self) -> int:
         """The last logged iteration."""
         return int(self.rows[-1]["iteration"]) if self.rows else 0
