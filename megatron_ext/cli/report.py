@@ -8,7 +8,8 @@
 
 The page needs no network and no other file. It has the result in a sentence, curves of every loss
 term, learning rate and gradient norm, times, memory, bits per byte, the alignment of sample texts,
-and the configuration with the differences between runs. An unfinished run is shown up to its last logged iteration.
+and the configuration with the differences between runs. An unfinished run is shown up to its last
+logged iteration.
 """
 
 from __future__ import annotations

@@ -466,7 +466,7 @@ def test_the_headline_compares_with_the_teacher_and_with_a_run_without_one(
     assert (
         "8.3% fewer than without a teacher: it closes 50% of the gap to its teacher (2.5)" in said
     )
-    assert "2.75 bits per byte student" in said
+    assert "student 2.75 bits per byte" in said
     assert "teachers teacher –" in said
     # The student that is behind, the text that is another one, and the run that is shorter.
     better = write_measured(tmp_path / "better", tokenizers, 2.625, **alone)

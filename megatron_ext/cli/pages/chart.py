@@ -73,7 +73,7 @@ def smoothed(points: Points, weight: float = SMOOTHING) -> list[tuple[float, flo
 def _moments(values: Sequence[float], weight: float) -> list[tuple[float, ...]]:
     """Of each point and those before it: sums of w, w d, w d^2, w y, w d y at distances d."""
     s0 = s1 = s2 = t0 = t1 = 0.0
-    moments = []
+    moments: list[tuple[float, ...]] = []
     for y in values:
         s2 = weight * (s2 + 2 * s1 + s0)
         s1 = weight * (s1 + s0)
