@@ -5,6 +5,7 @@
     megatron-ext report runs/student --baseline runs/without-teacher
     megatron-ext report runs/student --text "Sold 201 of 2017."
     megatron-ext report runs/student --watch 30
+    megatron-ext report runs/student --with-models
 
 The page needs no network and no other file. It has the result in a sentence, curves of every loss
 term, learning rate and gradient norm, times, memory, bits per byte, the alignment of sample texts,
@@ -15,18 +16,22 @@ logged iteration.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from megatron_ext.cli.output import write_output
+from megatron_ext.cli.output import quiet_libraries, write_output
 from megatron_ext.cli.pages.audit_source import encodable
-from megatron_ext.cli.pages.run_page import PairSample, pair_samples, report_page
-from megatron_ext.cli.pages.run_record import read_run
+from megatron_ext.cli.pages.run_page import PairSample, pair_samples, report_page, sample_texts
+from megatron_ext.cli.pages.run_record import SAMPLES_FILE, RunRecord, read_run
+from megatron_ext.distributed.layout import launched_processes
 from megatron_ext.errors import ConfigError
+from megatron_ext.files import write_text
+from megatron_ext.imports import large_imports
 
 REPORT_FILE: Final = "report.html"
 
@@ -53,6 +58,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write the page again so often until the runs are finished; it reloads itself",
     )
     parser.add_argument(
+        "--with-models",
+        action="store_true",
+        help="load student and teacher, and show what both write and predict on the same texts; "
+        f"{SAMPLES_FILE} in the run's folder keeps it for later pages",
+    )
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="with --with-models, a beginning that both models complete; may be repeated",
+    )
+    parser.add_argument(
         "--text",
         action="append",
         default=[],
@@ -76,6 +94,11 @@ def run(arguments: argparse.Namespace) -> None:
     names = _names(paths)
     texts = [encodable(text, "--text") for text in arguments.text]
     output = arguments.output or arguments.runs[0] / REPORT_FILE
+    if arguments.with_models:
+        for path, name in zip(arguments.runs, names, strict=False):
+            _sample_models(read_run(path, name=name), texts, arguments.prompt)
+    elif arguments.prompt:
+        raise ConfigError("models complete prompts", where="--prompt", fix="add --with-models")
     samples: list[PairSample] | None = None
     while True:
         runs = [read_run(path, name=name) for path, name in zip(paths, names, strict=True)]
@@ -98,6 +121,35 @@ def run(arguments: argparse.Namespace) -> None:
         if not goes_on:
             return
         time.sleep(arguments.watch)
+
+
+def _sample_models(run: RunRecord, texts: Sequence[str], prompts: Sequence[str]) -> None:
+    """Write what the models of a run write and predict into its folder."""
+    if not run.distils:
+        return
+    if launched_processes() > 1:
+        raise ConfigError("models are sampled by one process", where="--with-models")
+    read = sample_texts(run, texts)
+    quiet_libraries()
+    with large_imports():
+        from megatron_ext.evaluation.model_samples import COMPLETIONS, model_samples
+    from megatron_ext.training.checkpoint_folder import find_checkpoint, iteration_of
+
+    checkpoint = find_checkpoint(str(run.folder), where="--with-models")
+    of_teachers: dict[str, Any] = {}
+    for name, teacher in run.teachers.items():
+        path = teacher.get("checkpoint")
+        if teacher.get("library") == "huggingface" or not isinstance(path, str):
+            problem = "The teacher is not run by megatron-core, and is not sampled."
+            of_teachers[name] = {"problem": problem}
+            continue
+        of_teachers[name] = model_samples(checkpoint, Path(path), read, prompts=prompts)
+    values = {
+        "iteration": iteration_of(checkpoint),
+        "temperature": COMPLETIONS.temperature,
+        "teachers": of_teachers,
+    }
+    write_text(run.folder / SAMPLES_FILE, json.dumps(values, ensure_ascii=False) + "\n")
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

@@ -268,6 +268,12 @@ def test_nothing_that_a_run_says_can_run_or_load_anything(capsys, tmp_path, toke
     (run / "evaluation").mkdir()
     (run / "evaluation" / "<i>.json").write_text(json.dumps({HOSTILE: HOSTILE}))
     (run / "quarantine.jsonl").write_text(json.dumps({"reason": HOSTILE}) + "\n" + HOSTILE)
+    pieces = [[HOSTILE, 1, 2.0, 0.5, [[HOSTILE, 50]], [[HOSTILE, 25], "x"]], [HOSTILE], 3]
+    group = {"by": HOSTILE, "name": HOSTILE, "bytes": "x"}
+    completion = {"prompt": HOSTILE, "student": HOSTILE, "teacher": 3}
+    sampled = {"texts": [pieces, 1], "groups": [group, 1], "completions": [completion, 1]}
+    kept = {"iteration": HOSTILE, "teachers": {HOSTILE: sampled, "odd": {"texts": 1}, "none": 3}}
+    (run / "samples.json").write_text(json.dumps(kept))
     page = report(capsys, run)
     scripts = [one for tag, one in page.elements if tag == "script"]
     # The others are data.

@@ -22,6 +22,7 @@ from megatron_ext.cli.pages.headline import headlines
 from megatron_ext.cli.pages.rollout_view import completions
 from megatron_ext.cli.pages.run_charts import COLOURS, clocks, other_panels, panels
 from megatron_ext.cli.pages.run_record import RunRecord
+from megatron_ext.cli.pages.sample_view import model_samples_of
 from megatron_ext.cli.pages.token_view import duration, share, with_short_paths
 from megatron_ext.constants import __version__
 from megatron_ext.data.reading_order import read_blend
@@ -32,6 +33,8 @@ from megatron_ext.typed_mapping import build_config
 
 _MOST_DOCUMENTS: Final = 1000
 _AUDITED_BYTES: Final = 200_000
+_MOST_SAMPLED: Final = 24
+"""Texts that models are sampled on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,15 @@ def _sample(
     except MegatronExtError as error:
         return PairSample(title, (), None, with_short_paths(str(error)))
     return PairSample(title, drawn, audit.report(), "")
+
+
+def sample_texts(run: RunRecord, texts: Sequence[str] = ()) -> list[str]:
+    """Texts for samples of the models: those given, or the first of the run.
+
+    Raises:
+        DataError: The run's text cannot be read from here, or it reads conversations.
+    """
+    return [document.text for document in islice(_documents(run, texts), _MOST_SAMPLED)]
 
 
 def _documents(run: RunRecord, texts: Sequence[str]) -> Iterator[AuditDocument]:
@@ -188,6 +200,11 @@ def report_page(
         "others": [p for p in others if p.title not in (_PREFIX.rstrip("/"), _ROLLOUTS)],
         "rollout_panels": [replace(p, title="Each step") for p in others if p.title == _ROLLOUTS],
         "completions": [(run.name, completions(run)) for run in runs if run.completions],
+        "model_samples": [
+            (run.name, run.samples.get("iteration"), run.samples.get("temperature"), sampled)
+            for run in runs
+            if (sampled := model_samples_of(run))
+        ],
         "phase_panels": [panel for panel in others if panel.title == _PREFIX.rstrip("/")],
         "shares": _time_shares(runs),
         "held_out": [(run.name, *run_tables.held_out(run)) for run in runs],

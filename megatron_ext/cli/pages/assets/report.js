@@ -259,3 +259,51 @@ for (const control of controls) {
   });
 }
 recall();
+
+/** A text whose pieces tell what both models expected in their place. */
+class ScoredText {
+  constructor(box) {
+    this.pieces = [...box.children];
+    this.details = JSON.parse(box.nextElementSibling.textContent);
+    this.tip = box.nextElementSibling.nextElementSibling;
+    this.at = -1;
+    for (const name of ["mouseover", "click"]) {
+      box.addEventListener(name, ({ target }) => {
+        const at = this.pieces.indexOf(target);
+        if (at >= 0) this.show(at);
+      });
+    }
+    box.addEventListener("mouseleave", () => this.show(-1));
+    box.addEventListener("focus", () => { if (this.at < 0) this.show(0); });
+    box.addEventListener("blur", () => this.show(-1));
+    box.addEventListener("keydown", (event) => {
+      const last = this.pieces.length - 1;
+      const to = { ArrowLeft: this.at - 1, ArrowRight: this.at + 1, Home: 0, End: last, Escape: -1 }[event.key];
+      if (to === undefined) return;
+      event.preventDefault();
+      this.show(event.key === "Escape" ? -1 : Math.min(Math.max(to, 0), last));
+    });
+  }
+
+  show(at) {
+    this.pieces[this.at]?.classList.remove("on");
+    this.at = at;
+    this.tip.hidden = at < 0;
+    if (at < 0) return;
+    this.pieces[at].classList.add("on");
+    const [student, teacher, ofStudent, ofTeacher] = this.details[at];
+    const tables = [["student", student, ofStudent], ["teacher", teacher, ofTeacher]];
+    this.tip.replaceChildren(...tables.map(([name, nats, likeliest]) => {
+      const table = document.createElement("table");
+      const head = table.createTHead().insertRow();
+      const text = nats === null ? "not compared" : `${words(nats)} nats`;
+      for (const each of [name, text]) head.append(Object.assign(document.createElement("th"), { textContent: each }));
+      for (const [token, percent] of likeliest) {
+        const row = table.insertRow();
+        for (const each of [token, `${words(percent)}%`]) row.insertCell().textContent = each;
+      }
+      return table;
+    }));
+  }
+}
+for (const box of document.querySelectorAll(".scored")) new ScoredText(box);
