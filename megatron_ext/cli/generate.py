@@ -51,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="checkpoint",
         type=Path,
         action="append",
-        help="what generates; several times for models that predict together",
+        help="what generates: a run, a checkpoint, a HuggingFace folder or a name on the hub; "
+        "several times for models that predict together",
     )
     source.add_argument(
         "--endpoint",
