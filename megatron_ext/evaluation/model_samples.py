@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
 
 from megatron_ext.alignment import TokenAligner
 from megatron_ext.alignment.alignment import Alignment
@@ -71,11 +72,16 @@ def model_samples(
     aligned = sorted(_aligned_texts(texts, tokenizers), key=lambda one: -len(one.text.encode()))
     given = list(prompts) or [_beginning(one.text) for one in aligned[:_SHOWN_TEXTS]]
     completions, predictions = [], []
-    for side, each in enumerate(opened):
-        # One model at a time: both need not fit.
-        model = load_mixture([each], options, groups)
-        predictions.append([_predictions(model, one.tokens[side].ids.tolist()) for one in aligned])
-        completions.append(model.generate(given, COMPLETIONS))
+    try:
+        for side, each in enumerate(opened):
+            model = load_mixture([each], options, groups)
+            ids = [one.tokens[side].ids.tolist() for one in aligned]
+            predictions.append([_predictions(model, of_text) for of_text in ids])
+            completions.append(model.generate(given, COMPLETIONS))
+            # One at a time: both need not fit.
+            del model
+    finally:
+        parallel_state.destroy_model_parallel()
     chunk_groups = ChunkGroups(same_tokens(*tokenizers, device=torch.device("cpu")).numpy())
     shown: list[list[list[Any]]] = []
     for one, *both in zip(aligned, *predictions, strict=True):
