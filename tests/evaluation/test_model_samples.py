@@ -33,13 +33,17 @@ def folders(tmp_path_factory):
 
 def sample(rank, student, teacher, run):
     """The samples of both, and the page of a run with them."""
-    found = model_samples(student, teacher, TEXTS, prompts=PROMPTS)
     parallel_state.destroy_model_parallel()
+    found = model_samples(student, teacher, TEXTS, prompts=PROMPTS)
     import_huggingface(student, run)
     text = run / "text.jsonl"
     text.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     config = {
-        "teacher": {"checkpoint": str(teacher)},
+        "teachers": {
+            "teacher": {"checkpoint": str(teacher)},
+            "itself": {"checkpoint": str(student)},
+            "other": {"checkpoint": str(teacher), "library": "huggingface"},
+        },
         "loss": {"objective": "alm"},
         "data": {"train": [str(text)], "text_key": "text"},
     }
@@ -120,7 +124,11 @@ def test_groups_add_up_to_all_that_was_compared(found):
 
 def test_the_page_shows_the_samples_and_keeps_them(found, run, capsys):
     kept = json.loads((run / "samples.json").read_text())
-    of_run = kept["teachers"]["teacher"]
+    of_run, itself, other = (kept["teachers"][name] for name in ("teacher", "itself", "other"))
+    assert "is not run by megatron-core" in other["problem"]
+    for piece in itself["texts"][1]:
+        assert (piece[2], piece[4]) == (piece[3], piece[5])
+    assert all(row["agreement"] in (None, 1) for row in itself["groups"])
     # An imported student reads longer texts.
     assert of_run["texts"][1:] == found["texts"][1:]
     assert of_run["completions"] == found["completions"]
@@ -128,8 +136,10 @@ def test_the_page_shows_the_samples_and_keeps_them(found, run, capsys):
     assert completion["prompt"] == PROMPTS[0]
     page = HtmlPage((run / "report.html").read_text())
     assert "Where they differ" in page.text
-    assert page.text.count(in_line(completion["student"])) == 1
-    pieces = [piece for text in of_run["texts"] for piece in text]
+    # Of both pairs, and what the student writes as its own teacher.
+    assert page.text.count(in_line(completion["student"])) == 3
+    texts = [text for one in (of_run, itself) for text in one["texts"]]
+    pieces = [piece for text in texts for piece in text]
     titles = [one["title"] for tag, one in page.elements if tag == "bdi" and "title" in one]
     assert len(titles) == len(pieces)
     # Without models, from the file.

@@ -130,7 +130,10 @@ class Chart {
     this.prepare({ axis: 0, log: false, weight: null });
     this.plot.addEventListener("pointermove", (event) => this.point(event));
     this.plot.addEventListener("pointerdown", (event) => this.point(event));
-    this.plot.addEventListener("pointerleave", () => this.show(-1));
+    // A finger leaves when it is lifted: what it has pointed at stays until another touch.
+    this.plot.addEventListener("pointerleave", ({ pointerType }) => {
+      if (pointerType !== "touch") this.show(-1);
+    });
     this.plot.addEventListener("blur", () => this.show(-1));
     this.plot.addEventListener("keydown", (event) => this.move(event));
   }
@@ -213,8 +216,13 @@ class Chart {
     this.at = at;
     const stop = this.stops[at];
     this.curves.forEach(({ x, y }, i) => {
-      const place = x.indexOf(stop);
-      this.said[i].textContent = at < 0 ? this.last[i] : place < 0 ? "–" : words(y[place]);
+      // Runs have points of their own: the value is that of the nearest one.
+      let place = 0;
+      x.forEach((each, j) => {
+        if (Math.abs(each - stop) < Math.abs(x[place] - stop)) place = j;
+      });
+      const isOutside = stop < x[0] || stop > x.at(-1);
+      this.said[i].textContent = at < 0 ? this.last[i] : isOutside ? "–" : words(y[place]);
     });
     const name = AXES[this.axis];
     this.figure.querySelector(".at").textContent = at < 0 ? name : `${name} ${words(stop)}`;
