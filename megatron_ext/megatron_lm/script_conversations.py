@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any, Final
 
+import megatron.core
 import numpy as np
 import torch
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
@@ -26,13 +27,13 @@ class ScriptConversations(SFTDataset):
 
     A conversation alone in its sample is a row like any other, under causal attention, since the
     padding comes last; its sample has no ``cu_seqlens`` and ``max_seqlen``, which any attention
-    then takes, at any ``--micro-batch-size``. With ``--sft-packing`` a sample has both, as the
+    then takes. With ``--sft-packing`` a sample has both, as the
     attention of Transformer Engine reads them, or with ``--transformer-impl local`` the mask that
     keeps conversations apart.
 
     Raises:
-        ConfigError: The tokenizer is of ``--legacy-tokenizer``, or the attention of the flags would
-            not keep packed conversations apart.
+        ConfigError: The tokenizer is of ``--legacy-tokenizer``, the attention of the flags would
+            not keep packed conversations apart, or the release cannot send such a microbatch.
     """
 
     def __init__(
@@ -44,9 +45,12 @@ class ScriptConversations(SFTDataset):
         index_split: Split,
         config: GPTDatasetConfig,
     ) -> None:
+        arguments = _script_arguments()
         self._is_packed = _settings().packing != "none"
         if self._is_packed:
-            _check_attention(_script_arguments())
+            _check_attention(arguments)
+        if not self._is_packed or arguments.transformer_impl == "local":
+            _check_microbatch(arguments)
         super().__init__(
             dataset, dataset_path, indices, num_samples, index_split, _with_settings(config)
         )
@@ -70,7 +74,8 @@ class ScriptConversations(SFTDataset):
         sample = super().__getitem__(idx)
         arguments = _script_arguments()
         if not self._is_packed or arguments.transformer_impl == "local":
-            return {name: value for name, value in sample.items() if name not in _SEGMENTS}
+            left_out = _SEGMENTS[:1] if _longest_is_awaited(arguments) else _SEGMENTS
+            return {name: value for name, value in sample.items() if name not in left_out}
         if arguments.micro_batch_size > 1:
             return sample
         # One sample needs no equal lengths, and attention reads a segment for every two bounds.
@@ -93,6 +98,32 @@ def _with_settings(config: Any) -> Any:
     changed = copy.copy(config)
     changed.sft = _settings()
     return changed
+
+
+def _release() -> tuple[int, int]:
+    """The installed or checked-out release of Megatron-LM, as of 0.16."""
+    major, minor, *_ = megatron.core.__version__.split(".")
+    return int(major), int(minor)
+
+
+def _longest_is_awaited(arguments: Any) -> bool:
+    """Whether ranks of a tensor-parallel group await the first one's ``max_seqlen``.
+
+    From 0.17 on they do under ``--sft``, also of a sample without bounds; in 0.16 they do not.
+    """
+    return arguments.tensor_model_parallel_size > 1 and _release() >= (0, 17)
+
+
+def _check_microbatch(arguments: Any) -> None:
+    """Check that tensor-parallel ranks await as many lengths as are sent to them."""
+    is_longer = arguments.micro_batch_size > 1 and _longest_is_awaited(arguments)
+    if is_longer and _release() < (0, 19):
+        raise ConfigError(
+            "tensor-parallel ranks of this release await one sample of conversations at a time",
+            got=arguments.micro_batch_size,
+            expected="1",
+            where="--micro-batch-size",
+        )
 
 
 def _check_attention(arguments: Any) -> None:

@@ -4,6 +4,7 @@ import sys
 from importlib.resources import files
 from types import SimpleNamespace
 
+import megatron.core
 import numpy as np
 import pytest
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -71,6 +72,7 @@ def _built(path, tokenizer, monkeypatch, *words, **arguments):
         "create_attention_mask_in_dataloader": False,
         "masked_softmax_fusion": False,
         "micro_batch_size": 1,
+        "tensor_model_parallel_size": 1,
     }
     pretrain_stand_in.set_args(**{**vars(parsed), **defaults, **arguments})
     monkeypatch.setitem(sys.modules, "megatron.training", pretrain_stand_in)
@@ -132,6 +134,22 @@ def test_packed_conversations_have_a_mask_for_the_local_attention(records, tmp_p
     first_of_second = int((train[0]["position_ids"] == 0).nonzero()[1])
     assert train[0]["attention_mask"][0, first_of_second, :first_of_second].all()
     assert "cu_seqlens" not in train[0]
+
+
+def test_a_tensor_parallel_group_gets_what_the_ranks_of_its_release_await(
+    records, tmp_path, monkeypatch
+):
+    tokenizer = _tokenizer("byte-level", tmp_path)
+    two = {"tensor_model_parallel_size": 2}
+    for release, awaited in (("0.16.1", False), ("0.17.0", True), ("0.19.0", True)):
+        monkeypatch.setattr(megatron.core, "__version__", release)
+        sample = _built(records, tokenizer, monkeypatch, **two)[0]
+        assert ("max_seqlen" in sample) == awaited
+        assert "cu_seqlens" not in sample
+    assert len(_built(records, tokenizer, monkeypatch, **two, micro_batch_size=2)) == 9
+    monkeypatch.setattr(megatron.core, "__version__", "0.18.2")
+    with pytest.raises(ConfigError, match="--micro-batch-size"):
+        _built(records, tokenizer, monkeypatch, **two, micro_batch_size=2)
 
 
 @pytest.mark.parametrize(
