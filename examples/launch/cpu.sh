@@ -18,4 +18,4 @@ if [[ " $* " != *" --config"* ]]; then
   need_files "$@"
   set -- --config "$HERE/cpu.yaml" "$@"
 fi
-exec torchrun --standalone --nproc-per-node "$PROCESSES" -m megatron_ext distill "$@"
+exec torchrun --standalone --nproc-per-node "$PROCESSES" -m megatron_ext "${VERB:-distill}" "$@"

@@ -9,11 +9,7 @@ set -euo pipefail
 
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$HERE/preconditions.bash"
-MEGATRON_LM_PATH=${MEGATRON_LM_PATH:?set it to a checkout of Megatron-LM}
-if [[ ! -d $MEGATRON_LM_PATH/megatron/training ]]; then
-  echo "$0: MEGATRON_LM_PATH, $MEGATRON_LM_PATH, is no checkout of Megatron-LM" >&2
-  exit 2
-fi
+need_megatron_lm
 PROCESSES=${PROCESSES:-gpu}
 need_gpu
 CHECKPOINTS=${CHECKPOINTS:-runs/megatron-lm/loop}

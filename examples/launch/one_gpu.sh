@@ -15,4 +15,4 @@ if [[ " $* " != *" --config"* ]]; then
   need_files "$@"
   set -- --config "$HERE/one_gpu.yaml" "$@"
 fi
-exec python -m megatron_ext distill "$@"
+exec python -m megatron_ext "${VERB:-distill}" "$@"

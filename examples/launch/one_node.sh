@@ -21,4 +21,4 @@ if [[ " $* " != *" --config"* ]]; then
   set -- --config "$HERE/one_node.yaml" "$@"
 fi
 exec torchrun --standalone --nproc-per-node "$PROCESSES" --max-restarts "${RESTARTS:-0}" \
-  -m megatron_ext distill "$@"
+  -m megatron_ext "${VERB:-distill}" "$@"

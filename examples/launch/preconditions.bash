@@ -25,3 +25,12 @@ need_gpu() {
     exit 2
   fi
 }
+
+# need_megatron_lm: a checkout of Megatron-LM, in MEGATRON_LM_PATH.
+need_megatron_lm() {
+  MEGATRON_LM_PATH=${MEGATRON_LM_PATH:?set it to a checkout of Megatron-LM}
+  if [[ ! -d $MEGATRON_LM_PATH/megatron/training ]]; then
+    echo "$0: MEGATRON_LM_PATH, $MEGATRON_LM_PATH, is no checkout of Megatron-LM" >&2
+    exit 2
+  fi
+}

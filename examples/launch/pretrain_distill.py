@@ -27,13 +27,16 @@ def main() -> None:
     distillation.take_schedule(training)
     # Theirs come last: they take the place of what the configuration proposes.
     sys.argv[1:] = [*distillation.flags(), *rest]
-    pretrain(
-        distillation.datasets_provider,
-        distillation.model_provider,
-        ModelType.encoder_or_decoder,
-        distillation.forward_step,
-        extra_args_provider=distillation.add_arguments,
-    )
+    try:
+        pretrain(
+            distillation.datasets_provider,
+            distillation.model_provider,
+            ModelType.encoder_or_decoder,
+            distillation.forward_step,
+            extra_args_provider=distillation.add_arguments,
+        )
+    finally:
+        distillation.close()
 
 
 if __name__ == "__main__":

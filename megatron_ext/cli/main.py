@@ -29,6 +29,8 @@ VERBS = {
     "projection": "build, inspect and convert a projection between two vocabularies",
     "transfer": "give a model another tokenizer",
     "distill": "train a student from a teacher with another tokenizer",
+    "sft": "train a model on conversations, without a teacher",
+    "train": "train a model on texts, without a teacher",
     "cache-teacher": "record the predictions of a teacher, for runs without its model",
     "serve-teacher": "serve a teacher to runs on other machines",
     "report": "write a page about a run, or about several side by side",
@@ -48,7 +50,7 @@ VERBS = {
 
 _EXTRA_OF: Final = {
     **dict.fromkeys(("distill", "cache-teacher", "serve-teacher", "transfer", "generate"), "train"),
-    **dict.fromkeys(("import-hf", "export-hf", "evaluate"), "train"),
+    **dict.fromkeys(("import-hf", "export-hf", "evaluate", "sft", "train"), "train"),
     "demo": "demo",
 }
 """Verb -> extra for all that it needs."""

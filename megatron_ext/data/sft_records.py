@@ -23,6 +23,7 @@ from megatron_ext.documents.source_file import SourceFile, find_sources
 from megatron_ext.errors import ConfigError, DataError
 
 TooLong = Literal["truncate-right", "truncate-left", "drop", "refuse"]
+LossMode = Literal["assistant", "full"]
 Loss = Literal["drop", "refuse"]
 _SNIFFED: Final = 64
 """Records that are read to detect the schema."""
@@ -33,6 +34,10 @@ ConversationInput = tuple[Conversation, Mapping[str, Any]]
 @dataclass(kw_only=True, frozen=True, slots=True)
 class SFTConfig:
     """Treatment of records by an ``SFTDataset``."""
+
+    loss_mode: LossMode = "assistant"
+    """Tokens that are trained: those that the prompt format and the tokenizer's ``train_on`` name
+    (``assistant``), or every token of a conversation (``full``)."""
 
     packing: Packing = "none"
     """Packing of conversations into samples. A training step that reads neither ``cu_seqlens`` nor

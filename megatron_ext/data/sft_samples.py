@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.conversation import Conversation
-from megatron_ext.data.sft_records import ConversationInput, SFTConfig, SFTRecords
+from megatron_ext.data.sft_records import ConversationInput, LossMode, SFTConfig, SFTRecords
 from megatron_ext.errors import ConfigError, ConversationError, UntrainedError
 from megatron_ext.tokenizers import MegatronTokenizerText
 
@@ -39,6 +39,7 @@ class SFTSample:
         template_variables: Mapping[str, Any],
         *,
         eod: int | None = None,
+        loss_mode: LossMode = "assistant",
     ) -> SFTSample:
         """Render, tokenize and mask a conversation.
 
@@ -48,18 +49,21 @@ class SFTSample:
             template_variables: Other variables of the template, such as ``tools``.
             eod: A token to append unless the conversation ends with it, trained if the token before
                 it is; None for none.
+            loss_mode: ``full`` to train every token, whatever the prompt format trains.
 
         Raises:
             UntrainedError: Nothing of the conversation is trained.
             ConversationError: The conversation is malformed or does not fit the format.
             TokenizerError: The tokenizer cannot take the text.
         """
-        ids, target = tokenizer.tokenize_conversation(
+        is_full = loss_mode == "full"
+        tokenized = tokenizer.tokenize_conversation(
             conversation,
-            return_target=True,
+            return_target=not is_full,
             add_generation_prompt=False,
             template_variables=template_variables,
         )
+        ids, target = (tokenized, tokenized) if is_full else tokenized
         sample = cls(np.asarray(ids, np.int64), np.asarray(target, np.int64))
         return sample if eod is None else sample._with_eod(eod)
 
@@ -232,4 +236,6 @@ class SFTReader:
     def _sample(self, piece: ConversationInput) -> SFTSample:
         conversation, variables = piece
         eod = self.tokenizer.eod if self.config.append_eod else None
-        return SFTSample.of(self.tokenizer, conversation, variables, eod=eod)
+        return SFTSample.of(
+            self.tokenizer, conversation, variables, eod=eod, loss_mode=self.config.loss_mode
+        )

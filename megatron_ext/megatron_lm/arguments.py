@@ -1,4 +1,7 @@
-"""Replacements for Megatron-LM's functions of tokenizer flags, building, saving and restoring."""
+"""Replacements for Megatron-LM's functions of tokenizer flags, building, saving and restoring.
+
+A parser that has ``--sft`` gets a flag for every field of ``SFTConfig``, too.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,20 @@ import argparse
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import wraps
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from megatron_ext.errors import TokenizerError
+from megatron_ext.data.sft_records import SFTConfig
+from megatron_ext.errors import ConfigError, TokenizerError
 from megatron_ext.tokenizers.build import build_tokenizer, padded_vocab_size, tokenizer_library
 from megatron_ext.tokenizers.config import TokenizerConfig
 from megatron_ext.tokenizers.legacy_types import LEGACY_TYPES, OLD_FORMAT, UNSPOKEN
 from megatron_ext.tokenizers.namespace import config_from_namespace
 from megatron_ext.tokenizers.text_tokenizer import MegatronTokenizerText
 from megatron_ext.tokenizers.tokenizer_files import FileLibrary, require_library
+from megatron_ext.training.arguments import argparse_type, flags_of, terminal_help
 from megatron_ext.training.tokenizer_arguments import (
     add_missing_flags,
     check_explicit_flags,
@@ -49,8 +55,10 @@ def _take_our_flags(parser: argparse.ArgumentParser) -> None:
         args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         add_missing_flags(parser)
+        add_sft_arguments(parser)
         namespace, rest = parse_noting_explicit_flags(parser, parse, args, namespace)
         check_explicit_flags(namespace, has_legacy_tokenizers=has_legacy_tokenizers)
+        check_sft_arguments(namespace)
         if not getattr(namespace, "legacy_tokenizer", False):
             config = config_from_namespace(namespace)
             if not _checkpoint_decides(namespace):
@@ -191,6 +199,59 @@ def with_whole_tokenizers(save_assets: Callable[..., Any]) -> Callable[..., Any]
         return None
 
     return save
+
+
+_SFT: Final = "sft-"
+
+
+def add_sft_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags to a parser that has ``--sft``, unless it has them already.
+
+    A flag that is not given leaves no attribute.
+    """
+    known = parser._option_string_actions
+    if "--sft" not in known:
+        return
+    flags = [flag for flag in flags_of(SFTConfig, prefix=_SFT) if flag.name not in known]
+    group = parser.add_argument_group("conversations of --sft")
+    for flag in flags:
+        group.add_argument(
+            flag.name,
+            default=argparse.SUPPRESS,
+            help=terminal_help(flag.help),
+            **argparse_type(flag.hint),
+        )
+
+
+def sft_config(namespace: Any) -> SFTConfig:
+    """The settings that parsed flags describe.
+
+    Raises:
+        ConfigError: A value cannot be used.
+    """
+    return SFTConfig(**_given_of_sft(namespace))
+
+
+def check_sft_arguments(namespace: Any) -> None:
+    """Check the flags before anything starts.
+
+    Raises:
+        ConfigError: A value cannot be used, or a flag is given without ``--sft``.
+    """
+    given = _given_of_sft(namespace)
+    if given and not getattr(namespace, "sft", False):
+        flag = f"--{_SFT}{next(iter(given)).replace('_', '-')}"
+        raise ConfigError("the flag is for conversations", fix="add --sft", where=flag)
+    SFTConfig(**given)
+
+
+def _given_of_sft(namespace: Any) -> dict[str, Any]:
+    names = {field.name: f"sft_{field.name}" for field in fields(SFTConfig)}
+    return {
+        name: getattr(namespace, attribute)
+        for name, attribute in names.items()
+        if hasattr(namespace, attribute)
+    }
 
 
 def with_our_tokenizers(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -38,6 +38,7 @@ from megatron_ext.megatron_lm.loop_arguments import (
     check_padded_vocab_size,
     loop_flags,
 )
+from megatron_ext.teachers.remote_teacher import remote_teachers
 from megatron_ext.tokenizers import build_tokenizer
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.checkpoint_folder import find_checkpoint
@@ -343,6 +344,15 @@ class PretrainDistillation:
             return self._with_targets(original(*arguments, **options))
 
         module.get_forward_backward_func = get_forward_backward_func  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Leave the teachers that run elsewhere, and end their processes; for the end of a script.
+
+        No collectives: Megatron-LM may have ended the process groups.
+        """
+        if self._trainer is not None:
+            for teacher in remote_teachers(self._trainer.teachers).values():
+                teacher.close(is_finished=True)
 
     def _with_targets(self, schedule: Callable[..., Any]) -> Callable[..., Any]:
         def run(**options: Any) -> Any:

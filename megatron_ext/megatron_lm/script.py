@@ -125,6 +125,14 @@ def _rebind(original: Any, replacement: Any) -> None:
                 setattr(module, name, replacement)
 
 
+def _with_our_conversations(sft_dataset: type[Any]) -> type[Any]:
+    """The data set of ``--sft`` in place of Megatron-LM's, for any of our tokenizers."""
+    # It imports megatron-core, which the module of the class that it replaces has imported.
+    from megatron_ext.megatron_lm.script_conversations import ScriptConversations
+
+    return ScriptConversations
+
+
 PATCHES: Final = (
     Patch("megatron.training.arguments", "_add_tokenizer_args", with_our_flags),
     # Up to 0.16.
@@ -136,6 +144,7 @@ PATCHES: Final = (
     ),
     # From 0.17.
     Patch("megatron.core.tokenizers.utils.build_tokenizer", "build_tokenizer", with_our_tokenizers),
+    Patch("megatron.training.datasets.sft_dataset", "SFTDataset", _with_our_conversations),
     Patch(
         "megatron.training.checkpointing",
         "load_args_from_checkpoint",

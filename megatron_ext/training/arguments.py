@@ -182,13 +182,31 @@ def config_from_arguments(namespace: argparse.Namespace) -> DistillConfig:
 
 
 def is_given(namespace: argparse.Namespace, *keys: str) -> bool:
-    """Whether a flag or the file gives the key, in a configuration that has been checked."""
-    if _SEPARATOR.join(keys) in vars(namespace):
-        return True
+    """Whether a flag or the file gives the key."""
+    return given_value(namespace, *keys) is not None
+
+
+def given_value(namespace: argparse.Namespace, *keys: str) -> Any:
+    """The value of a key or of a section, which a flag or the file gives; None where none does.
+
+    It is not checked. Of a section that flags give parts of, it is the names of the parts.
+    """
+    name = _SEPARATOR.join(keys)
+    given = vars(namespace)
+    if name in given:
+        return given[name]
+    parts = [flag for flag in given if flag.startswith(name + _SEPARATOR)]
+    if parts:
+        return parts
     value: Any = read_config_file(namespace.config)[0] if namespace.config else {}
     for key in keys:
-        value = (value or {}).get(key)
-    return value is not None
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def set_value(namespace: argparse.Namespace, value: Any, *keys: str) -> None:
+    """Give a key a value, in place, as its flag would."""
+    setattr(namespace, _SEPARATOR.join(keys), value)
 
 
 def _with(values: dict[str, Any], keys: tuple[str, ...], value: Any) -> dict[str, Any]:

@@ -308,7 +308,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
             key_feature("loss.weighting", off="fixed"),
             features.CONTEXT,
             features.TASKS,
-            features.REMOTE,
+            features.OWN_RANKS,
             features.TRAINABLE,
             features.LORA,
             features.ROLLOUTS,

@@ -281,6 +281,7 @@ REMOTE: Final = key_feature("{teacher}.placement", off="student_ranks")
 ON_OTHER_DEVICES: Final = key_feature(
     "{teacher}.placement", off="student_ranks", only=("own_ranks", "server")
 )
+OWN_RANKS: Final = key_feature("{teacher}.placement", off="student_ranks", only=("own_ranks",))
 CACHE: Final = key_feature("{teacher}.cache", off=None)
 ENGINE: Final = Feature(
     name="`teacher.engine`",

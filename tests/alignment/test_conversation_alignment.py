@@ -24,6 +24,10 @@ WITHOUT_THINKING = (
     "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}"
     "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
+WITHOUT_SYSTEM = (
+    "{% for m in messages if m.role != 'system' %}{{ m.role }}: {{ m.content }}"
+    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
+)
 CALLS = (
     "{% for m in messages %}{{ m.role }}: {% if m.content %}{{ m.content }}{% endif %}"
     "{% for c in m.tool_calls or [] %}call {{ c.function.name }} "
@@ -186,3 +190,25 @@ def test_swapping_the_sides_swaps_the_chunks(pair):
     assert np.array_equal(forward.teacher_chunk_id, backward.student_chunk_id)
     assert forward.chunk_count > 10
     assert NO_CHUNK in forward.student_chunk_id
+
+
+def test_a_teacher_may_read_demonstrations_that_its_student_does_not():
+    """Self-distillation from a prompt: one tokenizer, two templates."""
+    student = tokenizer("tiktoken", WITHOUT_SYSTEM)
+    teacher = tokenizer("tiktoken", WITHOUT_SYSTEM.replace(" if m.role != 'system'", ""))
+    prompt = "Answer as here. Q: What is 2 plus 2? A: 4."
+    turns = conversation("What is 3 plus 4?", "It is 7.")
+    aligned = align_conversation(student, teacher, [{"role": "system", "content": prompt}, *turns])
+    alone = align_conversation(student, student, turns)
+    assert "4." not in aligned.student.text
+    assert prompt in aligned.teacher.text
+    # The student reads and learns what it would without the prompt, from every token of the answer.
+    np.testing.assert_array_equal(aligned.student.ids, alone.student.ids)
+    np.testing.assert_array_equal(
+        aligned.alignment.student_chunk_id, alone.alignment.student_chunk_id
+    )
+    assert texts_of(aligned) == texts_of(alone)
+    assert (aligned.student_residual_bytes, aligned.teacher_residual_bytes) == (
+        0,
+        len(prompt.encode()),
+    )

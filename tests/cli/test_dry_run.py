@@ -1,11 +1,13 @@
 """``megatron-ext distill --dry-run`` finds what is wrong, says what it takes, leaves nothing."""
 
+import json
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from megatron_ext.cli.main import main
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.nemo.legacy_file import write_legacy_file
@@ -117,3 +119,42 @@ def test_a_run_begins_with_what_it_is_and_not_with_every_setting(folder):
     parts = "device: processes step layers student weights train objective training memory run"
     assert [line.split()[0] for line in lines] == parts.split()
     assert "clip_grad" not in text
+
+
+def alone(folder, name, **sections):
+    """A configuration file of the tiny student without a teacher."""
+    config = student_run(folder, name)
+    config = changed(config, teacher=None, loss={"objective": "next_token"}, **sections)
+    return write_config(folder, config)
+
+
+@pytest.mark.parametrize(("verb", "conversations"), [("train", False), ("sft", True)])
+def test_a_verb_without_a_teacher_is_distill_by_next_token(folder, verb, conversations, capsys):
+    file = alone(folder, f"plan-{verb}", data={"conversations": conversations})
+    words = (f"--config={file}", "--tokenizer-prompt-format=identity", "--dry-run")
+    if conversations:
+        lines = [{"messages": [{"role": "user", "content": "a"}]}] * 8
+        path = folder / "turns.jsonl"
+        path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        words += ("--data-train", str(path), "--data-validation", str(path))
+    main([verb, *words])
+    page = capsys.readouterr().out
+    assert "nothing was started" in page
+    main(["distill", *words])
+    assert capsys.readouterr().out == page
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--teacher-checkpoint", "t"), "teacher: this verb trains without a teacher"),
+        (("--projection", "p"), "projection: this verb trains without a teacher"),
+        (("--loss-objective", "alm"), "loss.objective: this verb has another value"),
+        (("--data-conversations",), "train on conversations with megatron-ext sft"),
+    ],
+)
+def test_a_verb_without_a_teacher_says_which_verb_has_one(folder, words, expected, capsys):
+    errors = refusal(capsys, "train", "--config", alone(folder, "refused"), *words)
+    assert expected in errors
+    file = write_config(folder, student_run(folder, "taught"))
+    assert "megatron-ext distill" in refusal(capsys, "sft", "--config", file)

@@ -104,7 +104,8 @@ def rows_of(
     trained: list[torch.Tensor] = [logits]
     options: dict[str, Any] = {}
     if name == "dskd":
-        options = {"projectors": DskdProjectors(student_hidden=5, teacher_hidden=6), "gate": "none"}
+        projectors = DskdProjectors(student_hidden=5, teacher_hidden=6)
+        options = {"projectors": projectors, "gate": "none", "hidden_distance": "mse"}
         hidden = whole.student_hidden[:, places[0]].clone().requires_grad_()
         trained += [hidden, *options["projectors"].parameters()]
         plan = ContextParallelPlan.from_alignment(

@@ -251,6 +251,8 @@ CASES: dict[str, Case] = {
     "dskd from heads": hidden_states(
         from_heads=True, positions="chunk_starts", target="teacher", direction="reverse"
     ),
+    "dskd with the distance of hidden states": hidden_states(gate="none", hidden_distance="mse"),
+    "dskd with the angle of hidden states": hidden_states(gate="none", hidden_distance="cosine"),
     "partition KL": _partition(temperature=1.4),
     "reverse partition KL": _partition(direction="reverse", chain_weight=0.5),
     "Jensen-Shannon partition KL": _partition(direction="jensen_shannon"),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.megatron_lm.arguments import add_sft_arguments
 from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers import build_tokenizer
 from megatron_ext.training import inputs
@@ -18,14 +19,18 @@ from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.dry_run import dry_run
 from megatron_ext.training.metrics import read_metrics
 from megatron_ext.training.model_section import read_config_file
+from megatron_ext.training.tokenizer_arguments import add_missing_flags
 from megatron_ext.typed_mapping import build_config
 from tests.cli.run_files import REPOSITORY, write_config
 from tests.training.launched_ranks import Launch
+from tests.training.release_parser import RELEASES, release_parser
 from tests.training.tiny_run import student_run, vocabulary, write_corpus, write_rank_list
 
 LAUNCH = REPOSITORY / "examples" / "launch"
 SCRIPTS = sorted([*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch")])
 PROCESSES = {"one_gpu": 1, "one_node": 8, "slurm": 32, "megatron_lm": 8, "cpu": 2}
+OF_MEGATRON_LM = {"pretrain": {}, "sft": {"PRETRAINED": "checkpoints"}}
+"""Scripts that run Megatron-LM's own, and the variables that one alone needs."""
 
 _FAKES = {
     "scontrol": """
@@ -66,7 +71,7 @@ def workplace(tmp_path_factory):
 
 def test_every_configuration_has_its_script_and_its_processes():
     assert {path.stem for path in LAUNCH.glob("*.yaml")} == set(PROCESSES)
-    assert {path.stem for path in SCRIPTS} == set(PROCESSES)
+    assert {path.stem for path in SCRIPTS} == {*PROCESSES, *OF_MEGATRON_LM}
 
 
 @pytest.mark.parametrize("name", PROCESSES)
@@ -108,6 +113,34 @@ def test_the_cpu_script_trains_on_two_processes(tmp_path):
     ranks = Launch(words, world_size=2, folder=tmp_path, name="ranks").wait()
     assert [rank.exit_code for rank in ranks] == [0, 0], ranks
     assert [row["iteration"] for row in read_metrics(tmp_path / "run")] == [1, 2]
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("name", OF_MEGATRON_LM)
+def test_a_script_of_megatron_lm_gets_flags_that_its_release_has(tmp_path, name, release):
+    (tmp_path / "megatron" / "training").mkdir(parents=True)
+    recorder = {"torchrun": 'printf "%s\\n" "$@" > "$CALLS"'}
+    variables = {"MEGATRON_LM_PATH": str(tmp_path), "TOKENIZER": "t.model", "DATA": "data"}
+    variables |= {"CALLS": str(tmp_path / "calls"), "PROCESSES": "1", **OF_MEGATRON_LM[name]}
+    environment = commands(tmp_path / "commands", recorder) | variables
+    words = ["--tokenizer-library", "sentencepiece", "--lr", "1e-4"]
+    subprocess.run([LAUNCH / f"{name}.sh", *words], env=environment, check=True, timeout=30)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    place = calls.index(f"{tmp_path}/pretrain_gpt.py")
+    assert calls[place - 3 : place] == ["-m", "megatron_ext", "run"]
+    parser = release_parser(release)
+    add_missing_flags(parser)
+    add_sft_arguments(parser)
+    given, unknown = parser.parse_known_args(calls[place + 1 :])
+    assert unknown == []
+    assert (given.lr, given.tokenizer_library) == (1e-4, "sentencepiece")
+    assert (given.sft, given.tokenizer_mode) == (name == "sft", "sft" if given.sft else "text")
+    del environment["DATA"]
+    refused = subprocess.run(
+        [LAUNCH / f"{name}.sh"], env=environment, capture_output=True, check=False
+    )
+    assert refused.returncode
+    assert b"DATA: set it to" in refused.stderr
 
 
 def commands(folder, texts):

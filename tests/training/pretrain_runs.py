@@ -25,11 +25,11 @@ LAYERS = 4
 """A multiple of the stages of every layout."""
 
 
-def pretrain_config(folder, name, *, precision="fp32", **parallel):
+def pretrain_config(folder, name, *, precision="fp32", placement="student_ranks", **parallel):
     return changed(
         student_run(folder, name),
         student={"num_layers": LAYERS},
-        teacher={"model": {"num_layers": LAYERS}},
+        teacher={"model": {"num_layers": LAYERS}, "placement": placement},
         parallel=parallel,
         training={"train_iters": STEPS, "save_interval": STEPS, "precision": precision},
     )
@@ -50,9 +50,13 @@ def train_under_both(rank, folder, layouts):
     found = {}
     for name, options in layouts.items():
         config = pretrain_config(folder, f"{name}-ours", **options)
+        # The loop that is compared with has its teacher beside the student.
+        placement, config = config.teacher.placement, _beside(config)
         _trainer(config).train()
         dist.barrier()
-        lent = changed(config, run_dir=str(folder / f"{name}-lent"))
+        lent = changed(
+            config, run_dir=str(folder / f"{name}-lent"), teacher={"placement": placement}
+        )
         distillation = _distillation(lent)
         schedule = pretrain_stand_in.get_forward_backward_func
         with patch.object(pretrain_stand_in, "get_forward_backward_func", schedule):
@@ -63,8 +67,13 @@ def train_under_both(rank, folder, layouts):
                 None,
                 distillation.forward_step,
             )
+        distillation.close()
         found[name] = (read_metrics(Path(config.run_dir)), logged)
     return found
+
+
+def _beside(config):
+    return changed(config, teacher={"placement": "student_ranks"})
 
 
 def _distillation(config):

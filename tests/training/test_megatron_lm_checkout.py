@@ -6,6 +6,7 @@ Each is run as it is and under our flags; what it writes must be the same bytes.
 import hashlib
 import json
 import os
+import re
 import subprocess
 from importlib.resources import files
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.tokenizers.tokenizer_files import byte_level
+from tests.training.launched_ranks import free_port
 from tests.training.megatron_stand_in import REPOSITORY, report, run
 
 SHARED = Path(os.environ.get("MEGATRON_EXT_SHARED", REPOSITORY.parent / "shared"))
@@ -166,3 +168,38 @@ def test_the_default_of_the_old_flag_is_the_format_of_the_old_type_alone(
     found, old = report(finished)
     assert found == expected
     assert old == ("identity" if expected == "identity" else "nemotron-h-aligned")
+
+
+@pytest.mark.parametrize("words", [(), ("--sft-packing", "best-fit", "--sft-loss-mode", "full")])
+def test_sft_trains_on_our_masks(words, checkout, tmp_path):
+    lines = [
+        {
+            "messages": [
+                {"role": "user", "content": f"{i}?"},
+                {"role": "assistant", "content": "No."},
+            ]
+        }
+        for i in range(8)
+    ]
+    data = tmp_path / "chat.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    model = [word for word in MODEL.split() if word != "--mock-data"]
+    model[model.index("--train-iters") + 1] = "3"
+    finished = run(
+        *(str(REPOSITORY / "tests/training/cpu_script.py"), "pretrain_gpt.py", "--sft", *words),
+        *(*model, "--data-path", str(data), "--split", "1,0,0", "--no-masked-softmax-fusion"),
+        *("--distributed-backend", "gloo", "--log-interval", "1", "--eval-iters", "0"),
+        *("--eval-interval", "9", "--num-workers", "0", "--global-batch-size", "2"),
+        *("--data-cache-path", str(tmp_path / "cache"), "--calculate-per-token-loss"),
+        *("--tokenizer-library", "sentencepiece", "--tokenizer-prompt-format", "mistral"),
+        *("--tokenizer-model", str(_mistral("tokenizer.model.v1"))),
+        cwd=checkout,
+        python_path=str(checkout),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(free_port()),
+        CUDA_DEVICE_MAX_CONNECTIONS="1",
+    )
+    assert finished.returncode == 0, finished.stderr
+    losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", finished.stdout)]
+    assert len(losses) == 3
+    assert losses[2] < losses[0] < 11

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import inspect
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -35,6 +36,9 @@ LAYOUTS = {
         "precision": "bf16",
     },
 }
+if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
+    # Two processes more, which import everything.
+    LAYOUTS["pp2-teacher-elsewhere"] = {**PP2, "placement": "process"}
 
 
 @pytest.fixture(scope="module")
@@ -196,3 +200,11 @@ def test_what_only_our_loop_has_is_refused(tmp_path):
     config = changed(config, training={"vocabulary_layout": "co_sharded"})
     with pytest.raises(ConfigError, match=r"training\.vocabulary_layout"):
         PretrainDistillation(config, SimpleNamespace)
+
+
+def test_a_teacher_elsewhere_is_taken_but_not_on_ranks_of_the_launch(tmp_path):
+    config = pretrain_config(tmp_path, "run")
+    PretrainDistillation(changed(config, teacher={"placement": "process"}), SimpleNamespace)
+    own = {"placement": "own_ranks", "serving": {"ranks": 1}}
+    with pytest.raises(ConfigError, match=r"teacher\.placement"):
+        PretrainDistillation(changed(config, teacher=own), SimpleNamespace)

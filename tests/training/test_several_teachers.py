@@ -22,6 +22,21 @@ ALIKE = {
     "own-b": {"weight": 2.0, "model": {"make_vocab_size_divisible_by": 128}},
 }
 """With other padding than each other's."""
+LATENTS = {
+    "likelihood": {"objective": "alm", "options": {"debias": False}},
+    "states": {
+        "objective": "dskd",
+        "weight": 0.1,
+        "options": {
+            "positions": "chunk_starts",
+            "hidden_distance": "mse",
+            "label_weight": 0.0,
+            "student_space_weight": 0.0,
+            "teacher_space_weight": 0.0,
+        },
+    },
+}
+"""ALM and the distance of hidden states, by one model."""
 DYNAMIC = {
     "teacher_weights": "bits_per_byte",
     "teacher_weights_alpha": 0.5,
@@ -41,12 +56,13 @@ ALONE = [
     Run("selected", UNWEIGHTED, SELECTED),
     Run("one", {"own": {}}, VOCAB),
     Run("averaged", ALIKE, VOCAB | {"teacher_mode": "averaged_logits"}),
+    Run("latents", LATENTS),
     Run("pulled", None, {"weighting": "gradient_magnitude", "ce_weight": 1.0}),
 ]
 LAYOUTS = {"tp2": TP2, "pp2": PP2, "dp2": {}, "cp2": CP2}
-SHARDED = ["dynamic", "three", "three-linear", "selected", "pulled"]
+SHARDED = ["dynamic", "three", "three-linear", "selected", "pulled", "latents"]
 OF_LAYOUT = {
-    "tp2": ["three-linear"],
+    "tp2": ["three-linear", "latents"],
     "pp2": ["dynamic"],
     "dp2": ["dynamic"],
     "cp2": ["averaged"],
@@ -94,6 +110,14 @@ def test_each_teacher_has_its_own_numbers_and_their_weighted_sum_is_the_term(run
 @pytest.mark.parametrize("name", ["three", "three-linear"])
 def test_a_run_measures_what_was_recorded(runs, name):
     check_golden(f"{name}-teachers", read_metrics(runs / name))
+
+
+def test_a_distance_of_hidden_states_is_a_term_beside_another_objective(runs):
+    for row in read_metrics(runs / "latents"):
+        distance = row["kd/states/hidden_distance"]
+        assert distance > 0
+        assert row["kd/states"] == pytest.approx(distance, rel=1e-5)
+        assert row["kd"] == pytest.approx(row["kd/likelihood"] + 0.1 * distance, rel=1e-5)
 
 
 def test_every_teacher_is_measured_on_held_out_text(runs):

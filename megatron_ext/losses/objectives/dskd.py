@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Final, Literal, get_args
 
 import torch
 
@@ -32,9 +32,16 @@ from megatron_ext.ops.divergence import Divergence, DivergenceOptions, check_div
 from megatron_ext.ops.token_log_prob import token_log_prob
 from megatron_ext.ops.vocab_kl import vocab_kl
 
+_WEIGHTS: Final = (
+    "label_weight",
+    "student_space_weight",
+    "teacher_space_weight",
+    "hidden_weight",
+)
 Where = Literal["one_to_one", "chunk_starts"]
 Target = Literal["label", "teacher"]
 Gate = Literal["target", "none"]
+HiddenDistance = Literal["none", "mse", "cosine"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +52,10 @@ class DskdLoss(Objective):
     teacher's. With ``s_c = softmax(E_s A h_t)``, ``t_c = softmax(E_t B h_s)``, the student's Q and
     the teacher's P, each at the temperature tau but in the cross-entropy:
 
-        w CE(s_c, target) + g_c tau^2 D(s_c || Q_c) + u tau^2 KL(P_c || t_c)
+        w CE(s_c, target) + v g_c tau^2 D(s_c || Q_c) + u tau^2 KL(P_c || t_c) + z d(B h_s, h_t)
 
-    The first term trains A, the second the student, the third B and the student's hidden states.
+    The first term trains A, the second the student, the third B and the student's hidden states, as
+    does the fourth, which is off by default: a distance d of the states themselves.
     ``s_c`` is constant in the second, ``E_s`` in the first, and ``E_t`` always; ``g_c`` is 1 where
     the largest of ``s_c`` is the target. In nats; the output counts positions. Where A and B carry
     over exactly, the last two terms vanish, with their gradients, for a student that predicts what
@@ -61,7 +69,8 @@ class DskdLoss(Objective):
     skewed divergences, student generations.
 
     Metrics, a position: ``projected_ce``, ``projected_accuracy`` (of ``s_c``), ``kd_student``,
-    ``kd_teacher``, ``gated`` (positions with ``g_c = 1``); and those of ``losses/diagnostics``.
+    ``kd_teacher``, ``gated`` (positions with ``g_c = 1``), with a ``hidden_distance`` that
+    distance; and those of ``losses/diagnostics``.
 
     Teacher targets: ``hidden``; ``inputs.student_hidden`` and ``student_head_weight`` too. Hidden
     states are replicated over the tensor-parallel group, and the gradient of the student's is
@@ -107,8 +116,18 @@ class DskdLoss(Objective):
     label_weight: float = 1.0
     """w"""
 
+    student_space_weight: float = 1.0
+    """v"""
+
     teacher_space_weight: float = 1.0
     """u"""
+
+    hidden_distance: HiddenDistance = "none"
+    """d: ``mse``, the mean of the squares over the teacher's width; ``cosine``, 1 less the cosine
+    of the angle, in which lengths do not count; 1 for a state of length 0."""
+
+    hidden_weight: float = 1.0
+    """z"""
 
     def __post_init__(self) -> None:
         check_divergence(
@@ -120,7 +139,8 @@ class DskdLoss(Objective):
         check_choice(self.name, "positions", self.positions, get_args(Where))
         check_choice(self.name, "target", self.target, get_args(Target))
         check_choice(self.name, "gate", self.gate, get_args(Gate))
-        for option in ("label_weight", "teacher_space_weight"):
+        check_choice(self.name, "hidden_distance", self.hidden_distance, get_args(HiddenDistance))
+        for option in _WEIGHTS:
             weight = getattr(self, option)
             if not (math.isfinite(weight) and weight >= 0):
                 raise LossError(
@@ -145,20 +165,35 @@ class DskdLoss(Objective):
             grad_scale=torch.where(used, 1.0, 0.0) * inputs.grad_scale,
         )
         has_target = terms.target >= 0
+        loss, means = terms.loss, {}
+        distance = self._distance(onto_teacher, positions.hidden)
+        if distance is not None:
+            # Replicated like the states, so that its gradient is complete on every rank.
+            loss, means = loss + self.hidden_weight * distance, {"hidden_distance": distance}
         return chunk_output(
             inputs,
-            terms.loss,
+            loss,
             usable=usable,
             means={
                 "kd_student": terms.kd_student,
                 "kd_teacher": terms.kd_teacher,
                 "gated": terms.gate,
+                **means,
             },
             metrics={
                 "projected_ce": over_chunks(terms.cross_entropy, has_target),
                 "projected_accuracy": over_chunks(terms.hits, has_target),
             },
         )
+
+    def _distance(self, projected: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor | None:
+        """[C] of the student's states in the teacher's space and the teacher's, both [C, Dt]."""
+        hidden = hidden.to(projected.dtype)
+        if self.hidden_distance == "mse":
+            return (projected - hidden).square().mean(dim=-1)
+        if self.hidden_distance == "cosine":
+            return 1 - torch.nn.functional.cosine_similarity(projected, hidden, dim=-1)
+        return None
 
     def _positions(
         self,
@@ -219,7 +254,7 @@ class DskdLoss(Objective):
         ).row_loss
         hits = vocab_argmax(spaces.student_projected, shard) == target
         gate = hits if self.gate == "target" else torch.ones_like(hits)
-        loss = torch.where(gate, kd_student, 0.0)
+        loss = self.student_space_weight * torch.where(gate, kd_student, 0.0)
         loss = loss + self.label_weight * cross_entropy + self.teacher_space_weight * kd_teacher
         return Terms(loss, cross_entropy, kd_student, kd_teacher, gate, hits, target)
 

@@ -62,7 +62,9 @@ def definition(
     *,
     target: str,
     gate: str,
-    weights: tuple[float, float],
+    weights: tuple[float, float, float],
+    distance: str = "none",
+    hidden_weight: float = 0.0,
 ) -> torch.Tensor:
     """Position by position, in fp64 by autograd."""
     teacher, head = inputs.teacher, inputs.student_head_weight
@@ -81,10 +83,15 @@ def definition(
         log_s = torch.log_softmax(projected.detach() / TAU, dim=-1)
         log_q = torch.log_softmax(inputs.student_logits[0, own] / TAU, dim=-1)
         if gate == "none" or int(projected.argmax()) == wanted:
-            total = total + TAU**2 * (log_s.exp() * (log_s - log_q)).sum()
+            total = total + weights[2] * TAU**2 * (log_s.exp() * (log_s - log_q)).sum()
         log_p = torch.log_softmax(teacher_logits / TAU, dim=-1)
         log_t = torch.log_softmax(teacher.head_weight @ onto_teacher / TAU, dim=-1)
         total = total + weights[1] * TAU**2 * (log_p.exp() * (log_p - log_t)).sum()
+        if distance == "mse":
+            total = total + hidden_weight * sum((onto_teacher - hidden) ** 2) / len(hidden)
+        if distance == "cosine":
+            lengths = (onto_teacher @ onto_teacher).sqrt() * (hidden @ hidden).sqrt()
+            total = total + hidden_weight * (1 - onto_teacher @ hidden / lengths)
     return total
 
 
@@ -97,7 +104,7 @@ def test_value_and_every_gradient_are_those_of_the_definition(
 ) -> None:
     inputs, projectors = random_inputs(seed), random_projectors()
     rows = ONE_TO_ONE if positions == "one_to_one" else STARTS
-    weights = (0.7, 1.3)
+    weights = (0.7, 1.3, 1.0)
     loss = DskdLoss(
         projectors=projectors,
         temperature=TAU,
@@ -118,6 +125,68 @@ def test_value_and_every_gradient_are_those_of_the_definition(
     )
     for grad, true_grad in zip(grads, true_grads, strict=True):
         torch.testing.assert_close(grad, true_grad, rtol=1e-9, atol=1e-13)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("distance", ["mse", "cosine"])
+def test_a_distance_of_hidden_states_is_added_with_every_gradient(
+    distance: Any, alone: bool
+) -> None:
+    inputs, projectors = random_inputs(), random_projectors()
+    weights = (0.0, 0.0, 0.0) if alone else (0.7, 1.3, 0.4)
+    loss = DskdLoss(
+        projectors=projectors,
+        temperature=TAU,
+        positions="chunk_starts",
+        gate="none",
+        label_weight=weights[0],
+        teacher_space_weight=weights[1],
+        student_space_weight=weights[2],
+        hidden_distance=distance,
+        hidden_weight=0.6,
+    )
+    output = loss(inputs)
+    truth = definition(
+        inputs,
+        projectors,
+        STARTS,
+        target="label",
+        gate="none",
+        weights=weights,
+        distance=distance,
+        hidden_weight=0.6,
+    )
+    torch.testing.assert_close(output.loss_sum, truth, rtol=1e-10, atol=0)
+    total, count = output.metrics["hidden_distance"]
+    assert int(count) == len(STARTS)
+    if alone:
+        torch.testing.assert_close(0.6 * total, truth.detach(), rtol=1e-10, atol=0)
+    trained = [inputs.student_logits, inputs.student_hidden, *projectors.parameters()]
+    grads, true_grads = (
+        torch.autograd.grad(value, trained, materialize_grads=True)
+        for value in (output.loss_sum, truth)
+    )
+    for grad, true_grad in zip(grads, true_grads, strict=True):
+        torch.testing.assert_close(grad, true_grad, rtol=1e-9, atol=1e-13)
+    assert grads[1].any()
+    assert grads[3].any()
+
+
+@pytest.mark.parametrize("distance", ["mse", "cosine"])
+def test_states_that_carry_over_are_at_no_distance(distance: Any) -> None:
+    inputs = random_inputs()
+    projectors = random_projectors()
+    shared = AlignmentBatch.from_chunk_ids(torch.tensor(STUDENT), torch.tensor(STUDENT))
+    states = inputs.student_hidden.detach() @ projectors.student_to_teacher.detach().t()
+    if distance == "cosine":
+        states = 3 * states
+    teacher = replace(inputs.teacher, hidden=states)
+    loss = DskdLoss(projectors=projectors, hidden_distance=distance, positions="chunk_starts")
+    total, count = loss(replace(inputs, teacher=teacher, alignment=shared)).metrics[
+        "hidden_distance"
+    ]
+    assert int(count) == 4
+    assert total.abs() < 1e-12
 
 
 def test_the_gates_of_these_cases_are_open_and_shut() -> None:
