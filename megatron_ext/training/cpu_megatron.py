@@ -43,6 +43,7 @@ def install() -> None:
         raise RuntimeError("CUDA is initialised in this process, so it cannot run on the CPU")
     _replace_cuda_calls()
     _replace_random_state_helpers()
+    _replace_dispatcher_copies()
     _keep_freed_memory()
     _installed = _CudaToCpu()
     _installed.__enter__()
@@ -143,6 +144,25 @@ def _replace_random_state_helpers() -> None:
 
     random._get_cuda_rng_state = get_state
     random._set_cuda_rng_state = set_state
+
+
+def _replace_dispatcher_copies() -> None:
+    """Have the dispatcher of experts read the numbers that it sends without a stream of its own."""
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    def read(
+        dispatcher: Any, point: str, tokens_per_expert: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        if point == dispatcher.cuda_dtoh_point:
+            for name in ("input_splits", "output_splits", "output_splits_tp"):
+                splits = getattr(dispatcher, name)
+                if isinstance(splits, torch.Tensor):
+                    setattr(dispatcher, name, splits.numpy())
+        return tokens_per_expert
+
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = read
+    # Any value keeps it from making a stream.
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none on a CPU"
 
 
 def announce_device(*, require_gpu: bool) -> None:
