@@ -19,6 +19,7 @@ Ranks = dict[tuple[str, str], list[RankLogits]]
 
 LAYOUTS = {
     "tp2": {"tensor_model_parallel_size": 2},
+    "ep2": {"expert_model_parallel_size": 2},
     "pp2": {"pipeline_model_parallel_size": 2},
     "pp2vp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
 }
