@@ -55,7 +55,6 @@ from megatron_ext.training.config import (
     TrainingConfig,
 )
 from megatron_ext.training.distill import build_trainer
-from megatron_ext.training.first_weights import model_shard
 from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.models import build_model_chunks, sharded_weights
 from megatron_ext.training.run_plan import RunPlan
@@ -191,7 +190,9 @@ def _save_teacher(config: DistillConfig, groups: ProcessGroups) -> None:
     assert config.teacher is not None
     model = config.teacher.model
     tokenizer = build_tokenizer(config.teacher.tokenizer)
-    shard = model_shard("teacher", model, tokenizer, groups, layout=config.parallel.layout)
+    ids, ranks = tokenizer.vocab_size, config.parallel.tensor_model_parallel_size
+    rows = model.head_rows(ids, tensor_ranks=ranks)
+    shard = groups.vocab_shard(vocab_size=ids, padded_vocab_size=rows)
     chunks = build_model_chunks(
         model,
         padded_vocab_size=shard.width,

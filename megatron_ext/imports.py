@@ -34,6 +34,7 @@ EXTRA_OF: Final = {
     "tiktoken": "tiktoken",
     "tokenizers": "huggingface",
     "torch": "train",
+    "torchao": "torchao",
     "tqdm": "data",
     "transformers": "transformers",
     "triton": "gpu",

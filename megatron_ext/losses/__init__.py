@@ -39,6 +39,7 @@ from megatron_ext.losses.plan import CombinedOutput, Loss, LossPart, LossPlan, r
 from megatron_ext.losses.prefix_rows import PrefixRows
 from megatron_ext.losses.prefix_table import PrefixTable
 from megatron_ext.losses.projection_shard import ProjectionShard
+from megatron_ext.losses.stop_set import StopSet
 from megatron_ext.losses.targets import TargetKind, TeacherTargets
 from megatron_ext.losses.teacher_scores import TeacherText, reduce_scores
 from megatron_ext.losses.vocabulary_match import BoundaryColumns, IdTable, VocabularyMatch
@@ -51,6 +52,10 @@ from megatron_ext.losses.weighting import (
     ScheduledWeighting,
 )
 
+# NeMo RL's names.
+CrossTokenizerDistillationLossConfig = CrossTokenizerLossConfig
+CrossTokenizerDistillationLossDataDict = DistillationInputs
+
 __all__ = [
     "LOSS_REGISTRY",
     "AlmLoss",
@@ -60,6 +65,8 @@ __all__ = [
     "CombinedOutput",
     "CompletionTable",
     "ContextParallelPlan",
+    "CrossTokenizerDistillationLossConfig",
+    "CrossTokenizerDistillationLossDataDict",
     "CrossTokenizerDistillationLossFn",
     "CrossTokenizerLossConfig",
     "DistillationInputs",
@@ -93,6 +100,7 @@ __all__ = [
     "ProjectionShard",
     "SampledKLLoss",
     "ScheduledWeighting",
+    "StopSet",
     "StrictTopKLoss",
     "SumCount",
     "TargetKind",

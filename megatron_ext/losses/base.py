@@ -88,6 +88,10 @@ class DistillationInputs:
     not 0; as a tensor a scalar without a graph. The forward writes the gradient for it; another
     upstream gradient costs one more pass over that."""
 
+    in_place: bool = False
+    """Whether the gradient may be written over ``student_logits``, which nothing reads after the
+    objective. An objective that cannot do so ignores it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutput:

@@ -88,6 +88,8 @@ class TeacherTiles:
             logits = self._buffer[: tile.teacher_count]
             with torch.no_grad():
                 torch.mm(teacher.hidden.flatten(0, 1)[index], teacher.head_weight.t(), out=logits)
+            marks = teacher.stop_marks
+            logits = teacher.with_stops(logits, None if marks is None else marks.flatten()[index])
             return TeacherTargets(kind="logits", shard=teacher.shard, logits=logits[None])
         cut: dict[str, Any] = {}
         for item in fields(teacher):

@@ -198,7 +198,12 @@ class FusedObjective(Objective):
             output = self.evaluate(detached, scale=inputs.grad_scale, gradient=gradient).output
             return (output.loss_sum,)
 
-        (loss_sum,) = kept_gradient(inputs.student_logits, evaluate, grad_scale=inputs.grad_scale)
+        (loss_sum,) = kept_gradient(
+            inputs.student_logits,
+            evaluate,
+            grad_scale=inputs.grad_scale,
+            in_place=inputs.in_place,
+        )
         assert output is not None
         return replace(output, loss_sum=loss_sum)
 

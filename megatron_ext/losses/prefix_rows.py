@@ -189,7 +189,8 @@ class _Found:
             last = at
             while begins[last + 1] < end:
                 last += 1
-            said, goes_on = pieces[at][: begin - begins[at]], pieces[at][begin - begins[at] :]
+            cut = begin - begins[at]
+            said = pieces[at][:cut]
             if said:
                 self._add_middle(row, its_rows[at], chunk, said)
             elif begin:
@@ -199,7 +200,7 @@ class _Found:
                 gains, loses = label, int(table.starts[its_labels[at]])
                 if said:
                     place = len(self._middles) - 1
-                    gains, loses = self._among_completions(label, table.longest_in(goes_on))
+                    gains, loses = self._among_completions(label, table.next_in(pieces[at], cut))
                 number = [len(self._spans)] * (last - at)
                 self._steps += zip(number, its_rows[at:last], its_labels[at:last], strict=True)
                 tail = table.number[pieces[last][: end - begins[last]]]

@@ -1,8 +1,9 @@
 """Prefixes of teacher tokens, and the student tokens that go on behind each of them.
 
-Wherever a teacher's next token is known, the student's next token is, too: the longest one that is
-a prefix of it. Within a teacher's token the same holds for those of its tokens that begin with the
-bytes that were said already.
+Wherever a teacher's next token is known, the student's next token is, too: the one that its
+tokenizer begins that token's bytes with. Within a teacher's token the same holds for those of its
+tokens that begin with the bytes that were said already. Where the tokenizer does not stop there,
+and without a tokenizer, it is the longest token that goes on.
 
 Vs Vt vocabularies, P prefixes, N pairs of a prefix and a teacher token.
 """
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from megatron_ext.projection.layout import VocabularyLayout
 
 Ids = NDArray[np.int64]
+Next = Callable[[bytes, int], int]
+"""Function of a teacher token's bytes, and how many of them were said, to the student's next token;
+-1 for none."""
 
 MOST_COMPLETIONS: Final = 4096
 """Most student tokens behind a prefix that are compared one by one, those of the lowest ids; ids of
@@ -38,8 +42,8 @@ most vocabularies grow with rarity. The others are part of the rest."""
 class PrefixTable:
     """Student tokens that teacher tokens begin with, at their start and behind every prefix.
 
-    Built once for a pair. The longest student token is that of the lowest id, or the one that the
-    tokenizer emits, where several have its bytes.
+    Built once for a pair. Of several student tokens with the same bytes the one counts that the
+    tokenizer emits, or that of the lowest id.
     """
 
     student_bytes: Sequence[bytes | None]
@@ -49,7 +53,7 @@ class PrefixTable:
     """[Vt]"""
 
     starts: Ids
-    """[Vt] longest student token that is a prefix of each teacher token, or a control token's
+    """[Vt] student token that the bytes of each teacher token begin with, or a control token's
     partner; -1 for none."""
 
     is_event: NDArray[np.bool_]
@@ -74,8 +78,8 @@ class PrefixTable:
     next_token: NDArray[np.int32]
     """Student tokens behind each prefix, ascending, at most ``MOST_COMPLETIONS``."""
 
-    longest_in: Callable[[bytes], int]
-    """Function to the longest student token that is a prefix of a text, -1 for none."""
+    next_in: Next
+    """Function to the student token that goes on in a teacher token behind some of its bytes."""
 
     @classmethod
     def from_tokenizers(
@@ -88,7 +92,9 @@ class PrefixTable:
         """
         spellers = Speller(student), Speller(teacher)
         emitted = [frozenset(speller.emitted_ids) for speller in spellers]
-        return cls._of((spellers[0].tokens, spellers[1].tokens), emitted, partners)
+        return cls._of(
+            (spellers[0].tokens, spellers[1].tokens), emitted, partners, spellers[0].spell
+        )
 
     @classmethod
     def from_token_bytes(
@@ -97,7 +103,8 @@ class PrefixTable:
         teacher: Sequence[bytes | None],
         partners: tuple[Sequence[int], Sequence[int]] = ((), ()),
     ) -> PrefixTable:
-        """Build the table from lists of bytes by id; the lowest id represents equal bytes."""
+        """Build the table from lists of bytes by id: the longest token goes on, and the lowest id
+        represents equal bytes."""
         pairs = np.array(partners[0], dtype=np.int64), np.array(partners[1], dtype=np.int64)
         return cls._of((student, teacher), [frozenset(), frozenset()], pairs)
 
@@ -107,22 +114,26 @@ class PrefixTable:
         tokens: tuple[Sequence[bytes | None], Sequence[bytes | None]],
         emitted: Sequence[frozenset[int]],
         partners: tuple[Ids, Ids],
+        spell: Callable[[Sequence[bytes]], Sequence[Sequence[int]]] | None = None,
     ) -> PrefixTable:
         student, teacher = tokens
         ids, teacher_ids = map(_by_bytes, tokens, emitted)
-        longest_in = _longest_prefix({text: same[0] for text, same in ids.items()})
+        next_in = _next_in({text: same[0] for text, same in ids.items()})
+        if spell is not None:
+            others = [text for text in teacher_ids if text not in ids]
+            next_in = _spelled(next_in, student, dict(zip(others, spell(others), strict=True)))
         starts = np.full(len(teacher), -1, dtype=np.int64)
         for text, same in teacher_ids.items():
             # Several ids of equal bytes meet one by one, so that equal vocabularies stay equal.
             partner = ids.get(text, [])
             for place, token_id in enumerate(same):
-                starts[token_id] = partner[place] if place < len(partner) else longest_in(text)
+                starts[token_id] = partner[place] if place < len(partner) else next_in(text, 0)
         is_event = np.array([bool(text) for text in student], dtype=np.bool_)
         for own, other in zip(*(side.tolist() for side in partners), strict=True):
             if not student[own] and not teacher[other]:
                 starts[other] = own
                 is_event[own] = True
-        number, pointers, token, following = _pairs(teacher, longest_in)
+        number, pointers, token, following = _pairs(teacher, next_in)
         slot, next_pointers, next_token = _slots(pointers, following)
         return cls(
             student_bytes=student,
@@ -135,7 +146,7 @@ class PrefixTable:
             slot=slot,
             next_pointers=next_pointers,
             next_token=next_token,
-            longest_in=longest_in,
+            next_in=next_in,
         )
 
     def of_batch(
@@ -199,23 +210,45 @@ def _by_bytes(tokens: Sequence[bytes | None], emitted: frozenset[int]) -> dict[b
     return found
 
 
-def _longest_prefix(ids: dict[bytes, int]) -> Callable[[bytes], int]:
+def _next_in(ids: dict[bytes, int]) -> Next:
+    """The longest token that goes on."""
     most = max(map(len, ids), default=0)
     known: dict[bytes, int] = {}
 
-    def longest(text: bytes) -> int:
-        found = known.get(text)
+    def longest(text: bytes, cut: int) -> int:
+        left = text[cut:]
+        found = known.get(left)
         if found is None:
-            stops = range(min(len(text), most), 0, -1)
-            found = next((ids[text[:stop]] for stop in stops if text[:stop] in ids), -1)
-            known[text] = found
+            stops = range(min(len(left), most), 0, -1)
+            found = next((ids[left[:stop]] for stop in stops if left[:stop] in ids), -1)
+            known[left] = found
         return found
 
     return longest
 
 
+def _spelled(
+    longest: Next, tokens: Sequence[bytes | None], spellings: dict[bytes, Sequence[int]]
+) -> Next:
+    """The token of a tokenizer's own spelling where it stops at the cut, and else the longest."""
+    others: dict[tuple[bytes, int], int] = {}
+    for text, spelling in spellings.items():
+        cut = 0
+        for token_id in spelling:
+            found = longest(text, cut)
+            if found < 0 or tokens[found] != tokens[token_id]:
+                others[text, cut] = token_id
+            cut += len(tokens[token_id] or b"")
+
+    def next_in(text: bytes, cut: int) -> int:
+        found = others.get((text, cut))
+        return longest(text, cut) if found is None else found
+
+    return next_in
+
+
 def _pairs(
-    teacher: Sequence[bytes | None], longest_in: Callable[[bytes], int]
+    teacher: Sequence[bytes | None], next_in: Next
 ) -> tuple[dict[bytes, int], Ids, NDArray[np.int32], Ids]:
     """Number of each prefix, and by prefix: teacher tokens, and the student token behind it.
 
@@ -231,7 +264,7 @@ def _pairs(
         for cut in range(1, len(text) + 1):
             rows.append(number.setdefault(text[:cut], len(number)))
             tokens.append(token_id)
-            following.append(longest_in(text[cut:]) if cut < len(text) else -1)
+            following.append(next_in(text, cut) if cut < len(text) else -1)
     row, after = np.array(rows, dtype=np.int64), np.array(following, dtype=np.int64)
     order = np.lexsort((np.where(after < 0, np.iinfo(np.int64).max, after), row))
     return (

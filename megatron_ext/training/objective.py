@@ -21,6 +21,7 @@ from megatron_ext.losses import (
     Objective,
     PrefixTable,
     ProjectionShard,
+    StopSet,
     VocabularyMatch,
 )
 from megatron_ext.ops.prefix_masses import PrefixColumns
@@ -84,6 +85,27 @@ def teacher_objective(teacher: TeacherPlan, projectors: DskdProjectors | None = 
     return make_objective(teacher.loss, projectors, section=teacher.options_section)
 
 
+def reads_student_ids(teacher: TeacherPlan) -> bool:
+    """Whether the teacher is compared with the student position by position and id by id."""
+    if teacher.loss.teacher_mode == "averaged_logits":
+        return True
+    return teacher_objective(teacher).needs.same_tokenizer
+
+
+def head_rows(teacher: TeacherPlan, vocab_size: int) -> int:
+    """Rows of a teacher's whole head on the ranks that run it, padding included.
+
+    As many as the student's where both are compared id by id, so that each rank has the same ids of
+    both; models of one family are published with different padding. Rows behind the ids are never
+    read, so a checkpoint may have more or fewer.
+
+    Args:
+        vocab_size: Number of the teacher's ids.
+    """
+    model = teacher.student if reads_student_ids(teacher) else teacher.config.model
+    return model.head_rows(vocab_size, tensor_ranks=teacher.parallel.tensor_model_parallel_size)
+
+
 def projector_start(loss: LossConfig, *, section: str = "loss") -> str:
     """The one of ``PROJECTOR_STARTS`` that the options choose.
 
@@ -132,6 +154,9 @@ class RunConstants:
 
     prefix_columns: PrefixColumns | None = None
     """Columns of the prefixes of a ``PrefixTable``."""
+
+    stops: StopSet | None = None
+    """Tokens with which the teacher ends a text, in a run in which the student samples."""
 
     def current_projection(self) -> ProjectionShard | None:
         """The projection, with its current shares where they are learned."""

@@ -42,7 +42,6 @@ def _case(name: str, rank: int, ranks: int, group: Any) -> tuple[list[torch.Tens
     batch, padding = ordered(Microbatch.random()), PADDING
     if name == "vocab_kl":
         batch = ordered(Microbatch.random(vocabs=(37, 37), lengths=(8, 8)))
-        padding = (PADDING[0], PADDING[0])
     inputs = batch.inputs(rank=rank, ranks=ranks, group=group, padding=padding)
     inputs = completed(batch, inputs)
     hidden, weight = _student(inputs)

@@ -49,8 +49,8 @@ class BytePrefixLoss(FusedObjective):
     """``tau^2 * sum_i D(P_i || Q_i)`` over the student's rows in chunks, in nats, counting them.
 
     Q_i is what the student says next, over its whole vocabulary. P_i says the same of the teacher
-    (``ops/prefix_masses``): each of its tokens counts for the longest student token that is a
-    prefix of it; within a teacher token, only tokens that begin with what was said of it do. A
+    (``ops/prefix_masses``): each of its tokens counts for the student token that its bytes begin
+    with; within a teacher token, only tokens that begin with what was said of it do. A
     label that spans several teacher tokens gets the product of their probabilities. What has no
     counterpart is one event, the rest. Zero, with zero gradient, where both models have one
     vocabulary and agree.
@@ -70,10 +70,15 @@ class BytePrefixLoss(FusedObjective):
         LossError: Invalid options; calling it without teacher, alignment, prefix rows or columns,
             or with ones that do not fit. NaN logits are not looked for: they make ``loss_sum`` NaN.
 
-    Source: Byte-prefix marginalization (arXiv 2607.22334).
+    Source: Byte-prefix marginalization (arXiv 2607.22334), which takes the longest student token
+    where this takes that of the student's tokenizer.
     """
 
     name: ClassVar[str] = "byte_prefix"
+
+    summary: ClassVar[str] = (
+        "the student's next token, of its whole vocabulary, against its teacher's by common bytes"
+    )
 
     temperature: float = 1.0
     """tau: masses of the events to the power of 1 / tau, normalised again."""

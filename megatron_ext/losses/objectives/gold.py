@@ -144,6 +144,7 @@ class GoldLoss(Objective):
             # So that the gradient is rounded once.
             grad_scale=torch.full((count,), weight, device=inputs.student_logits.device)
             * inputs.grad_scale,
+            in_place=inputs.in_place,
             implementation=self.implementation,
         )
         return chunk_output(

@@ -134,6 +134,7 @@ class ULDLoss(Objective):
                 (count,), self.temperature**2, device=inputs.student_logits.device
             )
             * inputs.grad_scale,
+            in_place=inputs.in_place,
             implementation=self.implementation,
         )
 

@@ -26,8 +26,9 @@ from megatron_ext.training.dry_run.plan import Plan, pair_cost
 from megatron_ext.training.dry_run.report import report, summary
 from megatron_ext.training.inputs import Inputs, read_inputs
 from megatron_ext.training.model_check import check_if_huggingface
+from megatron_ext.training.objective import head_rows, teacher_objective
 from megatron_ext.training.run_folder import CHECKPOINTS
-from megatron_ext.training.run_loss import with_vocabulary_layout
+from megatron_ext.training.run_loss import with_linear_form, with_vocabulary_layout
 from megatron_ext.training.run_plan import RunPlan, TeacherPlan
 
 _SHAPES: Final = (
@@ -117,9 +118,8 @@ def start_summary(config: DistillConfig, inputs: Inputs, *, world_size: int) -> 
     """The run that is about to start, in about ten lines.
 
     Args:
-        world_size: Number of processes, a teacher's own included.
+        world_size: Number of the student's processes.
     """
-    world_size = student_processes(world_size, config.teacher_ranks)
     has_flash = find_spec("transformer_engine") is not None
     plan = _plan(config, inputs, world_size=world_size, has_flash=has_flash)
     latest = latest_checkpoint(plan.run.run_dir / CHECKPOINTS)
@@ -128,14 +128,17 @@ def start_summary(config: DistillConfig, inputs: Inputs, *, world_size: int) -> 
 
 
 def _plan(config: DistillConfig, inputs: Inputs, *, world_size: int, has_flash: bool) -> Plan:
-    config = with_vocabulary_layout(config, on_gpu=has_flash or torch.cuda.is_available())
+    on_gpu, vocab_size = has_flash or torch.cuda.is_available(), inputs.tokenizer.vocab_size
+    config = with_vocabulary_layout(config, on_gpu=on_gpu)
+    config = with_linear_form(config, on_gpu=on_gpu, vocab_size=vocab_size)
     run = RunPlan.of(config)
     return Plan.of(
         run,
         world_size=world_size,
         vocab_size=inputs.tokenizer.vocab_size,
-        teacher_vocab_sizes={
-            name: teacher.tokenizer.vocab_size for name, teacher in inputs.teachers.items()
+        teacher_rows={
+            name: head_rows(teacher, inputs.teachers[name].tokenizer.vocab_size)
+            for name, teacher in run.teachers.items()
         },
         forms=_forms(run.teachers, inputs),
         has_flash=has_flash,
@@ -178,8 +181,6 @@ def _forms(teachers: Mapping[str, TeacherPlan], inputs: Inputs) -> dict[str, Tar
 
 def _projections(plans: Mapping[str, TeacherPlan], inputs: Inputs) -> dict[str, SparseProjection]:
     """Configured projections, and those that the run would build, built in memory."""
-    from megatron_ext.training.objective import teacher_objective
-
     projections = {}
     for name, plan in plans.items():
         teacher, method = inputs.teachers[name], teacher_objective(plan).needs.projection

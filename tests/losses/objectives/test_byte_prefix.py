@@ -1,13 +1,16 @@
 """``byte_prefix`` over texts tokenized two ways, against a target made token by token."""
 
+import os
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, product
 from math import log
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.distributed.vocab_parallel import VocabShard
@@ -21,6 +24,7 @@ from megatron_ext.losses import (
     TeacherTargets,
 )
 from megatron_ext.losses import prefix_table as module
+from megatron_ext.tokenizers import MegatronTokenizer, MegatronTokenizerText
 from tests.losses.objective_cases import CASES
 from tests.losses.objectives.test_partition_kl_loss import divergence
 from tests.losses.toy_language import tokenize, toy_model
@@ -43,6 +47,23 @@ PAIRS = EXACT | {
 }
 
 TEXTS = (b"caabb", b"aacbb", b"abbca", b"babca", b"cabac")
+
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"direction": "forward", "temperature": 1.0},
+    {"direction": "reverse", "temperature": 1.7},
+    {"direction": "jensen_shannon", "temperature": 0.8, "mixture": 0.3},
+)
+
+
+def _sampled(pairs: dict[str, Any]) -> list[tuple[str, bytes, dict[str, Any]]]:
+    """Every pair with every option, each over another text; over all under
+    MEGATRON_EXT_ALL_TEXT."""
+    cases = []
+    for number, (pair, options) in enumerate(product(pairs, OPTIONS)):
+        texts = TEXTS if os.environ.get("MEGATRON_EXT_ALL_TEXT") else [TEXTS[number % len(TEXTS)]]
+        cases += [(pair, text, options) for text in texts]
+    return cases
 
 
 class Reading:
@@ -135,19 +156,9 @@ def run(inputs: DistillationInputs, **options: Any) -> tuple[LossOutput, torch.T
     return output, grad
 
 
-@pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("text", TEXTS, ids=bytes.decode)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"direction": "forward", "temperature": 1.0},
-        {"direction": "reverse", "temperature": 1.7},
-        {"direction": "jensen_shannon", "temperature": 0.8, "mixture": 0.3},
-    ],
-    ids=lambda options: options["direction"],
-)
+@pytest.mark.parametrize(("pair", "text", "options"), _sampled(PAIRS), ids=str)
 def test_each_row_is_compared_with_the_target_of_the_definition(
-    options: dict[str, Any], text: bytes, pair: str
+    pair: str, text: bytes, options: dict[str, Any]
 ) -> None:
     reading = Reading(text, PAIRS[pair], seeds=(1, 2))
     output, _ = run(reading.inputs(), **options)
@@ -181,14 +192,12 @@ def test_the_toy_texts_have_starts_middles_and_labels_that_span_tokens_in_both()
     assert min(spans) >= 2
 
 
-@pytest.mark.parametrize("direction", ["forward", "reverse", "jensen_shannon"])
-@pytest.mark.parametrize("pair", EXACT)
-@pytest.mark.parametrize("text", TEXTS, ids=bytes.decode)
+@pytest.mark.parametrize(("pair", "text", "options"), _sampled(EXACT), ids=str)
 def test_one_language_read_by_the_student_within_tokens_has_neither_loss_nor_gradient(
-    text: bytes, pair: str, direction: str
+    pair: str, text: bytes, options: dict[str, Any]
 ) -> None:
     reading = Reading(text, EXACT[pair], seeds=(1, 1))
-    output, grad = run(reading.inputs(), direction=direction, temperature=1.5)
+    output, grad = run(reading.inputs(), **options)
     assert int(output.count) == len(reading.streams[0])
     assert abs(output.loss_sum.item()) < 1e-12
     assert grad.abs().max().item() < 1e-12
@@ -220,6 +229,31 @@ def test_control_tokens_meet_their_partners_and_others_are_the_rest() -> None:
     # A token with bytes is no partner, whatever it is paired with.
     assert table.starts.tolist() == [1, 0, 2, -1, -1]
     assert table.is_event.tolist() == [True, True, True, False]
+
+
+def test_the_tokenizer_of_the_student_says_which_token_begins_a_teachers(tmp_path: Path) -> None:
+    tokens = ["l", "o", "c", "a", "lo", "oc", "al", "ocal"]
+    merges = [("o", "c"), ("a", "l"), ("oc", "al"), ("l", "o")]
+    student, teacher = (
+        _saved(Tokenizer(models.BPE({token: i for i, token in enumerate(vocab)}, pairs)), folder)
+        for vocab, pairs, folder in (
+            (tokens, merges, tmp_path / "student"),
+            (["l", "o", "c", "a", "local", "locl"], [], tmp_path / "teacher"),
+        )
+    )
+    assert student.text_to_ids("local") == [0, 7]
+    none = np.array([], dtype=np.int64)
+    table = PrefixTable.from_tokenizers(student, teacher, (none, none))
+    # The longest that begins both is "lo".
+    assert table.starts.tolist() == [0, 1, 2, 3, 0, 0]
+    assert [table.next_in(b"local", cut) for cut in range(1, 5)] == [7, 2, 6, 0]
+    assert [table.next_in(b"locl", cut) for cut in range(1, 4)] == [5, 2, 0]
+
+
+def _saved(tokenizer: Tokenizer, folder: Path) -> MegatronTokenizerText:
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return MegatronTokenizer.from_pretrained(folder)
 
 
 def test_tokens_beyond_the_most_that_are_compared_are_part_of_the_rest(
