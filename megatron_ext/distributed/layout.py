@@ -163,14 +163,27 @@ class Layout:
         """Ranks that share an expert."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
+    @property
+    def shares_experts_over_replicas(self) -> bool:
+        """Whether some of the ranks that share experts are of different replicas."""
+        of_replica = self.tensor_model_parallel_size * self.context_parallel_size
+        return bool(of_replica % (self.expert_model_parallel_size * self.expert_tensor_ranks))
+
+    @property
+    def shown_experts(self) -> str:
+        """Sizes of the groups that share experts, for errors."""
+        return (
+            f"expert_model_parallel_size {self.expert_model_parallel_size} x "
+            f"expert_tensor_parallel_size {self.expert_tensor_ranks}"
+        )
+
     def _check_experts(self, stage_size: int) -> None:
         ep, etp = self.expert_model_parallel_size, self.expert_tensor_ranks
         if stage_size % (ep * etp):
             raise ConfigError(
                 "the processes of a stage do not divide over experts",
                 got=f"{stage_size} process{'es' if stage_size > 1 else ''}",
-                expected=f"a multiple of {ep * etp} (expert_model_parallel_size {ep} x "
-                f"expert_tensor_parallel_size {etp})",
+                expected=f"a multiple of {ep * etp} ({self.shown_experts})",
                 fix="start more with torchrun --nproc-per-node, or change the sizes",
             )
 

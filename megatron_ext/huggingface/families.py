@@ -448,5 +448,11 @@ UNSUPPORTED: Mapping[str, str] = {
     "megatron-core's attention nor losses from hidden states do",
     "Gemma3ForConditionalGeneration": "it reads images; "
     "the text models alone are Gemma3ForCausalLM",
+    "DeepseekV2ForCausalLM": "latent attention (MLA) and dense layers before those of experts "
+    "are not built here",
+    "DeepseekV3ForCausalLM": "latent attention (MLA), dense layers before those of experts and "
+    "the choice among groups of experts are not built here",
+    "GptOssForCausalLM": "sinks in attention, biases of experts and their clamped activation are "
+    "not built here",
 }
 """Reasons why similar architectures are not supported."""

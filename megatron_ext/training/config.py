@@ -403,6 +403,9 @@ class DistillConfig:
                 "serving.pipeline_model_parallel_size",
             )
             _check_model(side_of(name), teacher.model, *sizes, axes)
+            tp, pp = sizes
+            layout = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+            _check_experts(side_of(name), teacher.model, layout)
 
 
 def _check_teachers(config: DistillConfig) -> None:

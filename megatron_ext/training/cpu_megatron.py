@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from megatron_ext.errors import ConfigError
@@ -44,6 +45,7 @@ def install() -> None:
     _replace_cuda_calls()
     _replace_random_state_helpers()
     _replace_dispatcher_copies()
+    _replace_uneven_collectives()
     _keep_freed_memory()
     _installed = _CudaToCpu()
     _installed.__enter__()
@@ -170,6 +172,44 @@ def _replace_dispatcher_copies() -> None:
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = read
     # Any value keeps it from making a stream.
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none on a CPU"
+
+
+def _replace_uneven_collectives() -> None:
+    """Have ranks that share an expert exchange different numbers of tokens, which gloo's all-gather
+    and reduce-scatter refuse: by an all-to-all, which it has."""
+    from megatron.core.tensor_parallel import mappings
+
+    gather_evenly = mappings._gather_along_first_dim
+    scatter_evenly = mappings._reduce_scatter_along_first_dim
+
+    def gather(
+        part: torch.Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, *rest: Any
+    ) -> Any:
+        if sizes is None or group.size() == 1:
+            return gather_evenly(part, group, sizes, *rest)
+        sent = part.expand(group.size(), *part.shape).flatten(0, 1).contiguous()
+        return _exchanged(sent, [len(part)] * group.size(), list(sizes), group)
+
+    def scatter(
+        whole: torch.Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, *rest: Any
+    ) -> Any:
+        if sizes is None or group.size() == 1:
+            return scatter_evenly(whole, group, sizes, *rest)
+        own = sizes[group.rank()]
+        parts = _exchanged(whole.contiguous(), list(sizes), [own] * group.size(), group)
+        return parts.view(group.size(), own, *whole.shape[1:]).sum(dim=0)
+
+    mappings._gather_along_first_dim = gather
+    mappings._reduce_scatter_along_first_dim = scatter
+
+
+def _exchanged(
+    sent: torch.Tensor, to: list[int], of: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """What each rank has sent this one, of rows by rank. One all-to-all."""
+    received = sent.new_empty(sum(of), *sent.shape[1:])
+    dist.all_to_all_single(received, sent, of, to, group=group)
+    return received
 
 
 def announce_device(*, require_gpu: bool) -> None:

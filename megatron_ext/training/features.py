@@ -220,6 +220,25 @@ def _own_rotation(setting: Setting) -> str | None:
     return setting.place("{teacher}.model.local_rotary_base") if rotates else None
 
 
+def _experts(setting: Setting) -> str | None:
+    """Key of a model on the student's ranks that has experts."""
+    teacher = setting.teacher
+    if setting.config.student.num_experts is not None:
+        return "student.num_experts"
+    if teacher is None or not setting.config.distils or teacher.cache is not None:
+        return None
+    is_here = teacher.library == "megatron" and not teacher.is_remote
+    has_experts = is_here and teacher.model.num_experts is not None
+    return setting.place("{teacher}.model.num_experts") if has_experts else None
+
+
+def _experts_over_replicas(setting: Setting) -> str | None:
+    if setting.config.student.num_experts is None:
+        return None
+    layout = setting.config.parallel.layout
+    return layout.shown_experts if layout.shares_experts_over_replicas else None
+
+
 def _frozen_layers(setting: Setting) -> tuple[str, ...] | None:
     parts, lora = setting.config.training.trainable, setting.config.lora
     return None if lora or parts is None or "layers" in parts else parts
@@ -317,6 +336,11 @@ WHOLE_SEQUENCES: Final = Feature(
     value=_whole_sequences,
 )
 OWN_ROTATION: Final = Feature(name="`local_rotary_base` of a model", value=_own_rotation)
+EXPERTS: Final = Feature(name="experts of a model", value=_experts)
+STUDENT_EXPERTS: Final = key_feature("student.num_experts", off=None)
+EXPERTS_OVER_REPLICAS: Final = Feature(
+    name="a student's experts shared by replicas", value=_experts_over_replicas
+)
 STARTS_FROM_HEADS: Final = Feature(
     name="the option `projectors: heads` of `dskd`",
     key="{options}",

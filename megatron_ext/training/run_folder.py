@@ -84,6 +84,8 @@ _MAY_CHANGE = (
     "parallel.pipeline_model_parallel_size",
     "parallel.virtual_pipeline_model_parallel_size",
     "parallel.context_parallel_size",
+    "parallel.expert_model_parallel_size",
+    "parallel.expert_tensor_parallel_size",
     "parallel.sequence_parallel",
     "parallel.overlap_grad_reduce",
     "parallel.overlap_param_gather",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from megatron.core.distributed import finalize_model_grads
@@ -30,8 +30,14 @@ from megatron_ext.training.models import ModelChunks, load_weights_of, sharded_w
 from megatron_ext.training.run_plan import RunPlan
 from megatron_ext.training.vocabulary_layout import VocabularyRows
 
-CHECKPOINT_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
+CHECKPOINT_FORMAT = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+}
 """The distributed optimizer's format that any layout can read."""
+
+EXPERTS: Final = "experts"
+"""Entry of an optimizer's state for the optimizer of experts, where it is another one."""
 
 
 def prepare_to_load(optimizer: MegatronOptimizer) -> None:
@@ -55,6 +61,62 @@ def _fill_state(
     state["step"] = state["step"].clone()
     fill = type(optimizer)._set_main_param_and_optimizer_states
     fill(optimizer, parameter, {"step": state["step"], **tensors})
+
+
+def sharded_optimizer(
+    optimizer: MegatronOptimizer, weights: Mapping[str, Any], *, is_loading: bool
+) -> dict[str, Any]:
+    """State of an optimizer for ``dist_checkpointing``, which any layout can read.
+
+    megatron-core has an optimizer for experts beside the other one where ranks share them, and one
+    for all parameters elsewhere: the files of both differ in ``EXPERTS`` alone.
+    """
+    state: dict[str, Any] = optimizer.sharded_state_dict(
+        weights, is_loading=is_loading, metadata=CHECKPOINT_FORMAT
+    )
+    return {**state[0], EXPERTS: state[1]} if _has_experts(optimizer) else state
+
+
+def load_optimizer(optimizer: MegatronOptimizer, state: Mapping[str, Any]) -> None:
+    """Take over a loaded ``sharded_optimizer``, of any layout."""
+    others = {name: part for name, part in state.items() if name != EXPERTS}
+    if not _has_experts(optimizer):
+        optimizer.load_state_dict(others)
+        return
+    experts = _with_settings(state[EXPERTS], others, optimizer.chained_optimizers[1])
+    optimizer.load_state_dict({0: others, 1: experts})
+
+
+def _has_experts(optimizer: MegatronOptimizer) -> bool:
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    assert len(parts) <= 2, "one of experts, one of all others"
+    return len(parts) == 2
+
+
+def _with_settings(
+    experts: Mapping[str, Any], others: Mapping[str, Any], optimizer: MegatronOptimizer
+) -> dict[str, Any]:
+    """Tensors of the experts' optimizer with the settings of this run and the others' update
+    count, which files of a layout with one optimizer do not hold apart."""
+    is_nested = "optimizer" in others
+    loaded = dict(experts.get("optimizer", {}) if is_nested else experts)
+    inner = others["optimizer"] if is_nested else others
+    groups = [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+    if isinstance(optimizer, DistributedOptimizer):
+        # Which numbers parameters itself.
+        step = inner["param_groups"][0]["step"]
+        loaded["param_groups"] = [{**group, "step": step} for group in groups]
+    else:
+        loaded["param_groups"] = [
+            {**group, "params": numbers["params"]}
+            for group, numbers in zip(groups, loaded["param_groups"], strict=True)
+        ]
+        count = {name: inner["state"][name] for name in ("common_step",) if name in inner["state"]}
+        loaded["state"] = {**loaded["state"], **count}
+    return {**experts, "optimizer": loaded} if is_nested else loaded
 
 
 def update_if_finite(optimizer: MegatronOptimizer) -> float:
@@ -193,16 +255,14 @@ class Student:
             prepare_to_load(self.optimizer)
         return {
             **weights,
-            "optimizer": self.optimizer.sharded_state_dict(
-                weights, is_loading=is_loading, metadata=CHECKPOINT_FORMAT
-            ),
+            "optimizer": sharded_optimizer(self.optimizer, weights, is_loading=is_loading),
             "scheduler": self.scheduler.state_dict(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over a loaded ``sharded_state``."""
         load_weights_of(self.chunks, state)
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_optimizer(self.optimizer, state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
 
 
