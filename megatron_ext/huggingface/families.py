@@ -241,21 +241,22 @@ def _experts(layer: str, router: str, gate: str, up: str, down: str) -> tuple[Ru
 
 QWEN_EXPERTS = _experts("model.layers.{layer}.mlp", "gate", "gate_proj", "up_proj", "down_proj")
 
+SHARED = "model.layers.{layer}.mlp.shared_expert"
 SHARED_EXPERT = (
     Rule(
         "decoder.layers.mlp.shared_experts.gate_weight",
-        (Part("model.layers.{layer}.mlp.shared_expert_gate.weight", ("one", "hidden")),),
+        (Part(f"{SHARED}_gate.weight", ("one", "hidden")),),
     ),
     Rule(
         "decoder.layers.mlp.shared_experts.linear_fc1.weight",
         (
-            Part("model.layers.{layer}.mlp.shared_expert.gate_proj.weight", ("shared_ffn", "hidden")),
-            Part("model.layers.{layer}.mlp.shared_expert.up_proj.weight", ("shared_ffn", "hidden")),
+            Part(f"{SHARED}.gate_proj.weight", ("shared_ffn", "hidden")),
+            Part(f"{SHARED}.up_proj.weight", ("shared_ffn", "hidden")),
         ),
     ),
     Rule(
         "decoder.layers.mlp.shared_experts.linear_fc2.weight",
-        (Part("model.layers.{layer}.mlp.shared_expert.down_proj.weight", ("hidden", "shared_ffn")),),
+        (Part(f"{SHARED}.down_proj.weight", ("hidden", "shared_ffn")),),
     ),
 )
 

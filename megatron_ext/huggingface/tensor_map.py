@@ -6,8 +6,9 @@ tensors. ``linear_qkv`` stacks them by query group, ``r`` query heads to a group
     q_0 .. q_(r-1), k_0, v_0;  q_r .. q_(2r-1), k_1, v_1;  ...
 
 ``linear_fc1`` has the rows of the gate, then those of the other half. All other tensors correspond
-one to one; a tensor of experts has an entry for each layer and expert. So any rectangle of a megatron-core tensor, such as a rank's shard, is a few rectangles
-of HuggingFace tensors, and the other way round.
+one to one; a tensor of experts has an entry for each layer and expert. So any rectangle of a
+megatron-core tensor, such as a rank's shard, is a few rectangles of HuggingFace tensors, and the
+other way round.
 """
 
 from __future__ import annotations
@@ -17,8 +18,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Size = Literal[
-    *("hidden", "query", "key_value", "head", "ffn", "vocabulary"),
-    *("experts", "expert_ffn", "shared_ffn", "one"),
+    "hidden",
+    "query",
+    "key_value",
+    "head",
+    "ffn",
+    "vocabulary",
+    "experts",
+    "expert_ffn",
+    "shared_ffn",
+    "one",
 ]
 """Length of a dimension of a tensor."""
 

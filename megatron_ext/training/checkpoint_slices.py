@@ -25,7 +25,6 @@ from megatron_ext.training.checkpoint_manifest import Manifest
 from megatron_ext.training.checkpoint_reader import CheckpointReader, check_format
 from megatron_ext.training.lora_config import LoraConfig
 
-
 Place = tuple[int, ...]
 """Layer of a tensor, or layer and expert; empty for a whole tensor."""
 

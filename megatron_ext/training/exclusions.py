@@ -324,7 +324,8 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
             features.TRAINABLE,
             features.LORA,
             features.ROLLOUTS,
-            features.EXPERTS,
+            features.STUDENT_EXPERTS,
+            features.TEACHER_EXPERTS,
         )
     ),
     *(

@@ -220,16 +220,13 @@ def _own_rotation(setting: Setting) -> str | None:
     return setting.place("{teacher}.model.local_rotary_base") if rotates else None
 
 
-def _experts(setting: Setting) -> str | None:
-    """Key of a model on the student's ranks that has experts."""
+def _teacher_experts(setting: Setting) -> int | None:
+    """Experts of the teacher, if its model is on the student's ranks."""
     teacher = setting.teacher
-    if setting.config.student.num_experts is not None:
-        return "student.num_experts"
     if teacher is None or not setting.config.distils or teacher.cache is not None:
         return None
     is_here = teacher.library == "megatron" and not teacher.is_remote
-    has_experts = is_here and teacher.model.num_experts is not None
-    return setting.place("{teacher}.model.num_experts") if has_experts else None
+    return teacher.model.num_experts if is_here else None
 
 
 def _experts_over_replicas(setting: Setting) -> str | None:
@@ -336,8 +333,12 @@ WHOLE_SEQUENCES: Final = Feature(
     value=_whole_sequences,
 )
 OWN_ROTATION: Final = Feature(name="`local_rotary_base` of a model", value=_own_rotation)
-EXPERTS: Final = Feature(name="experts of a model", value=_experts)
 STUDENT_EXPERTS: Final = key_feature("student.num_experts", off=None)
+TEACHER_EXPERTS: Final = Feature(
+    name="`num_experts` of a teacher on the student's ranks",
+    key="{teacher}.model.num_experts",
+    value=_teacher_experts,
+)
 EXPERTS_OVER_REPLICAS: Final = Feature(
     name="a student's experts shared by replicas", value=_experts_over_replicas
 )

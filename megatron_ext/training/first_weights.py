@@ -44,7 +44,7 @@ def sharded_tensors(state: dict[str, Any]) -> Iterator[ShardedTensor]:
 
 
 def tensor_of(shard: ShardedTensor, tensors: TensorMap) -> MegatronTensor:
-    """The tensor that a shard is a rectangle of; of one layer and expert where these are stacked."""
+    """The tensor that a shard is a rectangle of; of one layer and expert where there are many."""
     return tensors.tensor(shard.key, *shard.global_offset[: shard.prepend_axis_num])
 
 

@@ -71,7 +71,7 @@ def sharded_optimizer(
     megatron-core has an optimizer for experts beside the other one where ranks share them, and one
     for all parameters elsewhere: the files of both differ in ``EXPERTS`` alone.
     """
-    state: dict[str, Any] = optimizer.sharded_state_dict(
+    state: dict[Any, Any] = optimizer.sharded_state_dict(
         weights, is_loading=is_loading, metadata=CHECKPOINT_FORMAT
     )
     return {**state[0], EXPERTS: state[1]} if _has_experts(optimizer) else state

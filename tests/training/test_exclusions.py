@@ -78,7 +78,9 @@ ON = {
     "local_rotary_base of a model": {
         "student": {"local_rotary_base": 10000, "full_attention_interval": 6}
     },
-    "experts of a model": {"teacher": {"model": MODEL | {"num_layers": 4, "num_experts": 4}}},
+    "num_experts of a teacher on the student's ranks": {
+        "teacher": {"model": MODEL | {"num_layers": 4, "num_experts": 4}}
+    },
     "student.num_experts": {"student": {"num_experts": 4}},
     "a student's experts shared by replicas": {
         "student": {"num_experts": 4},

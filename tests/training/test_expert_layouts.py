@@ -73,7 +73,8 @@ def runs(folder):
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
 def test_every_iteration_measures_what_one_process_measures(runs, run):
-    alone, sharded = read_metrics(runs / ALONE[run.variant.objective]), read_metrics(runs / run.name)
+    alone_name = ALONE[run.variant.objective]
+    alone, sharded = (read_metrics(runs / name) for name in (alone_name, run.name))
     assert len(alone) == run.variant.iterations
     terms = [name for name in ("loss", "kd", "ce") if name in alone[0]]
     balance = ("experts/load_balancing_loss", "experts/z_loss")

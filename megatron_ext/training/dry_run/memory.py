@@ -58,15 +58,15 @@ def _feed_forward(plan: Plan, shape: ModelShape) -> int:
     experts = element * routed * (model.hidden_size + (width + 1) * shape.expert_ffn)
     shared = width * element * tokens * shape.shared_ffn
     gate = element * tokens * model.hidden_size // ranks * model.moe_shared_expert_gate
-    return experts + shared + gate + _routing(plan, shape) // ranks
+    return experts + shared + gate + _routing(plan, shape, tokens // ranks)
 
 
-def _routing(plan: Plan, shape: ModelShape) -> int:
-    """Bytes of routers for all tokens: logits, the mask and the weights of all experts; in bf16
-    the input in fp32."""
-    tokens, experts = plan.tokens(shape), shape.model.num_experts or 0
-    copy = FP32 * shape.model.hidden_size if plan.element != FP32 else 0
-    return tokens * (copy + 2 * FP32 * experts)
+def _routing(plan: Plan, shape: ModelShape, tokens: int) -> int:
+    """Bytes of a router: logits, the mask and the weights of all experts; in bf16 its input and its
+    matrix in fp32."""
+    experts = shape.model.num_experts or 0
+    copies = FP32 * shape.model.hidden_size if plan.element != FP32 else 0
+    return copies * (tokens + experts) + tokens * 2 * FP32 * experts
 
 
 def norm_activations(plan: Plan, shape: ModelShape) -> int:
