@@ -1,6 +1,7 @@
 """Students and teachers with experts, which any layout trains as one process does.
 
-With MEGATRON_EXT_ALL_TEXT four processes, too: experts beside each of the other ways to share.
+With MEGATRON_EXT_ALL_TEXT four processes, too: experts beside each of the other ways to share, and
+sigmoid scores with a bias.
 """
 
 import os
@@ -47,12 +48,16 @@ FOUR = [
     AxisRun("ep4-tp2", SOFTMAX, {"expert_model_parallel_size": 4} | SEQUENCE_TP2 | WHOLE_EXPERTS),
     AxisRun("ep2-pp2", SOFTMAX, EP2 | PP2, ONE_ROW | LENGTHS),
     AxisRun("tp2-pp2", SOFTMAX, SEQUENCE_TP2 | PP2, RECOMPUTED | {"recompute_num_layers": 1}),
-    AxisRun("ep2-dp4-overlaps", SOFTMAX, EP2 | OVERLAPS, ONE_ROW),
+    AxisRun("ep2-dp4-overlaps", SOFTMAX, EP2 | OVERLAPS, ONE_ROW | SAVES),
+    AxisRun("ep2-pp2-overlaps", SOFTMAX, EP2 | PP2 | OVERLAPS, ONE_ROW, ("alone-overlaps", 1)),
     AxisRun("ep2-cp2", SOFTMAX, EP2 | CP2 | {"use_distributed_optimizer": True}),
     AxisRun("biased-ep2-tp2", BIASED, EP2 | SEQUENCE_TP2, ONE_ROW),
     AxisRun("biased-ep2-pp2", BIASED, EP2 | PP2, ONE_ROW),
 ]
-BACK = [AxisRun("alone-from-ep2-tp2", SOFTMAX, {}, {}, ("ep2-tp2", 1))]
+BACK = [
+    AxisRun("alone-from-ep2-tp2", SOFTMAX, {}, {}, ("ep2-tp2", 1)),
+    AxisRun("alone-from-overlaps", SOFTMAX, OVERLAPS, {}, ("ep2-dp4-overlaps", 1)),
+]
 ALL = bool(os.environ.get("MEGATRON_EXT_ALL_TEXT"))
 RUNS = [*TWO, *(FOUR + BACK if ALL else [])]
 ALONE = {SOFTMAX.objective: "alone", BIASED.objective: "biased-alone"}
@@ -63,6 +68,7 @@ def runs(folder):
     alone = [AxisRun("alone", SOFTMAX, training=SAVES)]
     if ALL:
         alone.append(AxisRun("biased-alone", BIASED))
+        alone.append(AxisRun("alone-overlaps", SOFTMAX, OVERLAPS, SAVES))
     run_ranks(1, start_and_train, folder, alone, timeout_s=240)
     run_ranks(2, train_runs, folder, TWO, timeout_s=240)
     if ALL:
