@@ -268,6 +268,12 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "adapters beside experts are not supported",
         "leave lora out",
     ),
+    Exclusion(
+        features.BY_GRADIENTS,
+        features.STUDENT_EXPERTS,
+        "losses of routers would be a part of each term's gradient",
+        "take another weighting",
+    ),
     Exclusion(features.TASKS, features.EXPERTS_OVER_REPLICAS, _IN_STEP, _ON_CHECKPOINTS),
     Exclusion(features.OWN_ROLLOUTS, features.EXPERTS_OVER_REPLICAS, _IN_STEP, _BY_SERVERS),
     # What the student samples.
