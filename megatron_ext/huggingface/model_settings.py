@@ -126,10 +126,13 @@ def model_config(settings: Mapping[str, Any], *, max_position_embeddings: int) -
         CheckpointError: No family can express the model.
     """
     for family in FAMILIES.values():
+        names = {**_NAMES, **family.names}
+        if any(settings[name] is None for name in names):
+            continue
         config = {
             "architectures": [family.architecture],
             "model_type": family.model_type,
-            **{key: settings[name] for name, key in {**_NAMES, **family.names}.items()},
+            **{key: settings[name] for name, key in names.items()},
             "num_key_value_heads": settings["num_query_groups"],
             "head_dim": settings["kv_channels"],
             "tie_word_embeddings": not settings["untie_embeddings_and_output_weights"],
