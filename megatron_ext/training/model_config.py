@@ -244,9 +244,11 @@ class ModelConfig:
         )
 
 
-_OF_EXPERTS: Final = tuple(
-    field.name for field in fields(ModelConfig) if field.name.startswith("moe_")
+OF_EXPERTS: Final = (
+    "num_experts",
+    *(field.name for field in fields(ModelConfig) if field.name.startswith("moe_")),
 )
+"""Settings of models with experts."""
 
 
 def _check_experts(model: ModelConfig) -> None:
@@ -254,7 +256,7 @@ def _check_experts(model: ModelConfig) -> None:
     if model.num_experts is None:
         for field in fields(ModelConfig):
             value = getattr(model, field.name)
-            if field.name in _OF_EXPERTS and value != field.default:
+            if field.name in OF_EXPERTS and value != field.default:
                 raise ConfigError(
                     f"{field.name} is of a model with experts",
                     got=f"{value} without num_experts",
