@@ -87,7 +87,7 @@ ON = {
         "parallel": {"expert_model_parallel_size": 2},
     },
     "data.validation under Megatron-LM's loop": {"data": {"train": ["x"], "validation": ["y"]}},
-    "a rotary_seq_len_interpolation_factor that is no whole number": {
+    "a rotary_seq_len_interpolation_factor that is not a whole number": {
         "student": {"rotary_seq_len_interpolation_factor": 1.5}
     },
     "student.post_layernorms": {"student": {"post_layernorms": True}},
