@@ -126,6 +126,13 @@ class Layout:
 
     context_parallel_size: int = 1
 
+    expert_model_parallel_size: int = 1
+    """Ranks that share the experts of a layer, of all tensor-, context- and data-parallel ranks of
+    a stage."""
+
+    expert_tensor_parallel_size: int | None = None
+    """Ranks that share an expert; None for ``tensor_model_parallel_size``."""
+
     sequence_parallel: bool = False
     """Whether tensor-parallel ranks share every sequence between the layers' matrices."""
 
@@ -148,7 +155,37 @@ class Layout:
                 ),
                 fix="start so many with torchrun --nproc-per-node, or change the sizes",
             )
+        self._check_experts(world_size // pp)
         return world_size // (tp * cp * pp)
+
+    @property
+    def expert_tensor_ranks(self) -> int:
+        """Ranks that share an expert."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @property
+    def shares_experts_over_replicas(self) -> bool:
+        """Whether some of the ranks that share experts are of different replicas."""
+        of_replica = self.tensor_model_parallel_size * self.context_parallel_size
+        return bool(of_replica % (self.expert_model_parallel_size * self.expert_tensor_ranks))
+
+    @property
+    def shown_experts(self) -> str:
+        """Sizes of the groups that share experts, for errors."""
+        return (
+            f"expert_model_parallel_size {self.expert_model_parallel_size} x "
+            f"expert_tensor_parallel_size {self.expert_tensor_ranks}"
+        )
+
+    def _check_experts(self, stage_size: int) -> None:
+        ep, etp = self.expert_model_parallel_size, self.expert_tensor_ranks
+        if stage_size % (ep * etp):
+            raise ConfigError(
+                "the processes of a stage do not divide over experts",
+                got=f"{stage_size} process{'es' if stage_size > 1 else ''}",
+                expected=f"a multiple of {ep * etp} ({self.shown_experts})",
+                fix="start more with torchrun --nproc-per-node, or change the sizes",
+            )
 
     @property
     def sequence_multiple(self) -> int:

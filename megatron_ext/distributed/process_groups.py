@@ -196,6 +196,8 @@ def initialize(layout: Layout, *, timeout: timedelta = timedelta(minutes=30)) ->
             else None
         ),
         context_parallel_size=layout.context_parallel_size,
+        expert_model_parallel_size=layout.expert_model_parallel_size,
+        expert_tensor_parallel_size=layout.expert_tensor_ranks,
         create_gloo_process_groups=False,
         distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
     )

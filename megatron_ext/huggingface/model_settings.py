@@ -21,7 +21,7 @@ from megatron_ext.huggingface.rotary import (
 )
 from megatron_ext.huggingface.tensor_map import TensorMap
 
-_NAMES: Final = {
+_NAMES: Final[dict[str, str]] = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
     "num_attention_heads": "num_attention_heads",
@@ -31,6 +31,9 @@ _NAMES: Final = {
     "vocab_size": "vocab_size",
 }
 """Keys of ``config.json`` by the setting that they become."""
+
+_NORMALISED: Final = "norm_topk_prob"
+"""Key that divides the chosen experts' weights by their sum."""
 
 COMMON: Final[Mapping[str, Any]] = {
     "position_embedding_type": "rope",
@@ -42,6 +45,15 @@ COMMON: Final[Mapping[str, Any]] = {
     "layernorm_zero_centered_gamma": False,
     "scale_embeddings": False,
     "post_layernorms": False,
+    "num_experts": None,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": None,
+    "moe_shared_expert_intermediate_size": None,
+    "moe_shared_expert_gate": False,
+    "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": False,
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_bias_update_rate": None,
 }
 """Settings of Llama, which families override."""
 
@@ -77,9 +89,11 @@ def model_settings(files: CheckpointFiles) -> dict[str, Any]:
 
 def settings_of(family: Family, config: Mapping[str, Any], *, where: object) -> dict[str, Any]:
     """Settings of a model from the values of a ``config.json``; see ``model_settings``."""
-    config = {**family.defaults, **config}
+    renamed = {old: config[new] for old, new in family.synonyms.items() if new in config}
+    config = {**family.defaults, **renamed, **config}
     _check_allowed(family, config, where)
-    missing = [name for name in _NAMES.values() if config.get(name) is None]
+    names = {**_NAMES, **family.names}
+    missing = [name for name in names.values() if config.get(name) is None]
     if missing:
         raise CheckpointError("a key is missing", where=where, expected=missing[0])
     heads = config["num_attention_heads"]
@@ -89,7 +103,9 @@ def settings_of(family: Family, config: Mapping[str, Any], *, where: object) -> 
     scalar = config.get("query_pre_attn_scalar")
     return {
         **COMMON,
-        **{name: config[key] for name, key in _NAMES.items()},
+        **{name: config[key] for name, key in names.items()},
+        # Only models that may do without divide the weights of the chosen experts on request.
+        "moe_router_pre_softmax": not config.get(_NORMALISED, True),
         "num_query_groups": config.get("num_key_value_heads") or heads,
         "kv_channels": width,
         "untie_embeddings_and_output_weights": not config["tie_word_embeddings"],
@@ -110,10 +126,13 @@ def model_config(settings: Mapping[str, Any], *, max_position_embeddings: int) -
         CheckpointError: No family can express the model.
     """
     for family in FAMILIES.values():
+        names = {**_NAMES, **family.names}
+        if any(settings[name] is None for name in names):
+            continue
         config = {
             "architectures": [family.architecture],
             "model_type": family.model_type,
-            **{key: settings[name] for name, key in _NAMES.items()},
+            **{key: settings[name] for name, key in names.items()},
             "num_key_value_heads": settings["num_query_groups"],
             "head_dim": settings["kv_channels"],
             "tie_word_embeddings": not settings["untie_embeddings_and_output_weights"],
@@ -121,6 +140,8 @@ def model_config(settings: Mapping[str, Any], *, max_position_embeddings: int) -
             **{key: values[0] for key, values in family.allowed.items()},
             **rotary_config(settings),
         }
+        if _NORMALISED in family.defaults:
+            config[_NORMALISED] = not settings["moe_router_pre_softmax"]
         if "sliding_window" in family.defaults:
             config["sliding_window"] = settings["window_size"]
         if settings["full_attention_interval"] is not None:

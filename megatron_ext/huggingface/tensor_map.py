@@ -6,8 +6,9 @@ tensors. ``linear_qkv`` stacks them by query group, ``r`` query heads to a group
     q_0 .. q_(r-1), k_0, v_0;  q_r .. q_(2r-1), k_1, v_1;  ...
 
 ``linear_fc1`` has the rows of the gate, then those of the other half. All other tensors correspond
-one to one. So any rectangle of a megatron-core tensor, such as a rank's shard, is a few rectangles
-of HuggingFace tensors, and the other way round.
+one to one; a tensor of experts has an entry for each layer and expert. So any rectangle of a
+megatron-core tensor, such as a rank's shard, is a few rectangles of HuggingFace tensors, and the
+other way round.
 """
 
 from __future__ import annotations
@@ -16,13 +17,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Size = Literal["hidden", "query", "key_value", "head", "ffn", "vocabulary"]
+Size = Literal[
+    "hidden",
+    "query",
+    "key_value",
+    "head",
+    "ffn",
+    "vocabulary",
+    "experts",
+    "expert_ffn",
+    "shared_ffn",
+    "one",
+]
 """Length of a dimension of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A HuggingFace tensor; ``{layer}`` in its name stands for the layer's number."""
+    """A HuggingFace tensor; ``{layer}`` and ``{expert}`` in its name stand for their numbers."""
 
     name: str
     shape: tuple[Size, ...]
@@ -44,6 +56,11 @@ class Rule:
         """Whether every layer has such a tensor."""
         return "{layer}" in self.parts[0].name
 
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether every expert of every layer has such a tensor."""
+        return "{expert}" in self.parts[0].name
+
 
 @dataclass(frozen=True, slots=True)
 class Block:
@@ -56,7 +73,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronTensor:
-    """One tensor of ``GPTModel``, in a given layer if it belongs to layers."""
+    """One tensor of ``GPTModel``, in a given layer and expert if it belongs to these."""
 
     key: str
 
@@ -68,6 +85,14 @@ class MegatronTensor:
 
     columns: int | None
     """Number of columns; None for a vector."""
+
+    expert: int | None = None
+    """Number of the expert; None outside of experts."""
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Layer and expert, as far as there are."""
+        return tuple(number for number in (self.layer, self.expert) if number is not None)
 
     @property
     def rows(self) -> int:
@@ -110,7 +135,9 @@ class TensorMap:
             yield self.tensor(rule.megatron)
         for layer in range(self.layers):
             for index in inner:
-                yield self.tensor(rules[index].megatron, layer)
+                rule = rules[index]
+                for expert in range(self._sizes["experts"]) if rule.is_of_experts else (None,):
+                    yield self.tensor(rule.megatron, layer, expert)
         for rule in rules[inner[-1] + 1 :]:
             yield self.tensor(rule.megatron)
 
@@ -119,8 +146,10 @@ class TensorMap:
         """Keys of the model's megatron-core checkpoint."""
         return tuple(self._rules)
 
-    def tensor(self, key: str, layer: int | None = None) -> MegatronTensor:
-        """The tensor with a key, in a given layer if it belongs to layers.
+    def tensor(
+        self, key: str, layer: int | None = None, expert: int | None = None
+    ) -> MegatronTensor:
+        """The tensor with a key, in a given layer and expert if it belongs to these.
 
         Raises:
             KeyError: The family has no such tensor.
@@ -131,27 +160,32 @@ class TensorMap:
         return MegatronTensor(
             key=key,
             layer=layer,
-            blocks=tuple(blocks(rule, layer)),
+            expert=expert,
+            blocks=tuple(blocks(rule, layer, expert)),
             columns=self._sizes[shape[1]] if len(shape) > 1 else None,
         )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the model's HuggingFace tensors, in order."""
         return {
-            part.name.format(layer=tensor.layer): tuple(self._sizes[size] for size in part.shape)
+            part.name.format(layer=tensor.layer, expert=tensor.expert): tuple(
+                self._sizes[size] for size in part.shape
+            )
             for tensor in self.megatron_tensors()
             for part in self._rules[tensor.key].parts
         }
 
-    def _stacked(self, rule: Rule, layer: int | None) -> Iterator[Block]:
+    def _stacked(self, rule: Rule, layer: int | None, expert: int | None) -> Iterator[Block]:
         for part in rule.parts:
-            yield Block(part.name.format(layer=layer), 0, self._sizes[part.shape[0]])
+            name = part.name.format(layer=layer, expert=expert)
+            yield Block(name, 0, self._sizes[part.shape[0]])
 
-    def _by_query_group(self, rule: Rule, layer: int | None) -> Iterator[Block]:
+    def _by_query_group(self, rule: Rule, layer: int | None, expert: int | None) -> Iterator[Block]:
         for group in range(self._groups):
             for part in rule.parts:
                 rows = self._sizes[part.shape[0]] // self._groups
-                yield Block(part.name.format(layer=layer), group * rows, (group + 1) * rows)
+                name = part.name.format(layer=layer, expert=expert)
+                yield Block(name, group * rows, (group + 1) * rows)
 
 
 def _sizes(settings: Mapping[str, Any]) -> dict[Size, int]:
@@ -163,4 +197,8 @@ def _sizes(settings: Mapping[str, Any]) -> dict[Size, int]:
         "head": head,
         "ffn": settings["ffn_hidden_size"],
         "vocabulary": settings["vocab_size"],
+        "experts": settings["num_experts"] or 0,
+        "expert_ffn": settings["moe_ffn_hidden_size"] or settings["ffn_hidden_size"],
+        "shared_ffn": settings["moe_shared_expert_intermediate_size"] or 0,
+        "one": 1,
     }

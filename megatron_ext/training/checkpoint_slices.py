@@ -25,6 +25,9 @@ from megatron_ext.training.checkpoint_manifest import Manifest
 from megatron_ext.training.checkpoint_reader import CheckpointReader, check_format
 from megatron_ext.training.lora_config import LoraConfig
 
+Place = tuple[int, ...]
+"""Layer of a tensor, or layer and expert; empty for a whole tensor."""
+
 
 class CheckpointSlices:
     """Tensors of a checkpoint, read by name and layer.
@@ -67,11 +70,12 @@ class CheckpointSlices:
         stem = name.removesuffix("weight")
         if self.lora is None or f"{stem}lora.a" not in self.tensors:
             return None
-        a, b = self._read([(f"{stem}lora.a", layer), (f"{stem}lora.b", layer)])
+        place = () if layer is None else (layer,)
+        a, b = self._read([(f"{stem}lora.a", place), (f"{stem}lora.b", place)])
         return a, b
 
-    def read(self, wanted: Sequence[tuple[str, int | None]]) -> list[torch.Tensor]:
-        """Read tensors by name, each whole, or one layer of it where layers are stacked.
+    def read(self, wanted: Sequence[tuple[str, Place]]) -> list[torch.Tensor]:
+        """Read tensors by name, each whole, or that of one layer, or of one expert of a layer.
 
         Names must be distinct.
 
@@ -79,20 +83,20 @@ class CheckpointSlices:
             CheckpointError: A file is missing, or cut short.
         """
         tensors = self._read(wanted)
-        for tensor, (name, layer) in zip(tensors, wanted, strict=True):
-            adapter = self.adapter(name, layer)
+        for tensor, (name, place) in zip(tensors, wanted, strict=True):
+            adapter = None if len(place) > 1 else self.adapter(name, *place)
             if adapter is not None and self.lora is not None:
                 add_product(tensor, *adapter, scale=self.lora.scale)
         return tensors
 
-    def _read(self, wanted: Sequence[tuple[str, int | None]]) -> list[torch.Tensor]:
+    def _read(self, wanted: Sequence[tuple[str, Place]]) -> list[torch.Tensor]:
         """Tensors as they are stored."""
         targets = _Targets()
         items: list[ReadItem] = []
         try:
-            for name, layer in wanted:
+            for name, place in wanted:
                 stored = self.tensors[name]
-                chunk = _chunk(stored, layer)
+                chunk = _chunk(stored, place)
                 target = torch.empty(chunk.sizes, dtype=stored.properties.dtype)
                 targets.of_chunk[name, chunk.offsets] = target
                 items += create_read_items_for_chunk_list(name, stored, [chunk])
@@ -108,8 +112,8 @@ class CheckpointSlices:
                 fix="copy it again: a file of it is missing or cut short",
             ) from error
         return [
-            tensor if layer is None else tensor.squeeze(0)
-            for tensor, (_, layer) in zip(targets.of_chunk.values(), wanted, strict=True)
+            tensor.view(tensor.shape[len(place) :])
+            for tensor, (_, place) in zip(targets.of_chunk.values(), wanted, strict=True)
         ]
 
 
@@ -133,11 +137,11 @@ class _Targets(DefaultLoadPlanner):
         return tensor
 
 
-def _chunk(stored: TensorStorageMetadata, layer: int | None) -> ChunkStorageMetadata:
-    """The rectangle of a whole tensor, or of one layer of it."""
+def _chunk(stored: TensorStorageMetadata, place: Place) -> ChunkStorageMetadata:
+    """The rectangle of a whole tensor, or of one layer or expert of it."""
     offsets, sizes = [0] * len(stored.size), list(stored.size)
-    if layer is not None:
-        offsets[0], sizes[0] = layer, 1
+    for axis, number in enumerate(place):
+        offsets[axis], sizes[axis] = number, 1
     return ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
 
 

@@ -324,6 +324,15 @@ class DistillConfig:
             if self.parallel.sequence_parallel:
                 axis = "tensor_model_parallel_size, which sequence_parallel cuts sequences by"
                 _check_layout(name, "seq_length", model.seq_length, tp, axis)
+            _check_experts(name, model, self.parallel)
+        has_experts = any(model.num_experts is not None for _, model in self._models())
+        if self.parallel.expert_model_parallel_size > 1 and not has_experts:
+            raise ConfigError(
+                "expert_model_parallel_size needs a model with experts",
+                where="parallel",
+                got=f"{self.parallel.expert_model_parallel_size} and dense models",
+                fix="remove it, or set num_experts",
+            )
         self._check_served()
         self._check_rollouts()
         is_tied = not self.student.untie_embeddings_and_output_weights
@@ -394,6 +403,9 @@ class DistillConfig:
                 "serving.pipeline_model_parallel_size",
             )
             _check_model(side_of(name), teacher.model, *sizes, axes)
+            tp, pp = sizes
+            layout = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+            _check_experts(side_of(name), teacher.model, layout)
 
 
 def _check_teachers(config: DistillConfig) -> None:
@@ -429,7 +441,29 @@ def _check_model(
     """Check that a model divides over tensor-parallel ranks and over stages."""
     _check_layout(name, "num_layers", model.num_layers, stages, axes[1])
     _check_layout(name, "attention heads", model.query_groups, tp, axes[0])
-    _check_layout(name, "ffn_hidden_size", model.ffn_width, tp, axes[0])
+    if model.num_experts is None:
+        _check_layout(name, "ffn_hidden_size", model.ffn_width, tp, axes[0])
+
+
+def _check_experts(name: str, model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Check that the experts of a model divide over the ranks that share them."""
+    if model.num_experts is None:
+        return
+    ep, layout = parallel.expert_model_parallel_size, parallel.layout
+    _check_layout(name, "num_experts", model.num_experts, ep, "expert_model_parallel_size")
+    axis = "expert_tensor_parallel_size, or tensor_model_parallel_size without it"
+    width = "moe_ffn_hidden_size"
+    _check_layout(name, width, model.expert_width, layout.expert_tensor_ranks, axis)
+    shared, tp = model.moe_shared_expert_intermediate_size, parallel.tensor_model_parallel_size
+    what, axis = "moe_shared_expert_intermediate_size", "tensor_model_parallel_size"
+    _check_layout(name, what, shared or 0, tp, axis)
+    if name == "student" and tp > 1 and not parallel.sequence_parallel:
+        raise ConfigError(
+            "megatron-core trains experts under tensor parallelism with sequence_parallel alone",
+            where="parallel.sequence_parallel",
+            got=f"false and tensor_model_parallel_size {tp}",
+            fix="set it to true",
+        )
 
 
 def _check_layout(model: str, what: str, count: int, size: int, axis: str) -> None:

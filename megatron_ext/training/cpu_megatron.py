@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from megatron_ext.errors import ConfigError
@@ -43,6 +44,8 @@ def install() -> None:
         raise RuntimeError("CUDA is initialised in this process, so it cannot run on the CPU")
     _replace_cuda_calls()
     _replace_random_state_helpers()
+    _replace_dispatcher_copies()
+    _replace_uneven_collectives()
     _keep_freed_memory()
     _installed = _CudaToCpu()
     _installed.__enter__()
@@ -150,6 +153,63 @@ def _replace_random_state_helpers() -> None:
 
     random._get_cuda_rng_state = get_state
     random._set_cuda_rng_state = set_state
+
+
+def _replace_dispatcher_copies() -> None:
+    """Have the dispatcher of experts read the numbers that it sends without a stream of its own."""
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    def read(
+        dispatcher: Any, point: str, tokens_per_expert: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        if point == dispatcher.cuda_dtoh_point:
+            for name in ("input_splits", "output_splits", "output_splits_tp"):
+                splits = getattr(dispatcher, name)
+                if isinstance(splits, torch.Tensor):
+                    setattr(dispatcher, name, splits.numpy())
+        return tokens_per_expert
+
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = read
+    # Any value keeps it from making a stream.
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none on a CPU"
+
+
+def _replace_uneven_collectives() -> None:
+    """Have ranks that share an expert exchange different numbers of tokens, which gloo's all-gather
+    and reduce-scatter refuse: by an all-to-all, which it has."""
+    from megatron.core.tensor_parallel import mappings
+
+    gather_evenly = mappings._gather_along_first_dim
+    scatter_evenly = mappings._reduce_scatter_along_first_dim
+
+    def gather(
+        part: torch.Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, *rest: Any
+    ) -> Any:
+        if sizes is None or group.size() == 1:
+            return gather_evenly(part, group, sizes, *rest)
+        sent = part.expand(group.size(), *part.shape).flatten(0, 1).contiguous()
+        return _exchanged(sent, [len(part)] * group.size(), list(sizes), group)
+
+    def scatter(
+        whole: torch.Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, *rest: Any
+    ) -> Any:
+        if sizes is None or group.size() == 1:
+            return scatter_evenly(whole, group, sizes, *rest)
+        own = sizes[group.rank()]
+        parts = _exchanged(whole.contiguous(), list(sizes), [own] * group.size(), group)
+        return parts.view(group.size(), own, *whole.shape[1:]).sum(dim=0)
+
+    mappings._gather_along_first_dim = gather
+    mappings._reduce_scatter_along_first_dim = scatter
+
+
+def _exchanged(
+    sent: torch.Tensor, to: list[int], of: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """What each rank has sent this one, of rows by rank. One all-to-all."""
+    received = sent.new_empty(sum(of), *sent.shape[1:])
+    dist.all_to_all_single(received, sent, of, to, group=group)
+    return received
 
 
 def announce_device(*, require_gpu: bool) -> None:

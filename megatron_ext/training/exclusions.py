@@ -51,6 +51,9 @@ def check_exclusions(
 _BY_IDS: Final = "set training.vocabulary_layout to original"
 _ON_CHECKPOINTS: Final = "leave the tasks out, and call megatron-ext evaluate on a checkpoint"
 _NOT_CUT: Final = "between two steps a student in this layout does not read texts of any length"
+_IN_STEP: Final = (
+    "replicas that share experts pass in step, and between two steps each has as many as it needs"
+)
 _BY_SERVERS: Final = "change the layout, or have servers sample (data.rollouts.engine)"
 _SETS_ITSELF: Final = "the weighting sets this weight itself"
 _NO_FLAG: Final = (
@@ -258,6 +261,21 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         Exclusion(features.TASKS, cut, _NOT_CUT, _ON_CHECKPOINTS)
         for cut in (features.CONTEXT, features.SEQUENCE, features.INTERLEAVED, features.LATE_GATHER)
     ),
+    # Experts.
+    Exclusion(
+        features.LORA,
+        features.STUDENT_EXPERTS,
+        "adapters beside experts are not supported",
+        "leave lora out",
+    ),
+    Exclusion(
+        features.BY_GRADIENTS,
+        features.STUDENT_EXPERTS,
+        "losses of routers would be a part of each term's gradient",
+        "take another weighting",
+    ),
+    Exclusion(features.TASKS, features.EXPERTS_OVER_REPLICAS, _IN_STEP, _ON_CHECKPOINTS),
+    Exclusion(features.OWN_ROLLOUTS, features.EXPERTS_OVER_REPLICAS, _IN_STEP, _BY_SERVERS),
     # What the student samples.
     *(
         Exclusion(features.OWN_ROLLOUTS, cut, _NOT_CUT, _BY_SERVERS)
@@ -312,6 +330,8 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
             features.TRAINABLE,
             features.LORA,
             features.ROLLOUTS,
+            features.STUDENT_EXPERTS,
+            features.TEACHER_EXPERTS,
         )
     ),
     *(

@@ -118,10 +118,10 @@ class _ExportedTensors:
     def tensors(self, plans: list[TensorPlan]) -> dict[str, torch.Tensor]:
         """The tensors of one file."""
         homes = {plan.name: self._homes[plan.name] for plan in plans}
-        keys = list({(home.key, home.layer): None for home in homes.values()})
+        keys = list({(home.key, home.place): None for home in homes.values()})
         loaded = dict(zip(keys, self._slices.read(keys), strict=True))
         return {
-            plan.name: _part(plan, home, loaded[home.key, home.layer])
+            plan.name: _part(plan, home, loaded[home.key, home.place])
             for plan in plans
             for home in [homes[plan.name]]
         }

@@ -220,6 +220,22 @@ def _own_rotation(setting: Setting) -> str | None:
     return setting.place("{teacher}.model.local_rotary_base") if rotates else None
 
 
+def _teacher_experts(setting: Setting) -> int | None:
+    """Experts of the teacher, if its model is on the student's ranks."""
+    teacher = setting.teacher
+    if teacher is None or not setting.config.distils or teacher.cache is not None:
+        return None
+    is_here = teacher.library == "megatron" and not teacher.is_remote
+    return teacher.model.num_experts if is_here else None
+
+
+def _experts_over_replicas(setting: Setting) -> str | None:
+    if setting.config.student.num_experts is None:
+        return None
+    layout = setting.config.parallel.layout
+    return layout.shown_experts if layout.shares_experts_over_replicas else None
+
+
 def _frozen_layers(setting: Setting) -> tuple[str, ...] | None:
     parts, lora = setting.config.training.trainable, setting.config.lora
     return None if lora or parts is None or "layers" in parts else parts
@@ -318,6 +334,15 @@ WHOLE_SEQUENCES: Final = Feature(
     value=_whole_sequences,
 )
 OWN_ROTATION: Final = Feature(name="`local_rotary_base` of a model", value=_own_rotation)
+STUDENT_EXPERTS: Final = key_feature("student.num_experts", off=None)
+TEACHER_EXPERTS: Final = Feature(
+    name="`num_experts` of a teacher on the student's ranks",
+    key="{teacher}.model.num_experts",
+    value=_teacher_experts,
+)
+EXPERTS_OVER_REPLICAS: Final = Feature(
+    name="a student's experts shared by replicas", value=_experts_over_replicas
+)
 STARTS_FROM_HEADS: Final = Feature(
     name="the option `projectors: heads` of `dskd`",
     key="{options}",

@@ -44,9 +44,8 @@ def sharded_tensors(state: dict[str, Any]) -> Iterator[ShardedTensor]:
 
 
 def tensor_of(shard: ShardedTensor, tensors: TensorMap) -> MegatronTensor:
-    """The tensor that a shard is a rectangle of; of one layer where layers are stacked."""
-    layer = shard.global_offset[0] if shard.prepend_axis_num else None
-    return tensors.tensor(shard.key, layer)
+    """The tensor that a shard is a rectangle of; of one layer and expert where there are many."""
+    return tensors.tensor(shard.key, *shard.global_offset[: shard.prepend_axis_num])
 
 
 def corner_of(shard: ShardedTensor) -> tuple[int, int]:

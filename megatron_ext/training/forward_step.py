@@ -32,6 +32,7 @@ from megatron_ext.losses import (
 from megatron_ext.losses.diagnostics import ONE_TEACHER, FiniteCheck, check_finite
 from megatron_ext.losses.linear import LinearDistillation, no_logits
 from megatron_ext.ops.token_log_prob import token_log_prob
+from megatron_ext.training.experts import padding_options
 from megatron_ext.training.microbatch import Microbatch, MicrobatchWithTargets
 from megatron_ext.training.models import has_head
 from megatron_ext.training.student_head import Head, StudentHidden, head_of, without_head
@@ -168,7 +169,12 @@ class StudentStep:
         inputs = microbatch.batch.student
         is_headless = self.linear is not None and has_head(model)
         with without_head(model) if is_headless else nullcontext():
-            output = model(inputs.tokens, inputs.position_ids, inputs.attention_mask)
+            output = model(
+                inputs.tokens,
+                inputs.position_ids,
+                inputs.attention_mask,
+                **padding_options(microbatch.batch, model),
+            )
         if not has_head(model):
             return output, partial(self._loss, microbatch, None)
         if is_headless:

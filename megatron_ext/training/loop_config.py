@@ -174,6 +174,13 @@ class ParallelConfig:
     context_parallel_size: int = 1
     """Processes that share every sequence, of the student and of the teachers."""
 
+    expert_model_parallel_size: int = 1
+    """Processes that share the experts of each layer, of the student and of the teachers; they are
+    taken from the tensor-, context- and data-parallel ones of a stage."""
+
+    expert_tensor_parallel_size: int | None = None
+    """Processes that share each expert; ``tensor_model_parallel_size`` when not given."""
+
     use_distributed_optimizer: bool = False
     """Shard the optimizer's state over data-parallel ranks."""
 
@@ -199,6 +206,8 @@ class ParallelConfig:
             pipeline_model_parallel_size=self.pipeline_model_parallel_size,
             virtual_pipeline_model_parallel_size=self.virtual_pipeline_model_parallel_size,
             context_parallel_size=self.context_parallel_size,
+            expert_model_parallel_size=self.expert_model_parallel_size,
+            expert_tensor_parallel_size=self.expert_tensor_parallel_size,
             sequence_parallel=self.sequence_parallel,
         )
 
@@ -209,6 +218,8 @@ class ParallelConfig:
             "pipeline_model_parallel_size",
             "virtual_pipeline_model_parallel_size",
             "context_parallel_size",
+            "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
             "distributed_timeout_minutes",
         )
         if self.virtual_pipeline_model_parallel_size > 1 and self.pipeline_model_parallel_size == 1:

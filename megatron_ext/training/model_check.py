@@ -84,6 +84,7 @@ def full_settings(model: ModelConfig) -> dict[str, Any]:
         "num_query_groups": model.query_groups,
         "kv_channels": model.head_width,
         "ffn_hidden_size": model.ffn_width,
+        "moe_ffn_hidden_size": None if model.num_experts is None else model.expert_width,
     }
 
 

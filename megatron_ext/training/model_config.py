@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Final, Literal
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers.build import padded_vocab_size
@@ -11,7 +11,7 @@ from megatron_ext.tokenizers.build import padded_vocab_size
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class ModelConfig:
-    """A dense decoder-only transformer (megatron-core ``GPTModel``).
+    """A decoder-only transformer (megatron-core ``GPTModel``), dense or a mixture of experts.
 
     For a model whose weights come from HuggingFace, keys that are left out are taken from its
     ``config.json``.
@@ -98,6 +98,43 @@ class ModelConfig:
     scale_embeddings: bool = False
     """Multiply embeddings by the square root of hidden_size (Gemma)."""
 
+    num_experts: int | None = None
+    """Experts of every feed-forward layer; dense layers when not given."""
+
+    moe_router_topk: int = 2
+    """Experts that a token goes to."""
+
+    moe_ffn_hidden_size: int | None = None
+    """Inner width of an expert; ``ffn_hidden_size`` when not given."""
+
+    moe_shared_expert_intermediate_size: int | None = None
+    """Inner width of the shared experts, together, which every token goes to; none when not
+    given."""
+
+    moe_shared_expert_gate: bool = False
+    """Multiply the shared experts' output by a sigmoid of the token (Qwen2-MoE)."""
+
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """Function of the router's logits that weighs experts. Softmax is over the chosen experts;
+    sigmoids of these are divided by their sum."""
+
+    moe_router_pre_softmax: bool = False
+    """Softmax over all experts instead, without dividing by the sum of the chosen ones."""
+
+    moe_router_topk_scaling_factor: float | None = None
+    """Factor of the chosen experts' weights."""
+
+    moe_router_bias_update_rate: float | None = None
+    """Step by which each update moves a bias of every expert, which the choice of experts adds to
+    their scores, up for those with fewer tokens than the mean, down for others (loss-free
+    balancing, sigmoid scores only); no bias when not given."""
+
+    moe_aux_loss_coeff: float = 0.0
+    """Weight of the load-balancing loss."""
+
+    moe_z_loss_coeff: float = 0.0
+    """Weight of the z-loss, the mean square of the logarithm of the router's normaliser."""
+
     untie_embeddings_and_output_weights: bool = False
     """Give the head weights of its own."""
 
@@ -131,8 +168,15 @@ class ModelConfig:
             "layernorm_epsilon",
             "vocab_size",
             "make_vocab_size_divisible_by",
+            "num_experts",
+            "moe_router_topk",
+            "moe_ffn_hidden_size",
+            "moe_shared_expert_intermediate_size",
+            "moe_router_topk_scaling_factor",
+            "moe_router_bias_update_rate",
         )
-        check_not_negative(self, "init_method_std")
+        check_not_negative(self, "init_method_std", "moe_aux_loss_coeff", "moe_z_loss_coeff")
+        _check_experts(self)
         if self.kv_channels is None:
             check_divides(self, "hidden_size", "num_attention_heads")
         if self.window_size is not None and self.seq_length > self.window_size:
@@ -177,6 +221,16 @@ class ModelConfig:
         """Inner width of the feed-forward layers."""
         return self.ffn_hidden_size or 4 * self.hidden_size
 
+    @property
+    def expert_width(self) -> int:
+        """Inner width of an expert."""
+        return self.moe_ffn_hidden_size or self.ffn_width
+
+    @property
+    def has_router_losses(self) -> bool:
+        """Whether routers add losses of their own."""
+        return self.num_experts is not None and self.moe_aux_loss_coeff + self.moe_z_loss_coeff > 0
+
     def padded_ids(self, vocab_size: int) -> int:
         """Rows that a vocabulary of ``vocab_size`` ids has before it is padded."""
         return max(vocab_size, self.vocab_size or 0)
@@ -188,6 +242,53 @@ class ModelConfig:
             make_vocab_size_divisible_by=self.make_vocab_size_divisible_by,
             tensor_model_parallel_size=tensor_ranks,
         )
+
+
+OF_EXPERTS: Final = (
+    "num_experts",
+    *(field.name for field in fields(ModelConfig) if field.name.startswith("moe_")),
+)
+"""Settings of models with experts."""
+
+
+def _check_experts(model: ModelConfig) -> None:
+    """Refuse settings of experts that contradict each other, or are of a dense model."""
+    if model.num_experts is None:
+        for field in fields(ModelConfig):
+            value = getattr(model, field.name)
+            if field.name in OF_EXPERTS and value != field.default:
+                raise ConfigError(
+                    f"{field.name} is of a model with experts",
+                    got=f"{value} without num_experts",
+                    fix="set num_experts, or leave it out",
+                )
+        return
+    if model.moe_router_topk > model.num_experts:
+        raise ConfigError(
+            "a token cannot go to more experts than there are",
+            got=f"moe_router_topk {model.moe_router_topk} of num_experts {model.num_experts}",
+        )
+    softmax = model.moe_router_score_function == "softmax"
+    if softmax and model.moe_router_topk == 1 and not model.moe_router_pre_softmax:
+        raise ConfigError(
+            "the softmax over a single chosen expert is 1, so that the router would not learn",
+            got="moe_router_topk 1",
+            fix="set moe_router_pre_softmax",
+        )
+    if softmax and model.moe_router_bias_update_rate is not None:
+        raise ConfigError(
+            "moe_router_bias_update_rate needs sigmoid scores",
+            got="moe_router_score_function softmax",
+            fix="set it to sigmoid, or balance by moe_aux_loss_coeff",
+        )
+    if not softmax and model.moe_router_pre_softmax:
+        raise ConfigError("moe_router_pre_softmax needs softmax scores", got="sigmoid")
+    if model.moe_shared_expert_gate and model.moe_shared_expert_intermediate_size is None:
+        raise ConfigError(
+            "moe_shared_expert_gate needs moe_shared_expert_intermediate_size", got="none"
+        )
+    if model.post_layernorms:
+        raise ConfigError("layers with post_layernorms have no experts", got=model.num_experts)
 
 
 def check_positive(config: object, *names: str) -> None:

@@ -29,6 +29,7 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
 from megatron_ext.training.context_attention import ContextAttention
+from megatron_ext.training.experts import Experts, Router
 from megatron_ext.training.layers import (
     ColumnLinear,
     PostNormLinear,
@@ -203,8 +204,7 @@ def transformer_config(
         variable_seq_lengths=(
             training.variable_seq_lengths and parallel.pipeline_model_parallel_size > 1
         ),
-        # The only value that variable_seq_lengths accepts, also for models without experts.
-        moe_token_dispatcher_type="alltoall",
+        **_expert_settings(model, parallel),
         sequence_parallel=parallel.sequence_parallel,
         recompute_granularity=training.recompute_granularity,
         recompute_method=training.recompute_method,
@@ -225,6 +225,35 @@ def transformer_config(
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
     )
+
+
+def _expert_settings(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]:
+    """Settings of ``TransformerConfig`` for experts.
+
+    The dispatcher is the one that works over gloo and NCCL alike, and with rows of variable length,
+    for which megatron-core asks for it in dense models, too.
+    """
+    settings: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall"}
+    if model.num_experts is None:
+        return settings
+    return settings | {
+        "num_moe_experts": model.num_experts,
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": parallel.layout.expert_tensor_ranks,
+        "moe_ffn_hidden_size": model.expert_width,
+        "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
+        "moe_shared_expert_gate": model.moe_shared_expert_gate,
+        "moe_router_topk": model.moe_router_topk,
+        "moe_router_score_function": model.moe_router_score_function,
+        "moe_router_pre_softmax": model.moe_router_pre_softmax,
+        "moe_router_topk_scaling_factor": model.moe_router_topk_scaling_factor,
+        # Of these losses ``experts.Router`` has forms of its own.
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
+        "moe_z_loss_coeff": model.moe_z_loss_coeff,
+        "moe_router_dtype": "fp32",
+        "moe_grouped_gemm": _has_te(),
+    }
 
 
 def wrap_in_ddp(chunks: ModelChunks, *, parallel: ParallelConfig) -> list[DistributedDataParallel]:
@@ -262,22 +291,36 @@ def _layer_spec(
     norms and attention refuse; its attention would also keep the scores of every layer.
     """
     core_attention: type = ContextAttention
-    if HAVE_TE and not cpu_megatron.is_installed():
+    if _has_te():
         from megatron_ext.training.te_attention import RowAttention
 
         if not (model.post_layernorms or has_adapters):
-            layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_layernorm)
+            layer = get_gpt_layer_with_transformer_engine_spec(
+                num_experts=model.num_experts,
+                moe_grouped_gemm=model.num_experts is not None,
+                qk_layernorm=model.qk_layernorm,
+            )
             layer.submodules.self_attention.submodules.core_attention = RowAttention
+            if model.num_experts is not None:
+                _route(layer, model)
             return layer
         core_attention = RowAttention if has_adapters else core_attention
-    layer = get_gpt_layer_local_spec(normalization=model.normalization)
+    layer = get_gpt_layer_local_spec(
+        num_experts=model.num_experts, normalization=model.normalization
+    )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchNorm
     attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
     if model.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = TorchNorm
     attention.core_attention = core_attention
     attention.linear_qkv, attention.linear_proj = ColumnLinear, RowLinear
-    mlp.linear_fc1, mlp.linear_fc2 = ColumnLinear, RowLinear
+    if model.num_experts is None:
+        mlp.linear_fc1, mlp.linear_fc2 = ColumnLinear, RowLinear
+    else:
+        _route(layer, model)
+        mlp.experts.module = Experts
+        # The name that Transformer Engine's layers have in files: no norm belongs to one expert.
+        del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     if model.post_layernorms:
         attention.linear_proj = mlp.linear_fc2 = PostNormLinear
     if model.local_rotary_base is not None:
@@ -286,6 +329,18 @@ def _layer_spec(
         parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
     )
     return TransformerBlockSubmodules(layer_specs=[layer] * layers_of_chunk, layer_norm=TorchNorm)
+
+
+def _has_te() -> bool:
+    """Whether layers can be Transformer Engine's."""
+    return HAVE_TE and not cpu_megatron.is_installed()
+
+
+def _route(layer: ModuleSpec, model: ModelConfig) -> None:
+    """Give a layer of experts our router, in the spec of all layers."""
+    layer.submodules.mlp.submodules.router = partial(
+        Router, bias_update_rate=model.moe_router_bias_update_rate
+    )
 
 
 def _rotate_by_kind(layer: ModuleSpec, model: ModelConfig, parallel: ParallelConfig) -> None:

@@ -84,6 +84,8 @@ _MAY_CHANGE = (
     "parallel.pipeline_model_parallel_size",
     "parallel.virtual_pipeline_model_parallel_size",
     "parallel.context_parallel_size",
+    "parallel.expert_model_parallel_size",
+    "parallel.expert_tensor_parallel_size",
     "parallel.sequence_parallel",
     "parallel.overlap_grad_reduce",
     "parallel.overlap_param_gather",
@@ -265,8 +267,9 @@ def _check_same_run(stored: Mapping[str, Any], values: Mapping[str, Any], path: 
                 leaves[key] = Path(value).name
     for key in sorted(before.keys() | now.keys()):
         may_change = _of_any_teacher(key).startswith(_MAY_CHANGE)
-        # Runs of versions before remote teachers have no such keys.
-        may_change |= _of_any_teacher(key).startswith("teacher.serving.") and key not in before
+        # Runs of versions before remote teachers, and before experts, have no such keys.
+        is_newer = _of_any_teacher(key).startswith("teacher.serving.") or ".moe_" in key
+        may_change |= is_newer and key not in before
         if may_change or before.get(key) == now.get(key):
             continue
         raise ConfigError(

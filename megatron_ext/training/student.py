@@ -1,17 +1,9 @@
-"""The model that is trained, with its optimizer and learning-rate schedule.
-
-Checkpoints of megatron-core's distributed optimizer around torch's AdamW need three repairs.
-megatron-core 0.16 expects the update count in the parameter groups, where Apex and Transformer
-Engine keep it; torch keeps one with each parameter, and none before the first update. Loading then
-fails for want of a count, fails on finding one, and leaves one tensor to all parameters, each of
-which advances it. ``prepare_to_load`` mends all three on the optimizer at hand.
-"""
+"""The model that is trained, with its optimizer and learning-rate schedule."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +11,6 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, clip_grads, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import local_multi_tensor_l2_norm
@@ -27,34 +18,9 @@ from megatron.core.utils import local_multi_tensor_l2_norm
 from megatron_ext.training.forward_step import StepReport
 from megatron_ext.training.microbatch import MicrobatchWithTargets
 from megatron_ext.training.models import ModelChunks, load_weights_of, sharded_weights, wrap_in_ddp
+from megatron_ext.training.optimizer_state import load_optimizer, sharded_optimizer
 from megatron_ext.training.run_plan import RunPlan
 from megatron_ext.training.vocabulary_layout import VocabularyRows
-
-CHECKPOINT_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
-"""The distributed optimizer's format that any layout can read."""
-
-
-def prepare_to_load(optimizer: MegatronOptimizer) -> None:
-    """Make an optimizer ready for ``sharded_state_dict(is_loading=True)`` and for loading it."""
-    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if isinstance(inner, DistributedOptimizer) and isinstance(
-            inner.optimizer, torch.optim.AdamW
-        ):
-            if not inner.optimizer.state:
-                inner._init_optimizer_states_with_dummy_values()
-            inner._set_main_param_and_optimizer_states = partial(_fill_state, inner)
-
-
-def _fill_state(
-    optimizer: DistributedOptimizer, parameter: torch.nn.Parameter, tensors: Mapping[str, Any]
-) -> None:
-    """Fill a parameter's state from a checkpoint, with an update count of its own."""
-    group, order = optimizer.model_param_group_index_map[parameter]
-    inner = optimizer.optimizer
-    state = inner.state[inner.param_groups[group]["params"][order]]
-    state["step"] = state["step"].clone()
-    fill = type(optimizer)._set_main_param_and_optimizer_states
-    fill(optimizer, parameter, {"step": state["step"], **tensors})
 
 
 def update_if_finite(optimizer: MegatronOptimizer) -> float:
@@ -189,20 +155,16 @@ class Student:
                 name: self._rows.in_order_of_ids(chunk, weights[name], is_loading=is_loading)
                 for name, chunk in zip(weights, self.chunks, strict=True)
             }
-        if is_loading:
-            prepare_to_load(self.optimizer)
         return {
             **weights,
-            "optimizer": self.optimizer.sharded_state_dict(
-                weights, is_loading=is_loading, metadata=CHECKPOINT_FORMAT
-            ),
+            "optimizer": sharded_optimizer(self.optimizer, weights, is_loading=is_loading),
             "scheduler": self.scheduler.state_dict(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over a loaded ``sharded_state``."""
         load_weights_of(self.chunks, state)
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_optimizer(self.optimizer, state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
 
 

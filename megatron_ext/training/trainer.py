@@ -22,6 +22,7 @@ from megatron_ext.teachers import Teacher
 from megatron_ext.teachers.remote_teacher import leave, remote_teachers
 from megatron_ext.training import watchdog
 from megatron_ext.training.checkpoint_folder import find_checkpoint, iteration_of, latest_checkpoint
+from megatron_ext.training.experts import begin_step, loads, update_biases
 from megatron_ext.training.faults import (
     DivergedError,
     FaultCounts,
@@ -257,12 +258,14 @@ class Trainer:
             microbatches = self.with_targets(batches)
         step = self.step_of(microbatches, iteration, counts_ahead)
         counts, learning_rate = step.counts, self.student.learning_rate
+        begin_step(self.student.chunks, batches, self.groups)
         with self.clock.phase("student"):
             reports = self.student.forward_backward(self.clock.with_timed_loss(step), microbatches)
         with self.clock.phase("data"):
             # A GPU has the passes of this step in its queue: the host reads meanwhile.
             self.reader.read_next()
         metrics, finite = reduce_reports(reports, self.groups)
+        metrics |= loads(self.student.chunks, self.plan.student.num_layers)
         if self.rollouts is not None:
             surprises = (report.surprise for report in reports if report.surprise is not None)
             self.rollouts.log(iteration, next(surprises, None))
@@ -271,6 +274,7 @@ class Trainer:
             with self.clock.phase("optimizer"):
                 metrics["grad_norm"] = self.student.update()
             if policy.check_gradient(metrics["grad_norm"], iteration=iteration):
+                update_biases(self.student.chunks)
                 has_both = counts.tokens > 0 and counts.compared > 0
                 observe(self.weighting, metrics, step.gradients, self.groups, has_both=has_both)
         return finite_only(metrics) | {

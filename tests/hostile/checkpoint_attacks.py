@@ -198,7 +198,7 @@ class Victim:
         load_checkpoint(self.path, self._state())
 
     def _slices(self) -> None:
-        CheckpointSlices(self.path).read([("weight", None)])
+        CheckpointSlices(self.path).read([("weight", ())])
 
 
 def payload_cases(victim: Victim) -> Iterator[Case]:

@@ -18,7 +18,7 @@ from megatron_ext.tokenizers.build import padded_vocab_size
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
 from megatron_ext.training.first_weights import load_huggingface
-from megatron_ext.training.models import build_model_chunks
+from megatron_ext.training.models import build_model_chunks, freeze
 from tests.huggingface.tiny_models import VOCAB_SIZE, some_tokens
 
 
@@ -82,6 +82,8 @@ def _logits(folder, parallel, groups):
         groups=groups,
     )
     load_huggingface(folder, chunks, model)
+    # Experts under tensor parallelism alone are not trained.
+    freeze(chunks)
 
     def forward(batches, chunk):
         del batches

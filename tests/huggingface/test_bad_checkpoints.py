@@ -86,6 +86,20 @@ FAULTS = {
         _edit("config.json", architectures=["Gemma2ForCausalLM"]),
         r"config.json: this architecture is not read: it caps attention scores",
     ),
+    "latent attention": (
+        _edit("config.json", architectures=["DeepseekV3ForCausalLM"]),
+        r"config.json: this architecture is not read: latent attention",
+    ),
+    "sinks": (
+        _edit("config.json", architectures=["GptOssForCausalLM"]),
+        r"config.json: this architecture is not read: sinks in attention",
+    ),
+    "dense layers among those of experts": (
+        _edit(
+            "config.json", architectures=["Qwen3MoeForCausalLM"], num_experts=4, mlp_only_layers=[0]
+        ),
+        r"config.json: megatron-core has no Qwen3Moe\w+ with such a mlp_only_layers; got \[0\]",
+    ),
     "biases": (
         _edit("config.json", attention_bias=True),
         r"config.json: megatron-core has no LlamaForCausalLM with such a attention_bias; got True",

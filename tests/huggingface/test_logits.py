@@ -19,6 +19,7 @@ Ranks = dict[tuple[str, str], list[RankLogits]]
 
 LAYOUTS = {
     "tp2": {"tensor_model_parallel_size": 2},
+    "ep2": {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
     "pp2": {"pipeline_model_parallel_size": 2},
     "pp2vp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
 }
@@ -47,7 +48,8 @@ def test_logits_are_those_of_transformers(folders, ranks, name, layout):
         expected = model(some_tokens()).logits
     assert expected.std() > 0.5, "logits that say nothing agree with anything"
     found = [rank.logits for rank in ranks[name, layout] if rank.logits is not None]
-    assert len(found) == (2 if layout == "tp2" else 1)
+    # Of two pipeline stages one has the head; two replicas share experts.
+    assert len(found) == (2 if layout in ("tp2", "ep2") else 1)
     for logits in found:
         # fp32 sums in another order, through four layers.
         torch.testing.assert_close(
@@ -60,15 +62,21 @@ def test_a_rank_reads_what_it_has_and_no_more(folders, ranks, name):
     tensors = CheckpointFiles(folders[name]).tensors
     sizes = {name: prod(tensor.shape) for name, tensor in tensors.items()}
     vocabulary = sizes["model.embed_tokens.weight"]
-    norms = sum(size for name, size in sizes.items() if "norm" in name)
+    norms = sum(size for name, size in sizes.items() if "norm" in name or _is_router(name))
     assert [rank.elements_read for rank in ranks[name, "alone"]] == [sum(sizes.values())]
-    # Norms and the padding of an odd vocabulary are all that two ranks do not halve.
+    # Norms, routers and the padding of an odd vocabulary are all that two ranks do not halve.
     tp2 = [rank.elements_read for rank in ranks[name, "tp2"]]
     assert sum(tp2) == sum(sizes.values()) + norms
     assert max(tp2) - min(tp2) < vocabulary / 10
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    assert sum(r.elements_read for r in ranks[name, "ep2"]) == 2 * sum(sizes.values()) - experts
     pp2 = sum(rank.elements_read for rank in ranks[name, "pp2"])
     # A tied head is on the last stage too.
     assert pp2 == sum(sizes.values()) + vocabulary * ("lm_head.weight" not in sizes)
+
+
+def _is_router(name):
+    return name.endswith(("mlp.gate.weight", "moe.gate.weight", "shared_expert_gate.weight"))
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])

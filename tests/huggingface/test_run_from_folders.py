@@ -25,6 +25,7 @@ PAIRS = {
     "imported": (STUDENT, "checkpoint"),
     "transformers": (STUDENT, TEACHER, "huggingface"),
     "chunks": (STUDENT, TEACHER, "megatron", "strict_topk"),
+    "experts": ("qwen2-moe", "mixtral"),
 }
 """Student and teacher of each run, what runs the teacher, and the objective."""
 
@@ -34,6 +35,8 @@ def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     save_model(STUDENT, root / STUDENT)
     save_model(TEACHER, root / TEACHER, vocab_size=TEACHER_ROWS)
+    for name in PAIRS["experts"]:
+        save_model(name, root / name)
     import_huggingface(root / TEACHER, root / "checkpoint")
     for name, values in PAIRS.items():
         run = dict(zip(("student", "teacher", "library", "objective"), values, strict=False))
@@ -55,7 +58,7 @@ def test_models_and_tokenizers_are_those_of_the_folders(root):
 
 @pytest.mark.parametrize("name", [name for name in PAIRS if name != "chunks"])
 def test_the_first_loss_is_that_of_transformers_over_the_ids_alone(root, name):
-    folders = (STUDENT, TEACHER) if name != "turned" else (TEACHER, STUDENT)
+    folders = (STUDENT, TEACHER) if name in ("imported", "transformers") else PAIRS[name][:2]
     student, teacher = (_log_probs(root / folder) for folder in folders)
     divergence = kl_div(student, teacher, log_target=True, reduction="none").sum(-1).mean()
     for run in (name, f"{name}-alone"):
@@ -70,17 +73,19 @@ def test_the_gradient_is_that_of_one_process(root, name):
         assert sharded[number] == pytest.approx(alone[number], rel=1e-4)
 
 
-def test_an_exported_run_is_the_student_with_all_its_rows(root):
-    export_huggingface(root / "run", root / "exported")
-    before, after = tensors_of(root / STUDENT), tensors_of(root / "exported")
+@pytest.mark.parametrize("name", ["run", "experts"])
+def test_an_exported_run_is_the_student_with_all_its_rows(root, name):
+    student, exported = PAIRS[name][0], root / f"exported-{name}"
+    export_huggingface(root / name, exported)
+    before, after = tensors_of(root / student), tensors_of(exported)
     assert after.keys() == before.keys()
-    for name, tensor in before.items():
+    for key, tensor in before.items():
         # A step of 1e-30 is all that was made.
-        torch.testing.assert_close(after[name], tensor, rtol=0, atol=1e-28)
-    kept = root / "run" / "checkpoints" / "iter_0000001" / SIDE_FOLDER
+        torch.testing.assert_close(after[key], tensor, rtol=0, atol=1e-28)
+    kept = root / name / "checkpoints" / "iter_0000001" / SIDE_FOLDER
     assert (kept / "generation_config.json").is_file()
     for file in ("tokenizer.json", "generation_config.json", "chat_template.jinja"):
-        assert (root / "exported" / file).read_bytes() == (root / STUDENT / file).read_bytes()
+        assert (exported / file).read_bytes() == (root / student / file).read_bytes()
 
 
 def test_a_run_without_huggingface_files_is_exported_with_its_own_tokenizer(root):

@@ -32,6 +32,8 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "tie_word_embeddings": False}
+
 MODELS = {
     "llama": ("Llama", {"tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True, "head_dim": 16}),
@@ -52,6 +54,21 @@ MODELS = {
             },
         },
     ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {"head_dim": 16, "norm_topk_prob": True, **EXPERTS, "moe_intermediate_size": 24},
+    ),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {
+            "norm_topk_prob": False,
+            **EXPERTS,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "qkv_bias": True,
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 """transformers' name and what its configuration differs in, by a name of our own."""
 

@@ -32,6 +32,14 @@ LAYOUTS = {
 }
 """Of four processes; ``pp2-vp2`` has two replicas there."""
 
+EXPERTS = {
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 24,
+    "moe_shared_expert_intermediate_size": 16,
+    "moe_shared_expert_gate": True,
+}
+ROUTER_LOSSES = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
@@ -47,6 +55,19 @@ class Variant:
     lora: LoraConfig | None = None
     trainable: tuple[str, ...] | None = None
     linear: bool = False
+    experts: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of experts of the student; the teacher has ``EXPERTS`` then."""
+
+    @property
+    def of_teacher(self):
+        """Settings of experts of the teacher."""
+        return EXPERTS if self.experts else {}
+
+    @property
+    def start(self):
+        """Run whose first weights it starts from; sigmoid scores have biases, too."""
+        scores = self.experts.get("moe_router_score_function")
+        return f"start-{scores}" if scores else "start"
 
     def __str__(self):
         packed, taught = "-packed" * self.packing, "-two-teachers" * (self.teachers == 2)
@@ -71,8 +92,8 @@ class AxisRun:
         saves = ("train_iters", "save_interval", "keep_checkpoints")
         config = changed(
             student_run(folder, self.name),
-            student={"num_layers": LAYERS, "seq_length": 40},
-            teacher={"model": {"num_layers": LAYERS, "seq_length": 52}},
+            student={"num_layers": LAYERS, "seq_length": 40, **variant.experts},
+            teacher={"model": {"num_layers": LAYERS, "seq_length": 52, **variant.of_teacher}},
             data={"packing": variant.packing, **({} if variant.held_out else {"validation": ()})},
             loss=LossConfig(objective=variant.objective, ce_weight=0.5, linear=variant.linear),
             lora=variant.lora,
@@ -82,7 +103,7 @@ class AxisRun:
                 "trainable": variant.trainable,
                 **self.training,
             },
-            initial_checkpoint=checkpoints(folder, "start"),
+            initial_checkpoint=checkpoints(folder, variant.start),
         )
         if variant.teachers == 1:
             return config
@@ -101,14 +122,15 @@ def train_runs(rank, folder, runs):
 def start_and_train(rank, folder, runs):
     """The weights that every run starts from, as checkpoints, and runs of one process."""
     config = teacher_run(folder)
-    save_start(changed(config, student={"num_layers": LAYERS}))
+    save_start(changed(config, student={"num_layers": LAYERS, **runs[0].variant.of_teacher}))
     if any(run.variant.teachers == 2 for run in runs):
         own = _own_teacher(folder)
         run_dir = str(folder / "own")
         save_start(changed(config, run_dir=run_dir, tokenizer=own.tokenizer, student=own.model))
-    plain = replace(runs[0].variant, teachers=1, lora=None, trainable=None)
-    start = AxisRun(name="start", variant=plain).config(folder)
-    save_start(changed(start, initial_checkpoint=None))
+    for variant in {run.variant.start: run.variant for run in runs}.values():
+        plain = replace(variant, teachers=1, lora=None, trainable=None)
+        start = AxisRun(name=plain.start, variant=plain).config(folder)
+        save_start(changed(start, initial_checkpoint=None))
     train_runs(rank, folder, runs)
 
 

@@ -79,6 +79,14 @@ ON = {
     "local_rotary_base of a model": {
         "student": {"local_rotary_base": 10000, "full_attention_interval": 6}
     },
+    "num_experts of a teacher on the student's ranks": {
+        "teacher": {"model": MODEL | {"num_layers": 4, "num_experts": 4}}
+    },
+    "student.num_experts": {"student": {"num_experts": 4}},
+    "a student's experts shared by replicas": {
+        "student": {"num_experts": 4},
+        "parallel": {"expert_model_parallel_size": 2},
+    },
     "data.validation under Megatron-LM's loop": {"data": {"train": ["x"], "validation": ["y"]}},
     "a rotary_seq_len_interpolation_factor that is not a whole number": {
         "student": {"rotary_seq_len_interpolation_factor": 1.5}

@@ -9,6 +9,7 @@ import yaml
 
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.model_config import OF_EXPERTS
 from megatron_ext.training.model_section import read_config_file
 from megatron_ext.training.run_folder import (
     CONFIG_FILE,
@@ -118,6 +119,7 @@ def test_a_teacher_may_move_but_not_be_trained_further(config, started, tmp_path
         ("training.keep_checkpoints", 5),
         ("training.vocabulary_layout", "co_sharded"),
         ("parallel.tensor_model_parallel_size", 2),
+        ("parallel.expert_tensor_parallel_size", 1),
         ("tokenizer.model", "elsewhere.json"),
         ("data.train", ("elsewhere.jsonl",)),
         ("initial_checkpoint", "elsewhere"),
@@ -160,6 +162,17 @@ def test_where_a_teacher_runs_may_change_and_what_it_sends_may_not(config, start
     del values["teacher"]["serving"]
     (started / CONFIG_FILE).write_text(yaml.safe_dump(values))
     check_run_folder(elsewhere)
+
+
+def test_a_run_from_before_there_were_experts_goes_on_and_gets_none(config, started):
+    values = yaml.safe_load((started / CONFIG_FILE).read_text())
+    for model in (values["student"], values["teacher"]["model"]):
+        for name in OF_EXPERTS:
+            del model[name]
+    (started / CONFIG_FILE).write_text(yaml.safe_dump(values))
+    check_run_folder(config)
+    with pytest.raises(ConfigError, match=r"another student\.num_experts; got 4"):
+        check_run_folder(changed(config, student={"num_experts": 4}))
 
 
 def test_a_start_that_left_no_checkpoint_binds_nothing(config):

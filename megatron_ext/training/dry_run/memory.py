@@ -43,9 +43,30 @@ from megatron_ext.training.dry_run.plan import FP32, ModelShape, Plan
 
 def layer_activations(plan: Plan, shape: ModelShape) -> int:
     """Bytes of one layer for one microbatch of full rows."""
-    mlp = (5 if shape.model.swiglu else 2) * plan.element * plan.tokens(shape) * shape.ffn
     attention = _attention(plan, shape) + _scores(plan, shape)
-    return 2 * norm_activations(plan, shape) + attention + mlp
+    return 2 * norm_activations(plan, shape) + attention + _feed_forward(plan, shape)
+
+
+def _feed_forward(plan: Plan, shape: ModelShape) -> int:
+    """Bytes of a feed-forward layer without its norm."""
+    model, tokens, element = shape.model, plan.tokens(shape), plan.element
+    width = 5 if model.swiglu else 2
+    if model.num_experts is None:
+        return width * element * tokens * shape.ffn
+    ranks = shape.tp if plan.run.parallel.sequence_parallel else 1
+    routed = tokens * model.moe_router_topk // ranks * shape.etp
+    experts = element * routed * (model.hidden_size + (width + 1) * shape.expert_ffn)
+    shared = width * element * tokens * shape.shared_ffn
+    gate = element * tokens * model.hidden_size // ranks * model.moe_shared_expert_gate
+    return experts + shared + gate + _routing(plan, shape, tokens // ranks)
+
+
+def _routing(plan: Plan, shape: ModelShape, tokens: int) -> int:
+    """Bytes of a router: logits, the mask and the weights of all experts; in bf16 its input and its
+    matrix in fp32."""
+    experts = shape.model.num_experts or 0
+    copies = FP32 * shape.model.hidden_size if plan.element != FP32 else 0
+    return copies * (tokens + experts) + tokens * 2 * FP32 * experts
 
 
 def norm_activations(plan: Plan, shape: ModelShape) -> int:
@@ -241,10 +262,12 @@ def _weights(plan: Plan, name: str, stage: int) -> int:
 
 def _optimizer_state(plan: Plan, parameters: int) -> int:
     # In fp32 the weights are their own main copy.
-    state = parameters * FP32 * (2 if plan.element == FP32 else 3)
-    return (
-        -(-state // plan.gradient_ranks) if plan.run.parallel.use_distributed_optimizer else state
-    )
+    each = FP32 * (2 if plan.element == FP32 else 3)
+    if not plan.run.parallel.use_distributed_optimizer:
+        return parameters * each
+    experts = plan.expert_learning
+    dense = parameters - experts
+    return -(-dense * each // plan.gradient_ranks) - (-experts * each // plan.expert_ranks)
 
 
 def _targets(plan: Plan, name: str) -> int:

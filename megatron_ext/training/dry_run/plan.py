@@ -33,6 +33,12 @@ class ModelShape:
     pp: int
     """Pipeline stages."""
 
+    ep: int = 1
+    """Ranks that share the experts of a layer."""
+
+    etp: int = 1
+    """Ranks that share an expert."""
+
     @property
     def layers(self) -> int:
         """Layers of a stage."""
@@ -68,7 +74,48 @@ class ModelShape:
         """Weights of a layer in matrix products, on a rank."""
         hidden, width = self.model.hidden_size, self.model.head_width
         attention = hidden * width * (2 * self.heads + 2 * self.query_groups)
-        return attention + hidden * self.ffn * (3 if self.model.swiglu else 2)
+        if self.model.num_experts is None:
+            return attention + hidden * self.ffn * self.matrices
+        return attention + self._router + self._shared_expert + self.expert_products
+
+    @property
+    def matrices(self) -> int:
+        """Matrices of a feed-forward layer."""
+        return 3 if self.model.swiglu else 2
+
+    @property
+    def expert_products(self) -> int:
+        """Weights of a layer's experts on a rank."""
+        experts = (self.model.num_experts or 0) // self.ep
+        return experts * self.model.hidden_size * self.expert_ffn * self.matrices
+
+    @property
+    def expert_ffn(self) -> int:
+        """Inner width of a rank's part of an expert."""
+        return self.model.expert_width // self.etp
+
+    @property
+    def shared_ffn(self) -> int:
+        """Inner width of a rank's shared experts."""
+        return (self.model.moe_shared_expert_intermediate_size or 0) // self.tp
+
+    @property
+    def _router(self) -> int:
+        return (self.model.num_experts or 0) * self.model.hidden_size
+
+    @property
+    def _shared_expert(self) -> int:
+        gate = self.model.hidden_size * self.model.moe_shared_expert_gate
+        return self.model.hidden_size * self.shared_ffn * self.matrices + gate
+
+    @property
+    def token_products(self) -> int:
+        """Weights of a layer, over all ranks, that a token is multiplied with."""
+        if self.model.num_experts is None:
+            return self.tp * self.layer_products
+        dense = self.tp * (self.layer_products - self.expert_products)
+        expert = self.model.hidden_size * self.model.expert_width * self.matrices
+        return dense + self.model.moe_router_topk * expert
 
     @property
     def _biases(self) -> int:
@@ -207,6 +254,18 @@ class Plan:
         adapters = self.student.adapters(self.run.lora) if self.run.lora else 0
         return adapters + self.student.learning(stage, self.learning_parts)
 
+    @property
+    def expert_learning(self) -> int:
+        """Those of ``learning`` that are of experts."""
+        student = self.student
+        return student.layers * student.expert_products * ("layers" in self.learning_parts)
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that gradients of experts are summed over."""
+        student = self.student
+        return self.world_size // (student.pp * student.ep * student.etp)
+
     def student_parameters(self, stage: int) -> int:
         """Parameters of the student's stage on one rank, adapters included."""
         lora = self.run.lora
@@ -284,6 +343,8 @@ def _shape(model: ModelConfig, rows: int, layout: Layout) -> ModelShape:
         padded_vocab_size=rows,
         tp=layout.tensor_model_parallel_size,
         pp=layout.pipeline_model_parallel_size,
+        ep=1 if model.num_experts is None else layout.expert_model_parallel_size,
+        etp=layout.expert_tensor_ranks,
     )
 
 

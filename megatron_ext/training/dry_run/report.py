@@ -88,7 +88,8 @@ def _run(plan: Plan) -> str:
     layers = "Transformer Engine's" if plan.has_flash else "megatron-core's local ones"
     context = f"CP {plan.cp} x " if plan.cp > 1 else ""
     lines = [
-        f"processes   {plan.world_size}: TP {student.tp} x {context}PP {student.pp} x DP {plan.dp}",
+        f"processes   {plan.world_size}: TP {student.tp} x {context}PP {student.pp} x DP {plan.dp}"
+        + _experts_over(plan),
         f"step        {training.global_batch_size} rows in {plan.microbatches} "
         f"microbatches of {plan.batch} for each replica",
         f"layers      {layers}, {training.precision}",
@@ -106,6 +107,14 @@ def _run(plan: Plan) -> str:
             f"each, sampled by {engine}; not in the estimates below"
         )
     return "\n".join(lines)
+
+
+def _experts_over(plan: Plan) -> str:
+    """How the processes of a stage share experts, where any model has them."""
+    shapes = [shape for shape in (plan.student, *plan.local_teachers) if shape.model.num_experts]
+    if not shapes:
+        return ""
+    return f"; experts: EP {shapes[0].ep} x ETP {shapes[0].etp}"
 
 
 def _teacher(plan: Plan, name: str) -> str:

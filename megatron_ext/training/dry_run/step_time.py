@@ -71,7 +71,8 @@ def _layers(shape: ModelShape) -> int:
     """Operations of the forward pass of one row."""
     length = shape.model.seq_length
     attention = 4 * length * shape.heads * shape.model.head_width
-    return shape.model.num_layers * shape.tp * length * (2 * shape.layer_products + attention)
+    per_token = 2 * shape.token_products + shape.tp * attention
+    return shape.model.num_layers * length * per_token
 
 
 def _head(shape: ModelShape) -> int:
@@ -143,11 +144,13 @@ def all_reduced(message: int, ranks: int) -> int:
 
 
 def _data_parallel(plan: Plan, stage: int) -> int:
-    parameters = plan.learning(stage)
+    experts = plan.expert_learning
+    dense = plan.learning(stage) - experts
+    parts = ((dense, plan.gradient_ranks), (experts, plan.expert_ranks))
     if plan.run.parallel.use_distributed_optimizer:
-        ranks = plan.gradient_ranks
-        return parameters * (FP32 + plan.element) * (ranks - 1) // ranks
-    return all_reduced(parameters * FP32, plan.gradient_ranks)
+        each = FP32 + plan.element
+        return sum(parameters * each * (ranks - 1) // ranks for parameters, ranks in parts)
+    return sum(all_reduced(parameters * FP32, ranks) for parameters, ranks in parts)
 
 
 def _context_parallel(plan: Plan) -> int:

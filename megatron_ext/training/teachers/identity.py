@@ -26,6 +26,7 @@ from megatron_ext.huggingface.checkpoint_files import (
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.identity import tokenizer_identity
 from megatron_ext.training.config import DistillConfig, TeacherConfig
+from megatron_ext.training.model_config import OF_EXPERTS
 from megatron_ext.training.run_plan import TeacherPlan
 
 if TYPE_CHECKING:
@@ -34,7 +35,10 @@ if TYPE_CHECKING:
 WEIGHTS: Final = "teacher weights"
 """Key of the hash of the weights, which takes reading a checkpoint."""
 
-_WITHOUT_INFLUENCE: Final = ("hf", "seq_length", "make_vocab_size_divisible_by", "init_method_std")
+_WITHOUT_INFLUENCE: Final = (
+    *("hf", "seq_length", "make_vocab_size_divisible_by", "init_method_std"),
+    *("moe_aux_loss_coeff", "moe_z_loss_coeff"),
+)
 """Keys of a model that do not change its predictions for sequences that it can read."""
 
 _BLOCK_BYTES: Final = 1 << 20
@@ -165,6 +169,9 @@ def _served(teacher: TeacherPlan, tokenizer: MegatronTokenizerText) -> dict[str,
 def _model(teacher: TeacherConfig) -> str:
     values = dataclasses.asdict(teacher.model)
     values = {key: value for key, value in values.items() if key not in _WITHOUT_INFLUENCE}
+    if teacher.model.num_experts is None:
+        # As caches and servers were named before there were experts.
+        values = {key: value for key, value in values.items() if key not in OF_EXPERTS}
     if teacher.weight_precision is not None:
         values["weight_precision"] = teacher.weight_precision
     return _hash(values)

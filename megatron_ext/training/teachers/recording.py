@@ -80,6 +80,7 @@ def recording_config(config: DistillConfig, folder: Path, *, world_size: int) ->
     pass of the teacher's schedule over all replicas as the global batch."""
     parallel, training = config.parallel, config.training
     replicas = parallel.layout.replicas(world_size)
+    _check_replicas(config)
     stages = parallel.pipeline_model_parallel_size
     rows = training.micro_batch_size * replicas * stages
     teacher = config.teacher and _live(config.teacher)
@@ -99,6 +100,19 @@ def recording_config(config: DistillConfig, folder: Path, *, world_size: int) ->
             wandb_project=None,
         ),
     )
+
+
+def _check_replicas(config: DistillConfig) -> None:
+    """Refuse replicas that share experts, since each records blocks of its own."""
+    layout = config.parallel.layout
+    if layout.shares_experts_over_replicas:
+        raise ConfigError(
+            "replicas that share experts cannot record, each at its own pace",
+            where="parallel",
+            got=layout.shown_experts,
+            expected="no more than tensor_model_parallel_size x context_parallel_size",
+            fix="lower the sizes of experts, or raise tensor_model_parallel_size",
+        )
 
 
 def _live(teacher: TeacherConfig) -> TeacherConfig:

@@ -28,6 +28,20 @@ MODELS = [
     ),
 ]
 
+EXPERTS = [
+    (
+        ModelConfig(
+            **SIZES,
+            num_experts=8,
+            moe_ffn_hidden_size=24,
+            moe_shared_expert_intermediate_size=48,
+            moe_shared_expert_gate=True,
+        ),
+        precision,
+    )
+    for precision in ("fp32", "bf16")
+]
+
 
 def planned_run(
     student=None, *, precision="fp32", global_batch_size=8, packing=False, loss=None, **parallel

@@ -1,5 +1,6 @@
 """What a dry run counts is what megatron-core's models, autograd and optimizers really hold."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -17,6 +18,7 @@ from megatron_ext.training.student import Student
 from tests.process_group import run_ranks
 from tests.training.dry_run.planned_runs import (
     BATCH,
+    EXPERTS,
     MODELS,
     PADDED_VOCABULARY,
     plan_of,
@@ -140,6 +142,13 @@ def _bytes(tensors):
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+SEQUENCE_TP2 = TP2 | {"sequence_parallel": True}
+EXPERT_LAYOUTS = {
+    "ep2": {"expert_model_parallel_size": 2},
+    "tp2": SEQUENCE_TP2,
+    "ep2-of-tp2": SEQUENCE_TP2
+    | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+}
 NAMES = ["rmsnorm-groups", "bf16", "gelu-untied", "layernorm-learned-positions"]
 LAYOUTS = {"alone": {}, "tp2": TP2, "pp2": PP2, "cp2": CP2}
 
@@ -164,6 +173,34 @@ def test_every_rank_has_the_parameters_that_are_planned(measured, layout, number
     )
     for rank in measured[layout]:
         assert shape.parameters(rank[number].stage) == rank[number].parameters
+
+
+def measure_layouts(rank, layouts, models):
+    """``measure_models`` of each layout."""
+    return [measure_models(rank, layout, models) for layout in layouts]
+
+
+@pytest.fixture(scope="module")
+def measured_experts():
+    ranks = run_ranks(2, measure_layouts, [*EXPERT_LAYOUTS.values()], EXPERTS)
+    return dict(zip(EXPERT_LAYOUTS, zip(*ranks, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+@pytest.mark.parametrize("number", range(len(EXPERTS)), ids=["fp32", "bf16"])
+def test_a_model_with_experts_has_the_parameters_and_activations_that_are_planned(
+    measured_experts, layout, number
+):
+    model, precision = EXPERTS[number]
+    config = planned_run(model, precision=precision, **EXPERT_LAYOUTS[layout])
+    plan = plan_of(config, world_size=2)
+    shape = replace(plan.student, padded_vocab_size=PADDED_VOCABULARY)
+    ranks = [rank[number] for rank in measured_experts[layout]]
+    for rank in ranks:
+        assert shape.parameters(rank.stage) == rank.parameters
+    # Which expert a token goes to is not known: the ranks have the planned number on average.
+    mean = sum(rank.activations for rank in ranks) / len(ranks)
+    assert mean == pytest.approx(stage_activations(plan, plan.student, stage=0), rel=0.03)
 
 
 @pytest.mark.parametrize("layout", ["alone", "tp2", "cp2"])

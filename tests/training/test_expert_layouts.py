@@ -1,0 +1,104 @@
+"""Students and teachers with experts, which any layout trains as one process does.
+
+With MEGATRON_EXT_ALL_TEXT four processes, too: experts beside each of the other ways to share, and
+sigmoid scores with a bias.
+"""
+
+import os
+
+import pytest
+
+from megatron_ext.training.metrics import read_metrics
+from tests.process_group import run_ranks
+from tests.training.layout_runs import (
+    EXPERTS,
+    ROUTER_LOSSES,
+    AxisRun,
+    Variant,
+    start_and_train,
+    train_runs,
+)
+from tests.training.run_results import assert_same_numbers, assert_same_weights, weights_of
+from tests.training.tiny_run import CP2, PP2, TP2
+
+SOFTMAX = Variant(objective="projected_kl", experts=EXPERTS | ROUTER_LOSSES, held_out=True)
+SIGMOID = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_bias_update_rate": 0.01,
+    "moe_router_topk_scaling_factor": 1.5,
+}
+BIASED = Variant(objective="next_token", packing=True, experts=EXPERTS | ROUTER_LOSSES | SIGMOID)
+
+EP2 = {"expert_model_parallel_size": 2}
+WHOLE_EXPERTS = {"expert_tensor_parallel_size": 1}
+SEQUENCE_TP2 = TP2 | {"sequence_parallel": True}
+ONE_ROW = {"micro_batch_size": 1}
+SAVES = {"save_interval": 1}
+LENGTHS = {"variable_seq_lengths": True, "seq_length_multiple": 8}
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform"}
+
+FROM_ALONE = ("alone", 1)
+OVERLAPS = dict.fromkeys(
+    ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"), True
+)
+TWO = [AxisRun("ep2-from-alone", SOFTMAX, EP2, ONE_ROW, FROM_ALONE)]
+FOUR = [
+    AxisRun("ep2-tp2-from-alone", SOFTMAX, EP2 | SEQUENCE_TP2, ONE_ROW, FROM_ALONE),
+    AxisRun("ep2-tp2", SOFTMAX, EP2 | SEQUENCE_TP2, ONE_ROW | LENGTHS | SAVES),
+    AxisRun("ep4-tp2", SOFTMAX, {"expert_model_parallel_size": 4} | SEQUENCE_TP2 | WHOLE_EXPERTS),
+    AxisRun("ep2-pp2", SOFTMAX, EP2 | PP2, ONE_ROW | LENGTHS),
+    AxisRun("tp2-pp2", SOFTMAX, SEQUENCE_TP2 | PP2, RECOMPUTED | {"recompute_num_layers": 1}),
+    AxisRun("ep2-dp4-overlaps", SOFTMAX, EP2 | OVERLAPS, ONE_ROW | SAVES),
+    AxisRun("ep2-pp2-overlaps", SOFTMAX, EP2 | PP2 | OVERLAPS, ONE_ROW, ("alone-overlaps", 1)),
+    AxisRun("ep2-cp2", SOFTMAX, EP2 | CP2 | {"use_distributed_optimizer": True}),
+    AxisRun("biased-ep2-tp2", BIASED, EP2 | SEQUENCE_TP2, ONE_ROW),
+    AxisRun("biased-ep2-pp2", BIASED, EP2 | PP2, ONE_ROW),
+]
+BACK = [
+    AxisRun("alone-from-ep2-tp2", SOFTMAX, {}, {}, ("ep2-tp2", 1)),
+    AxisRun("alone-from-overlaps", SOFTMAX, OVERLAPS, {}, ("ep2-dp4-overlaps", 1)),
+]
+ALL = bool(os.environ.get("MEGATRON_EXT_ALL_TEXT"))
+RUNS = [*TWO, *(FOUR + BACK if ALL else [])]
+ALONE = {SOFTMAX.objective: "alone", BIASED.objective: "biased-alone"}
+
+
+@pytest.fixture(scope="module")
+def runs(folder):
+    alone = [AxisRun("alone", SOFTMAX, training=SAVES)]
+    if ALL:
+        alone.append(AxisRun("biased-alone", BIASED))
+        alone.append(AxisRun("alone-overlaps", SOFTMAX, OVERLAPS, SAVES))
+    run_ranks(1, start_and_train, folder, alone, timeout_s=240)
+    run_ranks(2, train_runs, folder, TWO, timeout_s=240)
+    if ALL:
+        run_ranks(4, train_runs, folder, FOUR, timeout_s=480)
+        run_ranks(1, train_runs, folder, BACK, timeout_s=240)
+    return folder
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_every_iteration_measures_what_one_process_measures(runs, run):
+    alone_name = ALONE[run.variant.objective]
+    alone, sharded = (read_metrics(runs / name) for name in (alone_name, run.name))
+    assert len(alone) == run.variant.iterations
+    terms = [name for name in ("loss", "kd", "ce") if name in alone[0]]
+    balance = ("experts/load_balancing_loss", "experts/z_loss")
+    loads = ("experts/max_load", "experts/min_load")
+    assert all(row[name] > 0 for row in alone for name in balance)
+    assert all(row["experts/max_load"] > 1 > row["experts/min_load"] for row in alone)
+    exact = ("iteration", "tokens", "compared", *loads)
+    assert_same_numbers(sharded, alone, (*terms, *balance), exact=exact)
+    if run.variant.held_out:
+        for name in ("student_bits_per_byte", "teacher_bits_per_byte"):
+            assert sharded[-1][name] == pytest.approx(alone[-1][name], rel=1e-5)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_the_trained_weights_are_those_of_one_process(runs, run):
+    iteration, alone = run.variant.iterations, ALONE[run.variant.objective]
+    if run.variant is SOFTMAX:
+        start, trained = weights_of(runs / "start", 0), weights_of(runs / alone, iteration)
+        # Every router, expert, gate and norm has learnt: an axis that forgets a gradient shows.
+        assert all((trained[name] - start[name]).abs().max() > 5e-4 for name in trained)
+    assert_same_weights(runs / run.name, runs / alone, iteration)
