@@ -18,7 +18,7 @@ from typing import Any
 
 from run import OBJECTIVES, Pair, machine
 
-from megatron_ext.alignment import ChunkCounts, TokenAligner
+from megatron_ext.alignment.audit import AuditDocument, PairAudit
 from megatron_ext.files import write_text
 from megatron_ext.tokenizers import MegatronTokenizer
 
@@ -63,7 +63,7 @@ def main() -> None:
         finished = [student for student in students if pair.is_finished(*student)]
         if finished:
             pair.prepare()
-            results["pairs"][name] = {"chunks": _chunks(pair), **pair.results(finished)}
+            results["pairs"][name] = {"audit": _audit(pair), **pair.results(finished)}
     write_text(arguments.output, json.dumps(results, indent=1) + "\n")
 
 
@@ -104,14 +104,15 @@ def _vocabulary(name: str) -> Path:
     return SHARED / "tokenizers" / "openai_tiktoken" / f"{name}_base.tiktoken"
 
 
-def _chunks(pair: Pair) -> dict[str, float]:
-    """Shares of chunks by the tokens in them, over the held-out text."""
-    aligner = TokenAligner(
-        *(MegatronTokenizer.from_pretrained(pair.tokenizers[side]) for side in pair.tokenizers)
+def _audit(pair: Pair) -> dict[str, Any]:
+    """What ``megatron-ext align`` counts on the held-out text."""
+    student, teacher = (
+        MegatronTokenizer.from_pretrained(pair.tokenizers[side]) for side in ("student", "teacher")
     )
+    audit = PairAudit(student, teacher)
     text = (pair.root / "data" / "validation.jsonl").read_text(encoding="utf-8")
-    whole = "\n\n".join(json.loads(line)["text"] for line in text.splitlines())
-    return dict(ChunkCounts.of(aligner.align(whole)).shares())
+    audit.add(AuditDocument(json.loads(line)["text"], "held out") for line in text.splitlines())
+    return audit.report().total.as_row()
 
 
 if __name__ == "__main__":

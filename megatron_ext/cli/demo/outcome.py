@@ -17,7 +17,7 @@ PROMPTS: Final = (
     "If the argument is a string, ",
     "The expression is evaluated",
 )
-"""Beginnings of texts; no sentence of the corpus is asked for."""
+"""Beginnings of texts that the models complete."""
 
 MODELS: Final = {
     "teacher": "teacher",
@@ -26,6 +26,9 @@ MODELS: Final = {
 }
 """Folder of a run -> its name in what is printed."""
 
+_BITS: Final = "student_bits_per_byte"
+_ACCURACY: Final = "student_accuracy"
+_AGREEMENT: Final = "agreement"
 _NEW_TOKENS: Final = 24
 _WIDTH: Final = 96
 
@@ -51,11 +54,6 @@ def print_outcome(root: Path) -> None:
             line = f"  {name:<22}{json.dumps(completion, ensure_ascii=False)[1:-1]}"
             print(line[:_WIDTH])
     print(f"\n{'report':<16}{_report(root)}")
-
-
-_BITS: Final = "student_bits_per_byte"
-_ACCURACY: Final = "student_accuracy"
-_AGREEMENT: Final = "agreement"
 
 
 def check_outcome(root: Path) -> None:
