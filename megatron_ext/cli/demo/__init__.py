@@ -35,7 +35,7 @@ from megatron_ext.files import write_text
 from megatron_ext.imports import missing_package
 
 _HERE: Final = Path(__file__).parent
-STUDENT_SHARE: Final = 1 / 4
+STUDENT_SHARE: Final = 1 / 8
 VOCABULARY_SIZE: Final = 4096
 TOKENIZERS: Final = {"teacher": "tokenizer.model.v1", "student": "tekken_240911.json"}
 """Published vocabularies, of whose ids ``VOCABULARY_SIZE`` are kept."""

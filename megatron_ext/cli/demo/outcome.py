@@ -8,14 +8,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
+from megatron_ext.cli import generate, report
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.files import write_text
 from megatron_ext.training.metrics import read_metrics
 
 PROMPTS: Final = (
-    "The class of the object",
-    "If the argument is a string, ",
-    "The expression is evaluated",
+    "The value of the expression",
+    "If the object is not",
+    "When a class is",
 )
 """Beginnings of texts that the models complete."""
 
@@ -29,7 +30,9 @@ MODELS: Final = {
 _BITS: Final = "student_bits_per_byte"
 _ACCURACY: Final = "student_accuracy"
 _AGREEMENT: Final = "agreement"
-_NEW_TOKENS: Final = 24
+_GENERATION: Final = ("--max-new-tokens", "24", "--temperature", "0.7", "--top-p", "0.8")
+"""Drawn: the first choices of models of so few steps go round in circles."""
+
 _WIDTH: Final = 96
 
 
@@ -49,11 +52,14 @@ def print_outcome(root: Path) -> None:
         print(f"{MODELS[name]:<26}{bits:>14.3f}{accuracy:>11.1%}{agreement:>12.1%}")
     print(f"\n{_chunks(distilled)}")
     for prompt, completions in zip(PROMPTS, _completed(root), strict=True):
-        print(f"\n{prompt.strip()} ...")
+        print(f"\n{prompt} ...")
         for name, completion in completions.items():
             line = f"  {name:<22}{json.dumps(completion, ensure_ascii=False)[1:-1]}"
             print(line[:_WIDTH])
-    print(f"\n{'report':<16}{_report(root)}")
+    # The verb prints the path.
+    print(f"\n{'report':<16}", end="", flush=True)
+    runs = [str(root / run) for run in ("distilled", "undistilled")]
+    _call(report, *runs, "--output", str(root / "report.html"))
 
 
 def check_outcome(root: Path) -> None:
@@ -87,27 +93,17 @@ def _chunks(rows: list[dict[str, Any]]) -> str:
 
 def _completed(root: Path) -> list[dict[str, str]]:
     """For each prompt, its completion by name of the model."""
-    from megatron_ext.cli import generate
-
     asked = root / "data" / "prompts.jsonl"
     write_text(asked, "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     completions: list[dict[str, str]] = [{} for _ in PROMPTS]
     for run, name in MODELS.items():
         answers = root / run / "completions.jsonl"
         flags = ["--model", str(root / run), "--prompts", str(asked), "--output", str(answers)]
-        _call(generate, *flags, "--max-new-tokens", str(_NEW_TOKENS))
+        _call(generate, *flags, *_GENERATION)
         lines = answers.read_text(encoding="utf-8").splitlines()
         for completion, line in zip(completions, lines, strict=True):
             completion[name] = json.loads(line)["completion"]
     return completions
-
-
-def _report(root: Path) -> Path:
-    from megatron_ext.cli import report
-
-    page = root / "report.html"
-    _call(report, *(str(root / run) for run in ("distilled", "undistilled")), "--output", str(page))
-    return page
 
 
 def _call(verb: ModuleType, *words: str) -> None:
