@@ -52,12 +52,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/objectives.json"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--pairs", nargs="+", default=list(PAIRS), choices=PAIRS, metavar="NAME")
+    parser.add_argument("--objectives", nargs="+", default=OBJECTIVES, choices=OBJECTIVES)
     parser.add_argument("--measure", action="store_true", help="train nothing more")
     arguments = parser.parse_args()
     pairs = {name: _pair(name, arguments.run_dir) for name in arguments.pairs}
-    students = [(objective, seed) for seed in arguments.seeds for objective in OBJECTIVES]
+    students = [(objective, seed) for seed in arguments.seeds for objective in arguments.objectives]
     if not arguments.measure:
-        _train(list(pairs.values()), arguments.seeds)
+        _train(list(pairs.values()), arguments.seeds, arguments.objectives)
     results: dict[str, Any] = {"machine": machine(), "pairs": {}}
     for name, pair in pairs.items():
         finished = [student for student in students if pair.is_finished(*student)]
@@ -67,14 +68,14 @@ def main() -> None:
     write_text(arguments.output, json.dumps(results, indent=1) + "\n")
 
 
-def _train(pairs: Sequence[Pair], seeds: Sequence[int]) -> None:
+def _train(pairs: Sequence[Pair], seeds: Sequence[int], objectives: Sequence[str]) -> None:
     """The first seed pair by pair, others objective by objective: a part of it says most."""
     for pair in pairs:
         pair.prepare()
-        for objective in OBJECTIVES:
+        for objective in objectives:
             pair.train(objective, seeds[0])
     for seed in seeds[1:]:
-        for objective in OBJECTIVES:
+        for objective in objectives:
             for pair in pairs:
                 pair.train(objective, seed)
 

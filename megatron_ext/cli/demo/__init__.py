@@ -5,8 +5,8 @@
 Three runs, each resumed if it was interrupted and skipped if it is finished:
 
 1. a teacher with a SentencePiece vocabulary learns from all of the text;
-2. a smaller student with a Tekken vocabulary is distilled on a quarter of it;
-3. the same student trains on the same quarter, for as many steps, with a loss without the teacher.
+2. a smaller student with a Tekken vocabulary is distilled on an eighth of it;
+3. the same student trains on the same eighth, for as many steps, with a loss without the teacher.
 
 Both vocabularies are the heads of published ones, so that small models learn to use them. At the
 end stand a table of what each model knows of text that none of them has read, three texts that each
