@@ -12,7 +12,7 @@ import argparse
 import importlib.resources
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +60,32 @@ def main() -> None:
     if not arguments.measure:
         _train(list(pairs.values()), arguments.seeds, arguments.objectives)
     results: dict[str, Any] = {"machine": machine(), "pairs": {}}
+    if arguments.output.exists():
+        # Pairs that are not named keep what was measured.
+        results["pairs"] = json.loads(arguments.output.read_text(encoding="utf-8"))["pairs"]
     for name, pair in pairs.items():
         finished = [student for student in students if pair.is_finished(*student)]
         if finished:
             pair.prepare()
             results["pairs"][name] = {"audit": _audit(pair), **pair.results(finished)}
     write_text(arguments.output, json.dumps(results, indent=1) + "\n")
+    print(table(results["pairs"]))
+
+
+def table(pairs: Mapping[str, Any]) -> str:
+    """Bits per byte and agreement, means over seeds, in Markdown; a row an objective."""
+    lines = [f"| | {' | '.join(pairs)} |", f"|---{'|---' * len(pairs)}|"]
+    for objective in OBJECTIVES:
+        cells = []
+        for pair in pairs.values():
+            runs = [run for run in pair["students"] if run["objective"] == objective]
+            bits, agreement = (
+                sum(run[key] for run in runs) / max(len(runs), 1)
+                for key in ("bits_per_byte", "agreement")
+            )
+            cells.append(f"{bits:.3f}, {agreement:.1%} ({len(runs)})" if runs else "")
+        lines.append(f"| `{objective}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def _train(pairs: Sequence[Pair], seeds: Sequence[int], objectives: Sequence[str]) -> None:
