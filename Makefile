@@ -8,6 +8,9 @@ BIN := $(VENV)/bin
 # Named like this, pip takes its build for CPUs, 2.13.0+cpu, where any index offers one.
 TORCH := torch==2.13.0
 
+# Tests and demo start many processes, each of which would otherwise compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test lint bench-gpu rehearse-gpu clean
 
 demo: $(VENV)/.ready
