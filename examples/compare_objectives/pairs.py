@@ -38,7 +38,7 @@ PAIRS: dict[str, dict[str, Any]] = {
 }
 """Name -> each side's vocabulary and the ids that are kept of it, and a text.
 
-The rule of the audit was made from the first five, and tested on the last two.
+The rule of the audit was made from the first four, and tested on the others.
 """
 
 _SHORT = ("--init-method-std", "0.1", "--seq-length", "128", "--teacher-seq-length", "224")
