@@ -24,6 +24,9 @@ from megatron_ext.cli.demo import TOKENIZERS
 FOLDER: Final = Path(__file__).parent
 TEXT: Final = "Distillation of naïve tokenizers in 2017."
 OF_STUDENT: Final = "student_bits_per_byte"
+LEAST: Final = 1.8
+"""Bits per byte at the foot of the curves, below those of the teacher."""
+
 WIDTH, HEIGHT, CELL, LEFT = 900, 250, 10.0, 20.0
 TOP, BOTTOM, BOX = 74.0, 154.0, 26.0
 """Rows of the two tokenizations, and the height of a token."""
@@ -85,8 +88,9 @@ def ribbon(colours: Colours) -> Iterator[str]:
     yield words(
         LEFT, 24, "One text, two tokenizers: chunks cover the same bytes", colours.text, 600
     )
-    yield words(LEFT, TOP - 10, "student · Tekken, 131,072 tokens", colours.student)
-    yield words(LEFT, BOTTOM + BOX + 18, "teacher · SentencePiece, 32,768 tokens", colours.teacher)
+    yield words(LEFT, TOP - 10, f"student · Tekken, {student.vocab_size:,} tokens", colours.student)
+    of_teacher = f"teacher · SentencePiece, {teacher.vocab_size:,} tokens"
+    yield words(LEFT, BOTTOM + BOX + 18, of_teacher, colours.teacher)
     ends = characters(student)
     yield from bands(alignment, ends, colours)
     yield from boxes(ends, TOP, colours.student, colours.text)
@@ -141,7 +145,7 @@ def curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], colours: Colours) ->
     lines = {name: measured(rows) for name, rows in runs.items()}
     teacher = next(row["teacher_bits_per_byte"] for row in runs["distilled"] if row.get(OF_STUDENT))
     first, steps = (lines["distilled"][place][0] for place in (0, -1))
-    high, low = max(value for line in lines.values() for _, value in line), 2.0
+    high, low = max(value for line in lines.values() for _, value in line), LEAST
 
     def x_of(step: float) -> float:
         return left + width * (step - first) / (steps - first)
