@@ -46,7 +46,7 @@ ObjectiveName = Literal["vocab_kl", "projected_kl", "byte_prefix"]
 
 LEAST_MANY_TO_ONE: Final = 0.1
 """Share of chunks of several student tokens and one teacher token from which byte prefixes are
-recommended: they taught more than projected KL at 0.36, and less at 0.03."""
+recommended: they taught more than projected KL at 0.36 and above, and less at 0.03."""
 
 LEAST_ONE_TO_ONE_BYTES: Final = 0.43
 MOST_MANY_TO_MANY_BYTES: Final = 0.05
@@ -134,8 +134,8 @@ def _projected(classes: Sequence[CoverageRow], one_to_one: str, measured: str) -
     chunks = sum(row.counts.chunks for row in numbers)
     split = chunks - sum(row.counts.one_to_one for row in numbers)
     title = (
-        "Projected KL: it uses chunks of every size, and has beaten training without a teacher on "
-        "each pair that was compared."
+        "Projected KL: the student's tokens are seldom shorter than its teacher's; chunks of every "
+        "size are used."
     )
     if chunks < LEAST_NUMBER_CHUNKS:
         return Recommendation("projected_kl", title, (one_to_one, measured))
