@@ -50,7 +50,8 @@ recommended: they taught more than projected KL at 0.36 and above, and less at 0
 
 LEAST_ONE_TO_ONE_BYTES: Final = 0.43
 MOST_MANY_TO_MANY_BYTES: Final = 0.05
-"""Shares of bytes in 1:1 and in n:m chunks within which pairs were compared."""
+"""Shares of bytes in 1:1 and in n:m chunks within which pairs were compared; where tokens are
+shorter, with as little as 0.05 in 1:1 chunks."""
 
 MOST_SPLIT_NUMBERS: Final = 0.05
 """Share of chunks in numbers of several digits that may be other than 1:1. An objective on the
@@ -112,11 +113,7 @@ def recommend(
             "KL between the two predictions, token by token: the tokenizers are the same.",
             ("Both vocabularies have the same bytes under every id.", one_to_one),
         )
-    is_measured = (
-        total.one_to_one_byte_share >= LEAST_ONE_TO_ONE_BYTES
-        and total.many_to_many_byte_share <= MOST_MANY_TO_MANY_BYTES
-    )
-    measured = _MEASURED if is_measured else _NOT_MEASURED
+    has_been_compared = total.many_to_many_byte_share <= MOST_MANY_TO_MANY_BYTES
     counts = total.counts
     if counts.many_to_one > max(LEAST_MANY_TO_ONE * counts.chunks, counts.one_to_many):
         shorter = f"{share_in_words(counts.many_to_one / counts.chunks)} are n:1."
@@ -124,9 +121,10 @@ def recommend(
             "byte_prefix",
             "Byte prefixes: the student's tokens are often shorter than its teacher's, and each of "
             "them is compared.",
-            (f"{one_to_one} {shorter}", measured),
+            (f"{one_to_one} {shorter}", _MEASURED if has_been_compared else _NOT_MEASURED),
         )
-    return _projected(classes, one_to_one, measured)
+    has_been_compared &= total.one_to_one_byte_share >= LEAST_ONE_TO_ONE_BYTES
+    return _projected(classes, one_to_one, _MEASURED if has_been_compared else _NOT_MEASURED)
 
 
 def _projected(classes: Sequence[CoverageRow], one_to_one: str, measured: str) -> Recommendation:

@@ -258,7 +258,8 @@ def test_split_numbers_are_named_but_not_a_few_or_those_of_one_digit():
         (row("all", 42, 58), False),
         (row("all", 90, 10, many_to_many_bytes=20), True),
         (row("all", 90, 10, many_to_many_bytes=21), False),
-        (row("all", 42, 0, shorter=58), False),
+        (row("all", 5, 0, shorter=95), True),
+        (row("all", 5, 0, shorter=95, many_to_many_bytes=21), False),
     ],
 )
 def test_what_has_not_been_measured_is_not_said_to_be(total, is_measured):
