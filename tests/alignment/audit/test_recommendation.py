@@ -14,8 +14,8 @@ RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "objectives.jso
 PAIRS = json.loads(RESULTS.read_text(encoding="utf-8"))["pairs"]
 
 MOST_BEHIND = 0.02
-"""Bits per byte by which the recommended objective may be behind the best one of a pair: seeds of a
-student without a teacher differ by as much."""
+"""Bits per byte by which the recommended objective may be behind the best one of a pair: a fifth of
+what two seeds of a student without a teacher have differed by (docs/losses.md)."""
 
 
 def recommended(audit):
