@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: demo test lint bench-gpu rehearse-gpu clean
 
 demo: $(VENV)/.ready
-	@echo "==> demo: three short training runs, about three minutes on 2 CPU cores; see runs/demo"
+	@echo "==> demo: three short training runs, about four minutes on 2 CPU cores; see runs/demo"
 	@$(BIN)/python -m megatron_ext demo
 
 test: $(VENV)/.ready

@@ -1,13 +1,10 @@
 """Draw the picture of the README: an alignment, and a student with and without its teacher.
 
-    python docs/generate_overview.py runs/curve
+    python docs/generate_overview.py runs/demo
 
-The tokens and chunks are those that ``TokenAligner`` gives for the two tokenizers of the demo. The
-curves are in the ``metrics.jsonl`` of its two students, measured more often than the demo does:
-after ``megatron-ext demo``, run ``megatron-ext distill --config runs/demo/distill.yaml
---eval-interval 4`` with ``--run-dir runs/curve/distilled``, and with ``--run-dir
-runs/curve/undistilled --loss-objective next_token``. It writes ``overview_light.svg`` and
-``overview_dark.svg``.
+The tokens and chunks are those that ``TokenAligner`` gives for the two published vocabularies that
+the demo takes the heads of. The curves are in the ``metrics.jsonl`` of its two students. It writes
+``overview_light.svg`` and ``overview_dark.svg``.
 """
 
 from __future__ import annotations
@@ -22,11 +19,14 @@ from xml.sax.saxutils import escape
 
 from megatron_ext import MegatronTokenizer, MegatronTokenizerText, TokenAligner
 from megatron_ext.alignment import Alignment
-from megatron_ext.cli.demo import STUDENT_TOKENIZER, TEACHER_TOKENIZER
+from megatron_ext.cli.demo import TOKENIZERS
 
 FOLDER: Final = Path(__file__).parent
 TEXT: Final = "Distillation of naïve tokenizers in 2017."
 OF_STUDENT: Final = "student_bits_per_byte"
+LEAST: Final = 1.8
+"""Bits per byte at the foot of the curves, below those of the teacher."""
+
 WIDTH, HEIGHT, CELL, LEFT = 900, 250, 10.0, 20.0
 TOP, BOTTOM, BOX = 74.0, 154.0, 26.0
 """Rows of the two tokenizations, and the height of a token."""
@@ -54,7 +54,7 @@ THEMES: Final[Mapping[str, Colours]] = {
 
 def main() -> None:
     """Write both pictures."""
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/curve")
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/demo")
     runs = {name: rows_of(folder / name) for name in ("undistilled", "distilled")}
     for name, colours in THEMES.items():
         path = FOLDER / f"overview_{name}.svg"
@@ -82,14 +82,15 @@ def picture(runs: Mapping[str, Sequence[Mapping[str, Any]]], colours: Colours) -
 def ribbon(colours: Colours) -> Iterator[str]:
     """Both tokenizations over one scale of characters, with a band for each chunk."""
     data = files("mistral_common") / "data"
-    student = MegatronTokenizer.from_pretrained(data / STUDENT_TOKENIZER)
-    teacher = MegatronTokenizer.from_pretrained(data / TEACHER_TOKENIZER)
+    student = MegatronTokenizer.from_pretrained(data / TOKENIZERS["student"])
+    teacher = MegatronTokenizer.from_pretrained(data / TOKENIZERS["teacher"])
     alignment = TokenAligner(student, teacher).align(TEXT)
     yield words(
         LEFT, 24, "One text, two tokenizers: chunks cover the same bytes", colours.text, 600
     )
-    yield words(LEFT, TOP - 10, "student · Tekken, 131,072 tokens", colours.student)
-    yield words(LEFT, BOTTOM + BOX + 18, "teacher · SentencePiece, 32,768 tokens", colours.teacher)
+    yield words(LEFT, TOP - 10, f"student · Tekken, {student.vocab_size:,} tokens", colours.student)
+    of_teacher = f"teacher · SentencePiece, {teacher.vocab_size:,} tokens"
+    yield words(LEFT, BOTTOM + BOX + 18, of_teacher, colours.teacher)
     ends = characters(student)
     yield from bands(alignment, ends, colours)
     yield from boxes(ends, TOP, colours.student, colours.text)
@@ -144,7 +145,7 @@ def curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], colours: Colours) ->
     lines = {name: measured(rows) for name, rows in runs.items()}
     teacher = next(row["teacher_bits_per_byte"] for row in runs["distilled"] if row.get(OF_STUDENT))
     first, steps = (lines["distilled"][place][0] for place in (0, -1))
-    high, low = max(value for line in lines.values() for _, value in line), 2.0
+    high, low = max(value for line in lines.values() for _, value in line), LEAST
 
     def x_of(step: float) -> float:
         return left + width * (step - first) / (steps - first)

@@ -11,7 +11,8 @@ numerals digit by digit. The published comparison is of a pair that does not, on
 Each student starts from the same weights and reads the same windows in the same order; one learns
 without the teacher. ``--seeds`` repeats all of it from other weights and in another order. A run
 that was interrupted goes on, and one that is finished is skipped. ``vocab_kl`` is left out, since
-it needs a teacher with the student's tokenizer.
+it needs a teacher with the student's tokenizer, and ``sampled_kl``, since it needs texts that the
+student has sampled. ``pairs.py`` does the same for several pairs.
 """
 
 from __future__ import annotations
@@ -19,21 +20,24 @@ from __future__ import annotations
 import argparse
 import importlib.resources
 import json
+import multiprocessing
 import os
 import platform
 import resource
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from figure import draw
 from text_split import write_split
-from vocabulary_head import write_head
 
 from megatron_ext.cli.demo.corpus import write_corpus
+from megatron_ext.cli.demo.vocabulary_head import write_head
 
 HERE = Path(__file__).parent
 
@@ -45,6 +49,7 @@ OBJECTIVES = (
     "next_token",
     "projected_kl",
     "partition_kl",
+    "byte_prefix",
     "strict_topk",
     "gold",
     "hybrid_kl",
@@ -57,41 +62,93 @@ CPU_SECONDS = "cpu_seconds"
 PROBE = "In 2017, 48 cost $120: <<48+24=72>>"
 
 
+@dataclass(kw_only=True, frozen=True, slots=True)
+class Pair:
+    """Two vocabularies, a text, and how long models of them are trained."""
+
+    root: Path
+    """Folder of all runs."""
+    student: Path
+    teacher: Path
+    sizes: dict[str, int]
+    """Ids that are kept of ``student`` and ``teacher``, where they can be cut."""
+    data: Sequence[Path] = ()
+    """JSON lines, or plain text in paragraphs; the demo's text when not given."""
+    text_keys: Sequence[str] = ("text",)
+    steps: int
+    teacher_steps: int
+    student_flags: Sequence[str] = ()
+    """Flags of ``megatron-ext distill`` that change ``student.yaml``."""
+    teacher_flags: Sequence[str] = ()
+    """The same for ``teacher.yaml``."""
+    tokenizers: dict[str, Path] = field(init=False, default_factory=dict)
+    """Files of the vocabularies as they are used."""
+
+    def prepare(self) -> None:
+        """Write the text and the vocabularies, and train the teacher."""
+        _write_data(self.root / "data", self)
+        self.tokenizers.update(_tokenizers(self))
+        _train(
+            self.root / "teacher",
+            *("--config", str(HERE / "teacher.yaml"), *self.teacher_flags),
+            *("--tokenizer-model", str(self.tokenizers["teacher"])),
+            *("--data-train", str(self.root / "data" / "train.jsonl")),
+            steps=self.teacher_steps,
+        )
+
+    def train(self, objective: str, seed: int) -> None:
+        """One student."""
+        _train(
+            self.run_dir(objective, seed),
+            *("--config", str(HERE / "student.yaml"), "--loss-objective", objective),
+            *("--seed", str(seed), *self.student_flags),
+            *("--tokenizer-model", str(self.tokenizers["student"])),
+            *("--teacher-tokenizer-model", str(self.tokenizers["teacher"])),
+            *("--teacher-checkpoint", str(self.root / "teacher" / "checkpoints")),
+            *("--data-train", str(self.root / "data" / "student.jsonl")),
+            steps=self.steps,
+        )
+
+    def run_dir(self, objective: str, seed: int) -> Path:
+        """Folder of a student."""
+        return self.root / f"seed-{seed}" / objective
+
+    def is_finished(self, objective: str, seed: int) -> bool:
+        """Whether a student has made all of its steps."""
+        return _is_finished(self.run_dir(objective, seed), self.steps)
+
+    def results(self, students: Sequence[tuple[str, int]]) -> dict[str, Any]:
+        """What came out, as a JSON object."""
+        return {
+            "text": ", ".join(path.name for path in self.data) or "the demo's",
+            "tokenizers": {side: path.name for side, path in self.tokenizers.items()},
+            "steps": self.steps,
+            "teacher_steps": self.teacher_steps,
+            **_measured(self, students),
+        }
+
+
 def main() -> None:
     """Train what is not trained yet, measure, print and draw."""
     arguments = _arguments()
     root = Path(arguments.run_dir)
     started = time.perf_counter()
-    _write_data(root / "data", arguments)
-    tokenizers = _tokenizers(root, arguments)
-    _train(
-        root / "teacher",
-        *("--config", str(HERE / "teacher.yaml")),
-        *("--tokenizer-model", str(tokenizers["teacher"])),
-        *("--data-train", str(root / "data" / "train.jsonl")),
-        steps=arguments.teacher_steps,
+    pair = Pair(
+        root=root,
+        student=Path(arguments.student_tokenizer),
+        teacher=Path(arguments.teacher_tokenizer),
+        sizes=dict.fromkeys(("student", "teacher"), arguments.vocab_size),
+        data=[Path(arguments.data)] if arguments.data else [],
+        text_keys=arguments.text_keys,
+        steps=arguments.steps,
+        teacher_steps=arguments.teacher_steps,
     )
+    pair.prepare()
     students = [(objective, seed) for seed in arguments.seeds for objective in arguments.objectives]
     for objective, seed in students:
-        _train(
-            root / f"seed-{seed}" / objective,
-            *("--config", str(HERE / "student.yaml"), "--loss-objective", objective),
-            *("--seed", str(seed)),
-            *("--tokenizer-model", str(tokenizers["student"])),
-            *("--teacher-tokenizer-model", str(tokenizers["teacher"])),
-            *("--teacher-checkpoint", str(root / "teacher" / "checkpoints")),
-            *("--data-train", str(root / "data" / "student.jsonl")),
-            steps=arguments.steps,
-        )
-    results = {
-        "machine": _machine(),
-        "text": Path(arguments.data).name if arguments.data else "the demo's",
-        "tokenizers": {side: path.name for side, path in tokenizers.items()},
-        "steps": arguments.steps,
-        "teacher_steps": arguments.teacher_steps,
-        **_measured(root, students),
-    }
-    (root / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        pair.train(objective, seed)
+    results = {"machine": machine(), **pair.results(students)}
+    write_text(root / "results.json", json.dumps(results, indent=2) + "\n")
     _print_table(results)
     print(f"\n{draw(results, root / 'objectives.svg')}, {root / 'results.json'}")
     print(f"this call took {(time.perf_counter() - started) / 60:.1f} minutes")
@@ -131,24 +188,23 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _write_data(folder: Path, arguments: argparse.Namespace) -> None:
+def _write_data(folder: Path, pair: Pair) -> None:
     if (folder / "validation.jsonl").exists():
         return
-    if arguments.data is None:
-        write_corpus(folder)
+    if pair.data:
+        write_split(pair.data, pair.text_keys, folder)
     else:
-        write_split(Path(arguments.data), arguments.text_keys, folder)
+        write_corpus(folder)
 
 
-def _tokenizers(root: Path, arguments: argparse.Namespace) -> dict[str, Path]:
+def _tokenizers(pair: Pair) -> dict[str, Path]:
     """Files of both tokenizers, with a line on how each cuts numerals."""
     files = {}
-    for side in ("student", "teacher"):
-        source = Path(getattr(arguments, f"{side}_tokenizer"))
+    for side, source in (("student", pair.student), ("teacher", pair.teacher)):
         files[side] = source
         if file_kind(source).library == "tiktoken":
-            size = arguments.vocab_size
-            files[side] = root / "data" / f"{source.stem}-{size}.json"
+            size = pair.sizes[side]
+            files[side] = pair.root / "data" / f"{source.stem}-{size}.json"
             write_head(source, size, files[side])
         tokenizer = MegatronTokenizer.from_pretrained(files[side])
         tokens = [tokenizer.token_bytes(i) or b"" for i in tokenizer.tokenize(PROBE)]
@@ -158,35 +214,47 @@ def _tokenizers(root: Path, arguments: argparse.Namespace) -> dict[str, Path]:
 
 def _train(run_dir: Path, *flags: str, steps: int) -> None:
     """``megatron-ext distill`` in a process of its own; a finished run returns at once."""
-    latest = run_dir / "checkpoints" / "latest"
-    if latest.exists() and latest.read_text(encoding="utf-8").strip() == f"iter_{steps:07d}":
+    if _is_finished(run_dir, steps):
         print(f"{run_dir}: finished already", flush=True)
         return
-    print(f"{run_dir}: {'going on' if latest.exists() else 'starting'}", flush=True)
+    print(f"{run_dir}: {'going on' if run_dir.exists() else 'starting'}", flush=True)
     run_dir.mkdir(parents=True, exist_ok=True)
-    cpu_file = run_dir / CPU_SECONDS
-    before = _cpu_seconds_of_children()
+    words = ["distill", *flags, "--run-dir", str(run_dir), "--train-iters", str(steps)]
+    # Its children begin with the imports done, which take as long as fifty steps.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["megatron_ext.cli.main", "megatron_ext.training.distill"])
+    process = context.Process(target=_distill, args=(words, run_dir))
+    process.start()
+    process.join()
+    if process.exitcode:
+        sys.exit(f"{run_dir} failed with exit code {process.exitcode}; see its log.txt")
+
+
+def _is_finished(run_dir: Path, steps: int) -> bool:
+    latest = run_dir / "checkpoints" / "latest"
+    return latest.exists() and latest.read_text(encoding="utf-8").strip() == f"iter_{steps:07d}"
+
+
+def _distill(words: list[str], run_dir: Path) -> None:
+    """The command in this process, with its output and its processor time in the run's folder."""
+    from megatron_ext.cli.main import main as command
+
     with (run_dir / "log.txt").open("a", encoding="utf-8") as log:
-        finished = subprocess.run(
-            [
-                *(sys.executable, "-m", "megatron_ext", "distill", *flags),
-                *("--run-dir", str(run_dir), "--train-iters", str(steps)),
-            ],
-            stdout=log,
-            env=_environment(),
-            check=False,
-        )
-    earlier = float(cpu_file.read_text(encoding="utf-8")) if cpu_file.exists() else 0.0
-    write_text(cpu_file, f"{earlier + _cpu_seconds_of_children() - before:.1f}\n")
-    if finished.returncode:
-        sys.exit(f"{run_dir} failed with exit code {finished.returncode}; see its log.txt")
+        os.dup2(log.fileno(), sys.stdout.fileno())
+        os.dup2(log.fileno(), sys.stderr.fileno())
+    command(words)
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    file = run_dir / CPU_SECONDS
+    earlier = float(file.read_text(encoding="utf-8")) if file.exists() else 0.0
+    write_text(file, f"{earlier + usage.ru_utime + usage.ru_stime:.1f}\n")
 
 
-def _measured(root: Path, students: list[tuple[str, int]]) -> dict[str, Any]:
+def _measured(pair: Pair, students: Sequence[tuple[str, int]]) -> dict[str, Any]:
     """What ``measure.py`` says of the teacher and of every student."""
-    runs = [str(root / f"seed-{seed}" / objective) for objective, seed in students]
+    runs = [str(pair.run_dir(objective, seed)) for objective, seed in students]
+    text = pair.root / "data" / "validation.jsonl"
     finished = subprocess.run(
-        [sys.executable, str(HERE / "measure.py"), str(root / "data" / "validation.jsonl"), *runs],
+        [sys.executable, str(HERE / "measure.py"), str(text), *runs],
         stdout=subprocess.PIPE,
         text=True,
         env=_environment(),
@@ -219,17 +287,12 @@ def _of_training(run: Path) -> dict[str, Any]:
     }
 
 
-def _cpu_seconds_of_children() -> float:
-    """Of those that have ended; unlike time on the wall it does not depend on other programs."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
-
-
 def _environment() -> dict[str, str]:
     return {"PYTHONWARNINGS": "ignore", **os.environ}
 
 
-def _machine() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
+    """What the runs were made on."""
     cpu = platform.processor()
     info = Path("/proc/cpuinfo")
     if info.exists():

@@ -1,9 +1,10 @@
-"""Held-out bits per byte of student and teachers, and their agreement on the next token.
+"""Held-out bits per byte of student and teachers, accuracy, and agreement on the next token.
 
 Bits per byte is ``sum(-log2 p(token)) / bytes``: the cross-entropy of the text, in bits, over the
 number of bytes of the text. It does not depend on how the text is cut into tokens, so models with
 different tokenizers compare. Control tokens, which stand for no byte, are left out of the sum.
 
+    accuracy = #{labels that are the student's likeliest token} / #labels
     agreement = #{c in C1 : m(argmax_v z_c(v)) = argmax_w y_c(w)} / #C1
 
 ``C1`` are the chunks of one student token and one teacher token, which both models predict after
@@ -134,6 +135,9 @@ class TextScore(NamedTuple):
     nats: torch.Tensor
     """Scalar: the cross-entropy of the labels, summed."""
 
+    hits: torch.Tensor | None
+    """[2] float64: labels that are the likeliest token, and labels; None where not known."""
+
     choices: torch.Tensor | None
     """[B, T] int64: the likeliest columns; None where they are not asked for, or not known."""
 
@@ -157,7 +161,9 @@ class TextNats:
         """
         inputs = DistillationInputs(student_logits=logits, student_shard=shard, labels=labels)
         choices = first_choices(logits, shard) if self.with_choices else None
-        return TextScore(self.next_token(inputs).loss_sum, choices)
+        output = self.next_token(inputs)
+        hits = torch.stack([part.double() for part in output.metrics["accuracy"]])
+        return TextScore(output.loss_sum, hits, choices)
 
     def of_hidden(
         self,
@@ -179,13 +185,14 @@ class TextNats:
                 for tile in tiles
             ]
         nats = torch.stack([score.nats for score in scores]).sum()
-        return TextScore(nats, _joined([score.choices for score in scores], labels.shape))
+        hits = torch.stack([score.hits for score in scores if score.hits is not None]).sum(0)
+        return TextScore(nats, hits, _joined([score.choices for score in scores], labels.shape))
 
     def of_targets(self, targets: TeacherTargets, labels: torch.Tensor) -> TextScore:
         """The score for a teacher's targets; no choices where these are log-probabilities alone."""
         if targets.label_log_probs is not None:
             log_probs = targets.label_log_probs.masked_fill(labels < 0, 0.0)
-            return TextScore(-log_probs.float().sum(), None)
+            return TextScore(-log_probs.float().sum(), None, None)
         hidden, weight = targets.hidden, targets.head_weight
         if self.tile_rows is not None and hidden is not None and weight is not None:
             return self.of_hidden(hidden, weight, labels, targets.shard)
@@ -203,6 +210,9 @@ class HeldOutScores:
 
     student: float | None
 
+    accuracy: float | None
+    """Share of the student's labels that it predicts first; None without labels."""
+
     teachers: Mapping[str, float | None]
     """Bits per byte by name."""
 
@@ -211,7 +221,10 @@ class HeldOutScores:
 
     def metrics(self) -> dict[str, float | int | None]:
         """Metrics for the log; those of the teacher of a ``teacher`` section carry no name."""
-        metrics: dict[str, float | int | None] = {"student_bits_per_byte": self.student}
+        metrics: dict[str, float | int | None] = {
+            "student_bits_per_byte": self.student,
+            "student_accuracy": self.accuracy,
+        }
         for name, measured in (self.teachers or {TEACHER: None}).items():
             metrics[f"teacher_bits_per_byte{_suffix(name)}"] = measured
         for name, (share, chunks) in self.agreement.items():
@@ -231,7 +244,7 @@ def measure_held_out(
     tile_rows: int | None = None,
     same_tokens: Mapping[str, torch.Tensor] | None = None,
 ) -> HeldOutScores:
-    """Bits per byte and agreement over the microbatches of all replicas.
+    """Bits per byte, accuracy and agreement over the microbatches of all replicas.
 
     Args:
         global_batches: This replica's microbatches of a ``HeldOut``, grouped as one schedule runs
@@ -242,13 +255,14 @@ def measure_held_out(
             for, on the last stage; the same names on all its ranks.
 
     Collectives: the schedules', those of ``next_token`` in every tile, and one all-reduce over
-    ``dp_cp`` a model; for agreement two all-reduces a tile, those of ``Agreement.add``, and one
-    all-reduce over ``dp`` a teacher.
+    ``dp_cp`` a model and for accuracy; for agreement two all-reduces a tile, those of
+    ``Agreement.add``, and one all-reduce over ``dp`` a teacher.
     """
     agreement = {name: Agreement(table) for name, table in (same_tokens or {}).items()}
     nats = TextNats(next_token, tile_rows, with_choices=bool(agreement))
     student_bytes = 0
     student_nats: list[torch.Tensor] = []
+    hits: list[torch.Tensor] = []
     teacher_bytes = dict.fromkeys(teachers, 0)
     teacher_nats: dict[str, list[torch.Tensor]] = {name: [] for name in teachers}
     for batches in global_batches:
@@ -256,6 +270,7 @@ def measure_held_out(
         student_bytes += sum(side.byte_count for side in sides)
         of_student = _student_scores(sides, student, student_shard, nats, batches[0].row_length)
         student_nats += [score.nats for score in of_student]
+        hits += [score.hits for score in of_student if score.hits is not None]
         for name, teacher in teachers.items():
             sides = [batch.teachers[name] for batch in batches]
             teacher_bytes[name] += sum(side.byte_count for side in sides)
@@ -269,6 +284,7 @@ def measure_held_out(
                 _compare(agreement[name], name, batches, of_student, of_teacher)
     return HeldOutScores(
         student=_to_bits_per_byte(student_nats, student_bytes, groups),
+        accuracy=accuracy(hits, groups.dp_cp),
         teachers={
             name: _to_bits_per_byte(teacher_nats[name], teacher_bytes[name], groups)
             for name in teachers
@@ -347,6 +363,19 @@ def _to_bits_per_byte(
     dist.all_reduce(totals, group=groups.dp_cp)
     total_nats, total_bytes = totals.tolist()
     return float(total_nats / math.log(2) / total_bytes)
+
+
+def accuracy(hits: Sequence[torch.Tensor], group: dist.ProcessGroup) -> float | None:
+    """The share of hits in ``TextScore.hits`` of all replicas; None without labels.
+
+    Collectives: one all-reduce over ``group`` where there is a score at all.
+    """
+    if not hits:
+        return None
+    total = torch.stack([*hits]).sum(0)
+    dist.all_reduce(total, group=group)
+    right, labels = total.tolist()
+    return float(right / labels) if labels else None
 
 
 def _suffix(teacher: str) -> str:

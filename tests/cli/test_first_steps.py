@@ -6,13 +6,14 @@ from importlib.metadata import version
 import pytest
 import yaml
 
-from megatron_ext.cli.demo import _write_configs
+from megatron_ext.cli.demo import VOCABULARY_SIZE, _write_configs, _write_tokenizers
 from megatron_ext.cli.ls import LISTS
 from megatron_ext.cli.main import main
 from megatron_ext.conversation import PROMPT_FORMAT_REGISTRY
 from megatron_ext.evaluation.tasks import TASKS
 from megatron_ext.huggingface.families import FAMILIES
 from megatron_ext.losses import LOSS_REGISTRY
+from megatron_ext.tokenizers import build_tokenizer
 from megatron_ext.training.arguments import BASIC, config_flags
 from megatron_ext.training.run_folder import config_values
 from megatron_ext.typed_mapping import build_config
@@ -128,11 +129,12 @@ def test_every_setting_is_printed_where_it_is_asked_for(tmp_path, capsys):
 def test_the_demo_writes_configurations_that_are_complete(tmp_path):
     from megatron_ext.training.config import DistillConfig
 
-    for path in _write_configs(tmp_path, tmp_path):
+    tokenizers = _write_tokenizers(tmp_path / "data")
+    for path in _write_configs(tmp_path, tokenizers):
         values = yaml.safe_load(path.read_text())
         config = build_config(DistillConfig, values, ".".join)
         assert config.run_dir.startswith(str(tmp_path))
-        assert str(tmp_path) in config.tokenizer.model
+        assert build_tokenizer(config.tokenizer).vocab_size == VOCABULARY_SIZE
 
 
 def test_a_list_that_there_is_not_is_refused_with_those_that_there_are(capsys):

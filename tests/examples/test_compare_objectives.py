@@ -12,6 +12,7 @@ import torch
 
 from megatron_ext import CrossTokenizerCollator, TeacherCTSpec
 from megatron_ext.alignment.chunk_places import BEGINS
+from megatron_ext.cli.demo.vocabulary_head import write_head
 from megatron_ext.data.aligner import AlignedText, PackedSample, TeacherTokens
 from megatron_ext.errors import DataError, TokenizerError
 from megatron_ext.tokenizers import MegatronTokenizer
@@ -22,7 +23,6 @@ sys.path.append(str(REPOSITORY / "examples" / "compare_objectives"))
 
 from measure import Scores  # noqa: E402
 from text_split import HELD_OUT, write_split  # noqa: E402
-from vocabulary_head import write_head  # noqa: E402
 
 TEKKEN = Path(str(importlib.resources.files("mistral_common") / "data" / "tekken_240911.json"))
 SHARED = Path(os.environ.get("MEGATRON_EXT_SHARED") or REPOSITORY / ".." / "shared")
@@ -53,10 +53,26 @@ def test_the_head_of_gpt2_has_tokens_of_several_digits(tmp_path):
     assert b"120" not in tokens
 
 
+def test_the_head_of_a_sentencepiece_model_spells_by_bytes_what_it_lacks(tmp_path):
+    source = TEKKEN.with_name("tokenizer.model.v1")
+    text = f"{TEXT} \u4f60  \n x"
+    whole = MegatronTokenizer.from_pretrained(source)
+    tokenizer = MegatronTokenizer.from_pretrained(write_head(source, 2048, tmp_path / "head.model"))
+    ids = tokenizer.tokenize(text)
+    assert tokenizer.vocab_size == 2048
+    assert tokenizer.detokenize(ids) == text
+    assert len(ids) > len(whole.tokenize(text))
+    # Ids of the first pieces are those of the whole vocabulary.
+    assert [tokenizer.token_bytes(i) for i in range(1500)] == [
+        whole.token_bytes(i) for i in range(1500)
+    ]
+
+
 @pytest.mark.parametrize("size", [100, 200_000])
-def test_a_head_of_no_such_size_is_refused(tmp_path, size):
+@pytest.mark.parametrize("name", [TEKKEN.name, "tokenizer.model.v1"])
+def test_a_head_of_no_such_size_is_refused(tmp_path, name, size):
     with pytest.raises(TokenizerError, match=f"no such head of the vocabulary; got {size}"):
-        write_head(TEKKEN, size, tmp_path / "head.json")
+        write_head(TEKKEN.with_name(name), size, tmp_path / "head")
 
 
 def test_a_rank_list_that_says_no_pattern_is_refused(tmp_path):
@@ -71,7 +87,7 @@ def test_held_out_lines_are_in_no_training_text_and_the_students_are_the_teacher
     source.write_text(
         "".join(json.dumps({"q": f"[{i}]", "a": i}) + "\n" for i in range(HELD_OUT + 64))
     )
-    write_split(source, ["q", "a"], tmp_path / "data")
+    write_split([source], ["q", "a"], tmp_path / "data")
     parts = {
         name: {
             line
@@ -89,7 +105,15 @@ def test_held_out_lines_are_in_no_training_text_and_the_students_are_the_teacher
     assert not parts["train"] & parts["validation"]
     assert all(line == f"[{line.split()[1]}]\n{line.split()[1]}" for line in parts["train"])
     with pytest.raises(DataError, match="lacks a field of its text; got q, a; expected text"):
-        write_split(source, ["text"], tmp_path / "data")
+        write_split([source], ["text"], tmp_path / "data")
+
+
+def test_paragraphs_of_a_text_are_its_lines(tmp_path):
+    source = tmp_path / "prose.txt"
+    source.write_text("".join(f"[{i}]\nmore\n\n" for i in range(HELD_OUT + 64)))
+    write_split([source, source], [], tmp_path / "data")
+    [document, *_] = (tmp_path / "data" / "validation.jsonl").read_text().splitlines()
+    assert all(text.endswith("]\nmore") for text in json.loads(document)["text"].split("\n\n"))
 
 
 @pytest.mark.parametrize("side", ["student", "teacher"])

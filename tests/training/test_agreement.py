@@ -1,14 +1,26 @@
-"""Agreement is the share of one-to-one chunks in which both models choose the same token."""
+"""What held-out text says beside bits per byte: agreement with a teacher, and accuracy.
+
+Agreement is the share of one-to-one chunks in which both models choose the same token, accuracy
+that of labels that the student predicts first.
+"""
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_ext.alignment.batch import AlignmentBatch
+from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.losses import LOSS_REGISTRY
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
-from megatron_ext.training.validation import Agreement, first_choices, same_tokens
+from megatron_ext.training.validation import (
+    Agreement,
+    TextNats,
+    accuracy,
+    first_choices,
+    same_tokens,
+)
 from tests.huggingface.tiny_models import save_tokenizer
 from tests.process_group import run_ranks
 
@@ -51,6 +63,7 @@ def measure(rank):
         "vocabulary": _share(given, range(ROWS), shards=2),
         "sequence": _share(given, range(ROWS), context=True),
         "rows": _share(given, range(rank, ROWS, 2), is_replica=True),
+        "hits": _hits(rank),
         "none": Agreement(given["same_tokens"]).share(_group([rank])),
     }
 
@@ -74,6 +87,27 @@ def _share(given, rows, *, shards=1, context=False, is_replica=False):
     agreement = Agreement(given["same_tokens"])
     agreement.add(*chosen, AlignmentBatch.from_chunk_ids(*ids), rank)
     return agreement.share(dist.group.WORLD if is_replica else _group([dist.get_rank()]))
+
+
+def _labels():
+    generator = torch.Generator().manual_seed(4)
+    labels = torch.randint(STUDENT_V, (ROWS, STUDENT_T), generator=generator)
+    logits = case()["student_logits"].clone()
+    logits.scatter_add_(2, labels[..., None], torch.ones(*labels.shape, 1))
+    return torch.where(labels % 3 == 0, IGNORE_INDEX, labels), logits
+
+
+def _hits(rank):
+    """Accuracy with rows over replicas, of logits and by tiles of hidden states."""
+    labels, logits = (part[rank::2] for part in _labels())
+    shard = VocabShard(start=0, stop=16, vocab_size=STUDENT_V)
+    nats = TextNats(LOSS_REGISTRY["next_token"](), tile_rows=7)
+    head = torch.linalg.qr(torch.randn(16, 16, generator=torch.Generator().manual_seed(5)))[0]
+    scores = [
+        nats.of_logits(logits, labels, shard),
+        nats.of_hidden(logits @ head, head, labels, shard),
+    ]
+    return [accuracy([score.hits], dist.group.WORLD) for score in scores]
 
 
 def _from_zero(ids):
@@ -120,6 +154,20 @@ def test_every_layout_counts_what_the_definition_does(ranks, axis):
     assert 0 < share < 1
     for rank in ranks:
         assert rank[axis] == (share, chunks)
+
+
+def test_accuracy_is_the_share_of_labels_that_are_the_first_choice(ranks):
+    labels, logits = _labels()
+    is_label = labels != IGNORE_INDEX
+    right = logits[..., :STUDENT_V].argmax(-1)[is_label] == labels[is_label]
+    expected = float(right.double().mean())
+    assert 0.1 < expected < 0.9
+    for rank in ranks:
+        assert rank["hits"] == [pytest.approx(expected)] * 2
+
+
+def test_no_label_has_no_accuracy(ranks):
+    assert accuracy([], None) is None
 
 
 def test_no_chunk_has_no_share(ranks):

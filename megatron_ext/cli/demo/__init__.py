@@ -5,39 +5,40 @@
 Three runs, each resumed if it was interrupted and skipped if it is finished:
 
 1. a teacher with a SentencePiece vocabulary learns from all of the text;
-2. a smaller student with a Tekken vocabulary is distilled on a twelfth of it;
-3. the same student trains on the same twelfth, for as many steps, without a teacher.
+2. a smaller student with a Tekken vocabulary is distilled on an eighth of it;
+3. the same student trains on the same eighth, for as many steps, with a loss without the teacher.
 
-The table at the end compares them in bits per byte of text that none of them has read.
+Both vocabularies are the heads of published ones, so that small models learn to use them. At the
+end stand a table of what each model knows of text that none of them has read, three texts that each
+of them completes, and the path of a report.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.resources
-import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import yaml
 
 from megatron_ext.cli.demo.corpus import write_corpus
-from megatron_ext.errors import MegatronExtError
+from megatron_ext.cli.demo.outcome import DemoError, check_outcome, print_outcome
+from megatron_ext.cli.demo.vocabulary_head import write_head
 from megatron_ext.files import write_text
 from megatron_ext.imports import missing_package
 
 _HERE: Final = Path(__file__).parent
-TEACHER_TOKENIZER: Final = "mistral_instruct_tokenizer_240323.model.v3"
-STUDENT_TOKENIZER: Final = "tekken_240911.json"
-
-
-class DemoError(MegatronExtError):
-    """A run of the demo failed, or its result is not what it should be."""
+STUDENT_SHARE: Final = 1 / 8
+VOCABULARY_SIZE: Final = 4096
+TOKENIZERS: Final = {"teacher": "tokenizer.model.v1", "student": "tekken_240911.json"}
+"""Published vocabularies, of whose ids ``VOCABULARY_SIZE`` are kept."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,36 +47,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run what is not done yet and print the table."""
+    """Run what is not done yet, and print what came out."""
     for package in ("torch", "mistral_common"):
         if find_spec(package) is None:
             raise missing_package(package, feature="megatron-ext demo", extra="demo")
     root = Path(arguments.run_dir)
     started = time.perf_counter()
     if not (root / "data" / "validation.jsonl").exists():
-        write_corpus(root / "data")
+        write_corpus(root / "data", student_share=STUDENT_SHARE)
+    teacher, student = _write_configs(root, _write_tokenizers(root / "data"))
+    _train("1/3 teacher", teacher, root / "teacher")
+    _train("2/3 student, distilled", student, root / "distilled")
+    # The teacher still predicts, so that both students are compared with it.
+    _train("3/3 student, undistilled", student, root / "undistilled", "--loss-kd-weight", "0")
+    print_outcome(root)
+    print(f"{'this call took':<16}{(time.perf_counter() - started) / 60:.1f} minutes")
+    check_outcome(root)
+
+
+def _write_tokenizers(folder: Path) -> dict[str, Path]:
+    """Write the vocabulary of each side, and give its file."""
     vocabularies = importlib.resources.files("mistral_common") / "data"
-    with importlib.resources.as_file(vocabularies) as files:
-        teacher, student = _write_configs(root, files)
-        _train("1/3 teacher", teacher, root / "teacher")
-        _train("2/3 student, distilled", student, root / "distilled")
-        flags = ["--loss-objective", "next_token"]
-        _train("3/3 student, no teacher", student, root / "undistilled", *flags)
-    _print_table(root, time.perf_counter() - started)
+    files = {}
+    with importlib.resources.as_file(vocabularies) as carried:
+        for side, name in TOKENIZERS.items():
+            suffix = ".json" if name.endswith(".json") else ".model"
+            files[side] = folder / f"{side}{suffix}"
+            write_head(carried / name, VOCABULARY_SIZE, files[side])
+    return files
 
 
-def _write_configs(root: Path, vocabularies: Path) -> tuple[Path, Path]:
+def _write_configs(root: Path, tokenizers: Mapping[str, Path]) -> tuple[Path, Path]:
     """Write the complete configurations of the teacher and of the student."""
     paths = []
-    for name, text, model in (
-        ("teacher", "train", TEACHER_TOKENIZER),
-        ("distill", "student", STUDENT_TOKENIZER),
-    ):
+    for name, text, side in (("teacher", "train", "teacher"), ("distill", "student", "student")):
         values = yaml.safe_load((_HERE / f"{name}.yaml").read_text(encoding="utf-8"))
         values["run_dir"] = str(root / ("teacher" if name == "teacher" else "distilled"))
-        values["tokenizer"]["model"] = str(vocabularies / model)
+        values["tokenizer"]["model"] = str(tokenizers[side])
         if "teacher" in values:
-            values["teacher"]["tokenizer"]["model"] = str(vocabularies / TEACHER_TOKENIZER)
+            values["teacher"]["tokenizer"]["model"] = str(tokenizers["teacher"])
             values["teacher"]["checkpoint"] = str(root / "teacher" / "checkpoints")
         data = root / "data"
         files = {"train": f"{text}.jsonl", "validation": "validation.jsonl"}
@@ -129,60 +139,9 @@ def _layout(*, is_teacher: bool) -> tuple[int, list[str]]:
     gpus = torch.cuda.device_count()
     if gpus in (1, 2, 3):
         return 1, []
-    if is_teacher:
-        return 2, []
-    return 4, ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    return 2, [] if is_teacher else ["--tensor-model-parallel-size", "2"]
 
 
 def _environment(processes: int) -> dict[str, str]:
     threads = max(1, (os.cpu_count() or 1) // processes)
     return {"OMP_NUM_THREADS": str(threads), "PYTHONWARNINGS": "ignore", **os.environ}
-
-
-def _print_table(root: Path, seconds: float) -> None:
-    distilled, undistilled = _rows(root / "distilled"), _rows(root / "undistilled")
-    teacher = _last(distilled, "teacher_bits_per_byte")
-    with_teacher = _last(distilled, "student_bits_per_byte")
-    without = _last(undistilled, "student_bits_per_byte")
-    print()
-    print(f"{'held-out text':<34}{'bits per byte':>14}{'tokens/s':>12}")
-    for name, bits, rows in (
-        ("teacher (SentencePiece, 32,768)", teacher, _rows(root / "teacher")),
-        ("student (Tekken, 131,072), distilled", with_teacher, distilled),
-        ("the same student, no teacher", without, undistilled),
-    ):
-        print(f"{name:<37}{bits:>11.3f}{_tokens_per_second(rows):>12,.0f}")
-    print()
-    for line in _coverage(root / "distilled"):
-        print(line)
-    print(f"{'student':<16}{root / 'distilled'}")
-    print(f"{'this call took':<16}{seconds / 60:.1f} minutes")
-    print(f"{'next':<16}megatron-ext report {root / 'distilled'} {root / 'undistilled'}")
-    if with_teacher >= without:
-        raise DemoError(
-            "the distilled student is not better than the one without a teacher",
-            got=f"{with_teacher:.3f} bits per byte",
-            expected=f"less than {without:.3f}",
-        )
-
-
-def _rows(run_dir: Path) -> list[dict[str, Any]]:
-    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def _last(rows: list[dict[str, Any]], name: str) -> float:
-    return float(next(row[name] for row in reversed(rows) if row.get(name) is not None))
-
-
-def _tokens_per_second(rows: list[dict[str, Any]]) -> float:
-    return float(sum(row["tokens"] for row in rows) / sum(row["seconds"] for row in rows))
-
-
-def _coverage(run_dir: Path) -> list[str]:
-    rows = _rows(run_dir)
-    sizes = ("one_to_one", "one_to_many", "many_to_one", "many_to_many")
-    chunks = sum(row["chunks"] for row in rows)
-    shares = {name: sum(row[name] for row in rows) / chunks for name in sizes}
-    listed = ", ".join(f"{share:.1%} {name}" for name, share in shares.items())
-    return [f"{'chunks':<16}{listed}"]

@@ -14,12 +14,12 @@ STUDENT_SHARE = 1 / 12
 SHORT_PARAGRAPH = 40
 
 
-def write_corpus(folder: Path) -> None:
-    """Write ``train``, ``student`` (a part of ``train``) and ``validation`` JSONL files."""
+def write_corpus(folder: Path, *, student_share: float = STUDENT_SHARE) -> None:
+    """Write ``train``, ``student`` (that share of ``train``) and ``validation`` JSONL files."""
     documents = _without_repeats([topics[name] for name in sorted(topics)])
     random.Random(0).shuffle(documents)
     validation, train = _take(documents, VALIDATION_SHARE)
-    student, _ = _take(train, STUDENT_SHARE)
+    student, _ = _take(train, student_share)
     folder.mkdir(parents=True, exist_ok=True)
     for name, texts in (("train", train), ("student", student), ("validation", validation)):
         lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)

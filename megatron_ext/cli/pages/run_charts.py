@@ -76,6 +76,13 @@ _KINDS: Final = (
         unit="share of chunks",
     ),
     _Kind(
+        "Accuracy",
+        "Held-out tokens that the student predicts first.",
+        lambda name, _: name == "student_accuracy",
+        is_smoothed=False,
+        is_together=True,
+    ),
+    _Kind(
         "Tasks",
         "Measured between steps.",
         lambda name, _: name.startswith("eval/"),

@@ -90,7 +90,7 @@ def _varint(value: int) -> bytes:
     return bytes(groups)
 
 
-PIECE, NORMALIZER, _SELF_TEST = 1, 3, 4
+PIECE, NORMALIZER, SELF_TEST = 1, 3, 4
 NAME, TYPE = 1, 3
 _NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 _REMOVE_EXTRA_WHITESPACES = 4
@@ -117,7 +117,7 @@ def edit_model(
     names = {name.encode() for name in control}
     parts = []
     for number, length, begin, end in fields(model):
-        if number == _SELF_TEST:
+        if number == SELF_TEST:
             continue
         piece = model[end - length : end]
         if number == PIECE and names and piece_name(piece) in names:

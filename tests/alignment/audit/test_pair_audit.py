@@ -129,7 +129,7 @@ def test_the_same_tokenizer_is_one_to_one_and_needs_no_projection(tekken):
     report = audit(tekken, tekken, TEXTS)
     assert report.total.counts.one_to_one == report.total.counts.chunks > 0
     assert report.most_tokens == []
-    assert report.recommendation.objective == "kl"
+    assert report.recommendation.objective == "vocab_kl"
 
 
 def test_control_tokens_are_unaligned_and_in_no_row(tekken, monkeypatch):

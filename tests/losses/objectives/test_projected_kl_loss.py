@@ -181,3 +181,44 @@ def test_a_model_that_masks_all_that_is_projected_teaches_nothing(
     assert not student.grad[0, 1].any()
     assert (student.grad[0, [0, 2]] != 0).any(dim=-1).all()
     assert all(value.isfinite() for value, _ in out.metrics.values())
+
+
+def test_cross_entropy_spreads_the_mass_of_a_column_over_tokens_with_equal_rows() -> None:
+    """A stationary point has ``p_i (1 + g) = f_i`` for every token ``i`` of such a group, with the
+    labels' frequencies ``f`` and one ``g`` for the group: whatever the teacher says, ``p`` is
+    proportional to ``f`` there. Temperature 1."""
+    # Three runs of line feeds are one column of the teacher's, as with a byte token.
+    projection = torch.eye(3).double()[[0, 0, 0, 1, 2]]
+    labels = torch.tensor([0] * 12 + [1] * 4 + [2] * 2 + [3] * 9 + [4] * 3)[None]
+    rows = labels.shape[1]
+    spans = torch.arange(rows)[None]
+    shards = [VocabShard(start=0, stop=size, vocab_size=size) for size in (5, 3)]
+    # The teacher gives line feeds 0.2, the labels 0.6.
+    teacher = torch.tensor([0.2, 0.3, 0.5]).double().log().expand(1, rows, 3)
+    logits = torch.tensor([0.0, 0.0, 3.0, 0.0, 0.0], dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([logits], max_iter=200, tolerance_grad=1e-10, tolerance_change=0)
+
+    def loss() -> torch.Tensor:
+        inputs = DistillationInputs(
+            student_logits=logits.expand(1, rows, 5),
+            student_shard=shards[0],
+            labels=labels,
+            teacher=TeacherTargets(kind="logits", shard=shards[1], logits=teacher),
+            alignment=AlignmentBatch.from_chunk_ids(spans, spans),
+            projection=projection_shard(projection, *shards),
+        )
+        total = ProjectedKLLoss(implementation="torch")(inputs).loss_sum
+        return total + LOSS_REGISTRY["next_token"](implementation="torch")(inputs).loss_sum
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        total = loss()
+        total.backward()
+        return total
+
+    optimizer.step(closure)
+    found = logits.detach().softmax(0)
+    assert 0.3 < float(found[:3].sum()) < 0.5
+    # The loss is summed in fp32.
+    frequencies = torch.tensor([12, 4, 2]).double() / 18
+    torch.testing.assert_close(found[:3] / found[:3].sum(), frequencies, rtol=1e-3, atol=0)
