@@ -37,6 +37,7 @@ from megatron_ext.training.layers import (
     WindowAttention,
     scale_embeddings,
 )
+from megatron_ext.training.megatron_parts import MLP_SUBMODULES, of_release
 
 ModelChunks = Sequence[GPTModel]
 """Chunks of a model on this rank, in the order in which a microbatch passes them."""
@@ -272,7 +273,8 @@ def _layer_spec(
         core_attention = RowAttention if has_adapters else core_attention
     layer = get_gpt_layer_local_spec(normalization=model.normalization)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchNorm
-    attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
+    attention = layer.submodules.self_attention.submodules
+    mlp = of_release(MLP_SUBMODULES)(layer.submodules.mlp)
     if model.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = TorchNorm
     attention.core_attention = core_attention

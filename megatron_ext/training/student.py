@@ -1,7 +1,7 @@
 """The model that is trained, with its optimizer and learning-rate schedule.
 
 Checkpoints of megatron-core's distributed optimizer around torch's AdamW need three repairs.
-megatron-core 0.16 expects the update count in the parameter groups, where Apex and Transformer
+megatron-core expects the update count in the parameter groups, where Apex and Transformer
 Engine keep it; torch keeps one with each parameter, and none before the first update. Loading then
 fails for want of a count, fails on finding one, and leaves one tensor to all parameters, each of
 which advances it. ``prepare_to_load`` mends all three on the optimizer at hand.
@@ -16,15 +16,14 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer, clip_grads, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import local_multi_tensor_l2_norm
 
 from megatron_ext.training.forward_step import StepReport
+from megatron_ext.training.megatron_parts import needed
 from megatron_ext.training.microbatch import MicrobatchWithTargets
 from megatron_ext.training.models import ModelChunks, load_weights_of, sharded_weights, wrap_in_ddp
 from megatron_ext.training.run_plan import RunPlan
@@ -41,8 +40,8 @@ def prepare_to_load(optimizer: MegatronOptimizer) -> None:
             inner.optimizer, torch.optim.AdamW
         ):
             if not inner.optimizer.state:
-                inner._init_optimizer_states_with_dummy_values()
-            inner._set_main_param_and_optimizer_states = partial(_fill_state, inner)
+                needed("make_optimizer_state").value(inner)
+            setattr(inner, needed("fill_optimizer_state").name, partial(_fill_state, inner))
 
 
 def _fill_state(
@@ -53,7 +52,7 @@ def _fill_state(
     inner = optimizer.optimizer
     state = inner.state[inner.param_groups[group]["params"][order]]
     state["step"] = state["step"].clone()
-    fill = type(optimizer)._set_main_param_and_optimizer_states
+    fill = needed("fill_optimizer_state").value
     fill(optimizer, parameter, {"step": state["step"], **tensors})
 
 
@@ -71,16 +70,16 @@ def update_if_finite(optimizer: MegatronOptimizer) -> float:
     """
     if optimizer.prepare_grads():
         return math.inf
-    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+    if needed("l2_norm").value is needed("slow_l2_norm").value:
         # megatron-core's stand-in for Apex, whose norms the host reads one by one.
-        clip_grads.l2_norm_impl = _l2_norm
+        needed("l2_norm").put(_l2_norm)
     norm = float(optimizer.get_grad_norm())
     if not math.isfinite(norm):
         return norm
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
         parameters = inner.get_parameters()
         if parameters and inner.config.clip_grad > 0.0:
-            clip_grad_by_total_norm_fp32(
+            needed("clip_by_norm").value(
                 parameters,
                 max_norm=inner.config.clip_grad,
                 total_norm=norm,
