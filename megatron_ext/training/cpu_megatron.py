@@ -106,6 +106,8 @@ def _redirect_in_backward(mode: _CudaToCpu) -> None:
 def _replace_cuda_calls() -> None:
     stand_ins: dict[str, Callable[..., Any]] = {
         "current_device": lambda: "cpu",
+        # From 0.19 on gradients wait on it for CUDA graphs, of which there are none.
+        "current_stream": lambda device=None: None,
         "synchronize": lambda device=None: None,
         "empty_cache": lambda: None,
         "manual_seed": torch.manual_seed,
@@ -134,6 +136,7 @@ def _keep_freed_memory() -> None:
 
 def _replace_random_state_helpers() -> None:
     """Point the model-parallel random-number tracker at the CPU generator."""
+
     def get_state(*_: object, **__: object) -> torch.Tensor:
         return torch.get_rng_state()
 

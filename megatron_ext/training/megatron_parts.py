@@ -205,7 +205,7 @@ def of_release(values: Mapping[str, Value], release: str | None = None) -> Value
     """The value of a release, the installed one unless given, from a table by first releases."""
     wanted = _number(release or installed())
     older = [first for first in values if _number(first) <= wanted]
-    return values[max(older or values, key=_number)]
+    return values[max(older, key=_number) if older else min(values, key=_number)]
 
 
 @cache
