@@ -3,10 +3,10 @@
     pip install uv
     python .ci/check_versions.py [--only TEXT] [--write]
 
-Each cell of ``CELLS`` gets a fresh environment in a temporary folder, one after the other, with the
-interpreter that uv finds; it is removed afterwards. ``--write`` keeps what came of each in
-``benchmarks/results/versions.json``, by cell, and writes the table of ``docs/megatron_core.md`` from
-that file. Exits with 1 if a test failed anywhere.
+Each cell of ``CELLS`` gets a fresh environment in a temporary folder, one after the other, with an
+interpreter that uv finds or gets; the folder is removed afterwards. ``--write`` keeps what came of
+each in ``benchmarks/results/versions.json``, of which ``docs/generate_megatron_core.py`` makes a
+table. Exits with 1 if a test failed anywhere.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from typing import Any, Final, NamedTuple
 
 ROOT: Final = Path(__file__).parents[1]
 RESULTS: Final = ROOT / "benchmarks" / "results" / "versions.json"
-PAGE: Final = ROOT / "docs" / "megatron_core.md"
-BEGIN, END = "<!-- versions -->\n", "<!-- end of versions -->\n"
 NEWEST: Final = "newest"
 SHOWN: Final = ("megatron-core", "torch", "transformers", "numpy")
 EXTRAS: Final = ("huggingface", "sentencepiece", "tiktoken", "fast", "train", "audit", "data")
@@ -86,7 +84,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="only cells whose line contains this")
-    parser.add_argument("--write", action="store_true", help="write the results and their table")
+    parser.add_argument("--write", action="store_true", help="keep the results")
     arguments = parser.parse_args()
     fails = False
     for cell in CELLS:
@@ -98,7 +96,6 @@ def main() -> None:
         if arguments.write:
             known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
             RESULTS.write_text(json.dumps({**known, cell.name: result}, indent=1) + "\n")
-            write_table()
     sys.exit(fails)
 
 
@@ -165,21 +162,6 @@ def said(result: dict[str, Any]) -> str:
     """Outcomes in a few words."""
     words = f"{result['passed']} passed, {len(result['failed'])} failed"
     return words + (f", {result['skipped']} skipped" if result["skipped"] else "")
-
-
-def write_table() -> None:
-    """Put the table of all results into the page."""
-    known = json.loads(RESULTS.read_text())
-    rows = ["| Python | megatron-core | torch | transformers | tests |", "|---|---|---|---|---|"]
-    for cell in CELLS:
-        if cell.name in known:
-            result = known[cell.name]
-            found = [result["versions"][name] for name in SHOWN[:3]]
-            rows.append("| " + " | ".join([cell.python, *found, said(result)]) + " |")
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    table = "\n".join(rows)
-    PAGE.write_text(f"{before}{BEGIN}\n{table}\n\n{END}{after}")
 
 
 if __name__ == "__main__":

@@ -163,9 +163,9 @@ def write_buckets(
 ) -> None:
     """Write the buckets of a rank, each in a process of its own, and store their results.
 
-    In place of megatron-core's ``write_buckets``. That of 0.16 waits for ever for a process that was
-    killed, and leaves its siblings behind when it is killed itself; those of later releases write
-    with threads of one process.
+    In place of megatron-core's ``write_buckets``. That of 0.16 waits for ever for a process that
+    was killed, and leaves its siblings behind when it is killed itself; those of later releases
+    write with threads of one process.
 
     Args:
         transforms: First argument of megatron-core's ``write_bucket``.

@@ -1,4 +1,4 @@
-"""Private parts of megatron-core that this package replaces or calls, and where each release has them.
+"""Private parts of megatron-core that are replaced or called, and where each release has them.
 
 What is public in megatron-core is imported where it is used. What is not may move with any release:
 each such part is a row of ``PARTS``, found through ``place``, and tests hold every row to the
@@ -35,7 +35,7 @@ MLP_SUBMODULES: Final[Mapping[str, Callable[[Any], Any]]] = {
     "0.16": lambda mlp: mlp.submodules,
     "0.18": lambda mlp: mlp.keywords["submodules"],
 }
-"""The submodules of a layer spec's MLP, from its spec or, later, its builder; by the first release."""
+"""The submodules of a layer spec's MLP, by the first release: of its spec, later of its builder."""
 
 Value = TypeVar("Value")
 

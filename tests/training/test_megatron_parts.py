@@ -1,6 +1,7 @@
-"""The installed megatron-core has every private part where the table says, with what is relied on."""
+"""The installed megatron-core has its private parts where the table says, as they are relied on."""
 
 import inspect
+import json
 import re
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import pytest
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.training import megatron_parts
+from megatron_ext.training.checkpoint_manifest import Manifest
+from megatron_ext.training.checkpoint_reader import FORMAT_FILE, check_format
 from megatron_ext.training.megatron_parts import (
     MLP_SUBMODULES,
     PARTS,
@@ -75,6 +78,13 @@ def test_what_is_replaced_is_put_back_as_it_was():
     with found.replaced(lambda _: staticmethod(print)):
         assert found.value is print
     assert vars(found.owner)[found.name] is before
+
+
+@pytest.mark.parametrize("common", [{}, {"common_backend": "torch", "common_backend_version": 1}])
+def test_the_format_that_any_release_writes_down_is_read(tmp_path, common):
+    written = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, **common}
+    (tmp_path / FORMAT_FILE).write_text(json.dumps(written))
+    check_format(Manifest.of(tmp_path))
 
 
 def test_the_range_is_that_of_pyproject():
