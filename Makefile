@@ -11,11 +11,14 @@ BIN := $(VENV)/bin
 # Named like this, pip takes its build for CPUs, 2.13.0+cpu, where any index offers one.
 TORCH := torch==2.13.0
 
+# Tests and demo start many processes, each of which would otherwise compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test lint bench-gpu rehearse-gpu clean
 
 demo: $(VENV)/.ready
 	@echo "==> demo: three short training runs, about three minutes on 2 CPU cores; see runs/demo"
-	@$(BIN)/python examples/demo/run.py
+	@$(BIN)/python -m megatron_ext demo
 
 test: $(VENV)/.ready
 	@echo "==> test: the whole suite, on all cores"

@@ -26,7 +26,6 @@ import argparse
 import cProfile
 import dataclasses
 import pstats
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -37,7 +36,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.loss_cost.machine import ROOT, commit, machine, write_results
+from benchmarks.loss_cost.machine import commit, machine, write_results
+from megatron_ext.cli.demo.corpus import write_corpus
 from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.layout import Layout, launched_processes
 from megatron_ext.distributed.process_groups import ProcessGroups
@@ -55,7 +55,6 @@ from megatron_ext.training.config import (
     TrainingConfig,
 )
 from megatron_ext.training.distill import build_trainer
-from megatron_ext.training.first_weights import model_shard
 from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.models import build_model_chunks, sharded_weights
 from megatron_ext.training.run_plan import RunPlan
@@ -121,9 +120,6 @@ def _config(folder: Path, arguments: argparse.Namespace) -> DistillConfig:
     tokenizers = {
         name: TokenizerConfig(model=str(data / file)) for name, file in _TOKENIZERS.items()
     }
-    sys.path.append(str(ROOT / "examples" / "demo"))
-    from corpus import write_corpus
-
     write_corpus(folder / "data")
     return DistillConfig(
         run_dir=str(folder / "run"),
@@ -194,7 +190,9 @@ def _save_teacher(config: DistillConfig, groups: ProcessGroups) -> None:
     assert config.teacher is not None
     model = config.teacher.model
     tokenizer = build_tokenizer(config.teacher.tokenizer)
-    shard = model_shard("teacher", model, tokenizer, groups, layout=config.parallel.layout)
+    ids, ranks = tokenizer.vocab_size, config.parallel.tensor_model_parallel_size
+    rows = model.head_rows(ids, tensor_ranks=ranks)
+    shard = groups.vocab_shard(vocab_size=ids, padded_vocab_size=rows)
     chunks = build_model_chunks(
         model,
         padded_vocab_size=shard.width,

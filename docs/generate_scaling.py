@@ -30,6 +30,7 @@ from megatron_ext.training.config import (
 from megatron_ext.training.dry_run.memory import rank_memory
 from megatron_ext.training.dry_run.plan import Plan, pair_cost
 from megatron_ext.training.dry_run.step_time import H100, step_seconds, wire_bytes
+from megatron_ext.training.objective import head_rows
 from megatron_ext.training.run_plan import RunPlan
 
 PAGE = Path(__file__).with_name("scaling.md")
@@ -125,11 +126,14 @@ def plan_of(layout: Layout, rows: int, *, distils: bool = True) -> Plan:
     """The plan of the page's run under a layout, on Transformer Engine's layers."""
     config = _config(layout, rows, distils=distils)
     sizes = {name: _tokenizers()[name].vocab_size for name in TOKENIZERS}
+    run = RunPlan.of(config)
     plan = Plan.of(
-        RunPlan.of(config),
+        run,
         world_size=layout.gpus,
         vocab_size=sizes["student"],
-        teacher_vocab_sizes={"teacher": sizes["teacher"]},
+        teacher_rows={
+            name: head_rows(teacher, sizes[name]) for name, teacher in run.teachers.items()
+        },
         has_flash=True,
     )
     if not distils:

@@ -15,6 +15,8 @@ _HOME_OF = {
     "ArrowTextDataset": "megatron_ext.documents.dataset",
     "CrossTokenizerCollator": "megatron_ext.data.collator",
     "CrossTokenizerDistillationLossFn": "megatron_ext.losses",
+    "CrossTokenizerLoss": "megatron_ext.training.cross_tokenizer_loss",
+    "DistillationTrainer": "megatron_ext.training.distillation_trainer",
     "LOSS_REGISTRY": "megatron_ext.losses",
     "MultiTeacherLossAggregator": "megatron_ext.losses",
     "MegatronTokenizer": "megatron_ext.tokenizers",
@@ -35,6 +37,7 @@ _HOME_OF = {
     "T5Tokenizer": "megatron_ext.tokenizers",
     "TokenizerConfig": "megatron_ext.tokenizers",
     "build_tokenizer": "megatron_ext.tokenizers",
+    "from_huggingface": "megatron_ext.tokenizers.from_huggingface",
 }
 
 __all__ = ["__version__", *_HOME_OF]

@@ -21,6 +21,7 @@ EXTRA_OF: Final = {
     "lm_eval": "lm-eval",
     "matplotlib": "train",
     "megatron": "train",
+    "mistral_common": "demo",
     "numba": "train",
     "orjson": "data",
     "psutil": "train",
@@ -34,6 +35,7 @@ EXTRA_OF: Final = {
     "tiktoken": "tiktoken",
     "tokenizers": "huggingface",
     "torch": "train",
+    "torchao": "torchao",
     "tqdm": "data",
     "transformers": "transformers",
     "triton": "gpu",
@@ -41,20 +43,42 @@ EXTRA_OF: Final = {
 }
 """Import name of a package -> the smallest extra that brings it."""
 
-_PACKAGE_OF: Final = {"megatron": "megatron-core"}
+BROUGHT_BY: Final = {
+    "train": ("train", "data", "audit", "huggingface", "sentencepiece", "tiktoken", "fast"),
+    "demo": (
+        *("demo", "train", "data", "audit"),
+        *("huggingface", "sentencepiece", "tiktoken", "fast"),
+    ),
+}
+"""Extra for all that a command needs -> the smaller extras that it brings."""
+
+_PACKAGE_OF: Final = {"megatron": "megatron-core", "mistral_common": "mistral-common"}
 """Import name of a package -> its distribution, where the names differ."""
 
 
-def missing_package(name: str, *, feature: str) -> MissingDependencyError:
-    """Error about the missing package with the import name ``name``, with its extra."""
-    return MissingDependencyError(
-        _PACKAGE_OF.get(name, name), extra=EXTRA_OF[name], feature=feature
-    )
+def package_of(name: str) -> str:
+    """The distribution that brings the module with the import name ``name``."""
+    return _PACKAGE_OF.get(name, name)
+
+
+def missing_package(name: str, *, feature: str, extra: str | None = None) -> MissingDependencyError:
+    """Error about the missing package with the import name ``name``, with its extra.
+
+    Args:
+        extra: Extra of ``BROUGHT_BY`` for the whole feature, to name if it brings the package.
+    """
+    smallest = EXTRA_OF[name]
+    if extra is None or smallest not in BROUGHT_BY[extra]:
+        extra = smallest
+    return MissingDependencyError(package_of(name), extra=extra, feature=feature)
 
 
 @contextmanager
-def needed_packages(feature: str) -> Iterator[None]:
+def needed_packages(feature: str, *, extra: str | None = None) -> Iterator[None]:
     """Report the extra to install where an import in the block finds no package.
+
+    Args:
+        extra: As for ``missing_package``.
 
     Raises:
         MissingDependencyError: A package of ``EXTRA_OF`` is not installed.
@@ -64,7 +88,7 @@ def needed_packages(feature: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if error.name not in EXTRA_OF:
             raise
-        raise missing_package(error.name, feature=feature) from None
+        raise missing_package(error.name, feature=feature, extra=extra) from None
 
 
 @contextmanager

@@ -96,9 +96,12 @@ class _Builder(NamedTuple):
             expected = f"one of {', '.join(map(str, arguments))}"
         elif origin is tuple:
             items = [value] if isinstance(value, str) else value
+            if isinstance(items, (list, tuple)) and dataclasses.is_dataclass(arguments[0]):
+                places = [(*keys, str(place)) for place in range(len(items))]
+                return tuple(map(self.build, [arguments[0]] * len(items), items, places))
             if isinstance(items, (list, tuple)) and all(isinstance(i, arguments[0]) for i in items):
                 return tuple(items)
-            expected = f"a list of {arguments[0].__name__}"
+            expected = f"a list of {getattr(arguments[0], '__name__', arguments[0])}"
         elif origin is Mapping and dataclasses.is_dataclass(arguments[1]):
             return self._sections(arguments[1], value, keys)
         elif origin is Mapping:

@@ -89,7 +89,7 @@ def test_a_source_file_that_a_page_names_is_there(page):
 
 @pytest.mark.parametrize(
     "feature",
-    ["byte prefixes", "experts", "data sets by name"],
+    ["hidden states", "experts", "data sets by name"],
 )
 def test_the_readme_names_what_related_projects_have_and_this_one_lacks(feature):
     _, _, rest = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Not yet\n")
@@ -110,6 +110,27 @@ def test_the_figures_of_the_readme_are_those_of_the_raw_results():
         f"{pair['seconds_median']:.1f} s, {pair['peak_mib']:.0f} MiB peak",
     ):
         assert f"| {figure} |" in readme
+    steps = json.loads((ROOT / "benchmarks" / "results" / "peer_gold.json").read_text())
+    ours, theirs = (steps[side]["seconds_per_step"] for side in ("ours", "trl"))
+    assert f"`GOLDTrainer` takes {theirs:.1f} s | {ours:.1f} s |" in readme
+
+
+def test_the_number_of_objectives_is_that_of_the_registry():
+    from megatron_ext.losses import LOSS_REGISTRY
+
+    objectives = LOSS_REGISTRY.keys() - {"next_token"}
+    across = objectives - {"vocab_kl"}
+    readme, comparison = (
+        path.read_text(encoding="utf-8")
+        for path in (ROOT / "README.md", ROOT / "docs" / "comparison.md")
+    )
+    assert f"| objectives across tokenizers | {len(across)} |" in readme
+    assert f"**Distillation**: {len(objectives)} objectives" in readme
+    assert f"| objectives across tokenizers | {len(across)}: " in comparison
+
+
+def test_the_readme_is_a_page_that_is_read_to_its_end():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
 @pytest.mark.parametrize("page", ["losses.md", "distillation_data.md"])

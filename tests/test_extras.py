@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.errors import MissingDependencyError
-from megatron_ext.imports import EXTRA_OF, large_imports, missing_package, needed_packages
+from megatron_ext.imports import (
+    BROUGHT_BY,
+    EXTRA_OF,
+    large_imports,
+    missing_package,
+    needed_packages,
+)
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -106,3 +112,39 @@ def test_large_imports_look_for_no_garbage_and_what_follows_does(error):
         if error:
             raise error
     assert gc.isenabled()
+
+
+def test_every_file_of_the_package_is_in_the_wheel():
+    root = PYPROJECT.parent / "megatron_ext"
+    patterns = tomllib.loads(PYPROJECT.read_text())["tool"]["setuptools"]["package-data"]
+    data = {file for pattern in patterns["megatron_ext"] for file in root.glob(pattern)}
+    files = {
+        file for file in root.rglob("*") if file.is_file() and file.parent.name != "__pycache__"
+    }
+    assert {file for file in files if file.suffix not in (".md", ".py")} == data
+
+
+def test_the_extra_for_everything_has_every_extra_of_users():
+    extras = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]
+    assert extras.keys() - within("all") == {*COLLECTIONS}
+
+
+@pytest.mark.parametrize("extra", BROUGHT_BY)
+def test_the_extra_of_a_verb_brings_the_smaller_ones(extra):
+    assert {*BROUGHT_BY[extra]} == within(extra) - {"tokenizers"}
+
+
+def test_a_verb_names_one_extra_for_all_that_it_needs():
+    for package in ("tqdm", "torch", "tokenizers"):
+        error = missing_package(package, feature="megatron-ext distill", extra="train")
+        assert 'pip install "megatron-ext[train]"' in str(error)
+    other = missing_package("transformers", feature="megatron-ext distill", extra="train")
+    assert 'pip install "megatron-ext[transformers]"' in str(other)
+
+
+def within(extra):
+    """An extra, and those that it brings."""
+    extras = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]
+    found = re.findall(r"megatron-ext\[([\w,-]+)\]", " ".join(extras[extra]))
+    names = [name for names in found for name in names.split(",")]
+    return {extra}.union(*map(within, names))

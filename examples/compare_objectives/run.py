@@ -29,15 +29,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-DEMO = HERE.parent / "demo"
-# The demo's text; a script's folder is all that Python looks into.
-sys.path.append(str(DEMO))
+from figure import draw
+from text_split import write_split
+from vocabulary_head import write_head
 
-from corpus import write_corpus  # noqa: E402
-from figure import draw  # noqa: E402
-from text_split import write_split  # noqa: E402
-from vocabulary_head import write_head  # noqa: E402
+from megatron_ext.cli.demo.corpus import write_corpus
+
+HERE = Path(__file__).parent
 
 from megatron_ext.files import write_text  # noqa: E402
 from megatron_ext.tokenizers import MegatronTokenizer  # noqa: E402

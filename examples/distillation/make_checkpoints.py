@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import runpy
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,8 @@ import tokenizers
 import torch
 import transformers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from megatron_ext.cli.demo.corpus import write_corpus
 
 CHAT_TEMPLATE: Final = (
     "{% for message in messages %}<|start|>{{ message.role }}\n{{ message.content }}<|end|>\n"
@@ -40,8 +41,7 @@ def main() -> None:
     arguments = _arguments()
     folder, started = Path(arguments.folder), time.perf_counter()
     torch.manual_seed(0)
-    corpus = runpy.run_path(str(Path(__file__).parents[1] / "demo" / "corpus.py"))
-    corpus["write_corpus"](folder / "data")
+    write_corpus(folder / "data")
     texts = _texts(folder / "data" / "train.jsonl")
     reader = save_tokenizer(byte_level_bpe(texts, 3072), folder / "teacher")
     teacher = teacher_model(len(reader))

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from megatron_ext.alignment.alignment import Alignment
 from megatron_ext.alignment.chunk_places import (
     BEGINS,
+    BEGINS_UNEQUAL,
     ChunkIds,
     ChunkPlaces,
     LabelledSide,
@@ -132,6 +133,27 @@ class AlignmentBatch:
             ),
             is_exact=torch.from_numpy(student_marks.reshape(-1)[places[0].first] == BEGINS),
         )
+
+    def marks(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Chunk marks [B, Ts] and [B, Tt] uint8, from which ``from_marks`` makes the batch again.
+
+        A mark means the same in any row: unlike chunk ids, marks can be cut and joined by rows.
+
+        Raises:
+            AlignmentError: The layout is packed.
+        """
+        if self.student_cu_seqlens is not None:
+            raise AlignmentError("a packed alignment has no marks by rows", fix="pad it")
+        begins = torch.where(self.is_exact, BEGINS, BEGINS_UNEQUAL).to(torch.uint8)
+        sides = []
+        for chunk_id, spans in (
+            (self.student_chunk_id, self.student_spans),
+            (self.teacher_chunk_id, self.teacher_spans),
+        ):
+            marks = (chunk_id != NO_CHUNK).to(torch.uint8)
+            marks.view(-1)[spans[:, 0]] = begins
+            sides.append(marks)
+        return sides[0], sides[1]
 
     @classmethod
     def _of_places(

@@ -75,9 +75,23 @@ class TokenAligner:
         self.student = TextTokenizer(student_tokenizer)
         self.teacher = TextTokenizer(teacher_tokenizer)
 
-    def align(self, text: str) -> Alignment:
-        """Tokenize ``text`` with both and align the tokens; special tokens in it are text."""
-        return self._each([text])[0].alignment
+    def align(self, text: str | Ids, teacher_ids: Ids | None = None) -> Alignment:
+        """Tokenize ``text`` with both and align the tokens; special tokens in it are text.
+
+        With two streams of ids, as NeMo RL's ``align`` takes them, it is ``align_ids``.
+
+        Raises:
+            AlignmentError: Ids of one side alone, or a text with ids.
+        """
+        if isinstance(text, str) and teacher_ids is None:
+            return self._each([text])[0].alignment
+        if isinstance(text, str) or teacher_ids is None:
+            raise AlignmentError(
+                "align takes one text, or the ids of both sides",
+                got="a text and ids" if isinstance(text, str) else "one stream of ids",
+                fix="align(text), or align_ids(student_ids, teacher_ids)",
+            )
+        return self.align_ids(text, teacher_ids)
 
     def align_joined(self, student: TextTokens, teacher: TextTokens) -> tuple[Marks, Marks]:
         """The chunks of texts that both have encoded, as marks of both sides [N], [M].

@@ -25,7 +25,13 @@ from megatron_ext.cli.pages.audit_text import AuditRun, text_report
 from megatron_ext.cli.pages.token_view import add_color_argument, use_colors
 from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
-from megatron_ext.training.arguments import argparse_type, flags_of
+from megatron_ext.training.arguments import (
+    argparse_type,
+    flags_of,
+    mark_advanced,
+    terminal_help,
+)
+from megatron_ext.training.tokenizer_arguments import BASIC_FIELDS
 from megatron_ext.typed_mapping import build_config
 
 _STANDARD_OUTPUT = "-"
@@ -88,14 +94,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group(f"{side}'s tokenizer")
         for flag in flags_of(TokenizerConfig, prefix=prefix):
             names = [f"--{side}"] if flag.keys[-1] == _MODEL else []
-            group.add_argument(
+            action = group.add_argument(
                 *names,
                 flag.name,
                 dest=f"{side}.{flag.keys[-1]}",
                 default=argparse.SUPPRESS,
-                help=flag.help.replace("%", "%%"),
+                help=terminal_help(flag.help),
                 **argparse_type(flag.hint),
             )
+            if flag.keys[-1] not in BASIC_FIELDS:
+                mark_advanced(action)
 
 
 def run(arguments: argparse.Namespace) -> None:

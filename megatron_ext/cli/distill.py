@@ -36,6 +36,12 @@ from megatron_ext.training.run_plan import TeacherPlan
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the verb."""
+    parser.usage = "%(prog)s --config FILE [options]"
+    parser.add_argument(
+        "--print-config",
+        action="store_true",
+        help="print every setting at the start; config.yaml in the run's folder has them too",
+    )
     planning = parser.add_argument_group("dry run")
     planning.add_argument(
         "--dry-run",
@@ -57,21 +63,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the resolved configuration and train."""
+    """Print what the run is, and train."""
     config = config_from_arguments(arguments)
     if arguments.dry_run:
+        if arguments.print_config:
+            print(yaml.safe_dump(config_values(config), sort_keys=False))
         _plan(config, arguments)
         return
     if arguments.world_size is not None or arguments.layers is not None:
         raise ConfigError("--world-size and --layers plan a run", fix="add --dry-run")
-    # The device is printed above the configuration, so torch is loaded before inputs are checked.
+    # The device is the first line, so torch is loaded before inputs are checked.
     from megatron_ext.training.cpu_megatron import announce_device, in_precision_of_device
 
     announce_device(require_gpu=config.training.require_gpu)
     has_precision = is_given(arguments, "training", "precision")
     training = in_precision_of_device(config.training, is_given=has_precision)
     config = replace(config, training=training)
-    if os.environ.get("RANK", "0") == "0":
+    is_shown = os.environ.get("RANK", "0") == "0"
+    if is_shown and arguments.print_config:
         print(yaml.safe_dump(config_values(config), sort_keys=False), flush=True)
     quiet_libraries()
     role = layout.take(config.teacher_ranks)
@@ -80,6 +89,10 @@ def run(arguments: argparse.Namespace) -> None:
         return
     evaluator = RunTasks(config.evaluation) if config.evaluation.tasks else None
     inputs = read_inputs(config, world_size=launched_processes())
+    if is_shown:
+        from megatron_ext.training.dry_run import start_summary
+
+        print(start_summary(config, inputs, world_size=launched_processes()), flush=True)
     write_warnings(inputs.warnings)
     # Imported after all other checks: megatron-core takes seconds to load.
     with large_imports():

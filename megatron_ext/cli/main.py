@@ -37,7 +37,18 @@ VERBS = {
     "evaluate": "measure a model: bits per byte, multiple choice, generated answers",
     "tokenize": "tokenize documents to Megatron's .bin and .idx",
     "run": "run a script of Megatron-LM with our flags and tokenizers",
+    "recipes": "list or copy configurations for pairs of published models",
+    "ls": "list objectives, prompt formats, tasks, model families or recipes",
+    "demo": "train a teacher, distil a student, and compare, in minutes on a CPU",
+    "doctor": "show versions, devices, and what is missing",
 }
+
+_EXTRA_OF: Final = {
+    **dict.fromkeys(("distill", "cache-teacher", "serve-teacher", "transfer", "generate"), "train"),
+    **dict.fromkeys(("import-hf", "export-hf", "evaluate"), "train"),
+    "demo": "demo",
+}
+"""Verb -> extra for all that it needs."""
 
 _EXIT_WITHOUT_READER = 128 + 13
 """Exit code of a program ended by SIGPIPE."""
@@ -153,8 +164,42 @@ def _stdout_is_broken() -> bool:
     return True
 
 
+class _HelpAll(argparse.Action):
+    """The flag ``--help-all``: help with the advanced flags, which ``--help`` leaves out."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        assert isinstance(parser, _Parser)
+        sys.stdout.write(argparse.ArgumentParser.format_help(parser))
+        parser.exit()
+
+
 class _Parser(argparse.ArgumentParser):
-    """Argument parser that raises ``ConfigError`` and suggests similar flags and choices."""
+    """Argument parser that raises ``ConfigError`` and suggests similar flags and choices.
+
+    Its help leaves out actions with the attribute ``is_advanced``.
+    """
+
+    def format_help(self) -> str:
+        """The help without advanced flags, and how to see these."""
+        advanced = [action for action in self._actions if getattr(action, "is_advanced", False)]
+        if not advanced:
+            return super().format_help()
+        helps = [action.help for action in advanced]
+        for action in advanced:
+            action.help = argparse.SUPPRESS
+        try:
+            text = super().format_help()
+        finally:
+            for action, words in zip(advanced, helps, strict=True):
+                action.help = words
+        return f"{text}\n{len(advanced)} more flags: {self.prog} --help-all\n"
+
+    def add_help_all(self) -> None:
+        """Add ``--help-all`` where there are advanced flags."""
+        if any(getattr(action, "is_advanced", False) for action in self._actions):
+            self.add_argument(
+                "--help-all", action=_HelpAll, nargs=0, help="show all flags and exit"
+            )
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, fix=f"see {self.prog} --help")
@@ -186,7 +231,7 @@ def _flags(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
         if isinstance(action, argparse._SubParsersAction):
             for inner in action.choices.values():
                 yield from _flags(inner)
-        for flag in () if action.dest == "help" else action.option_strings:
+        for flag in () if action.dest.startswith("help") else action.option_strings:
             yield flag, action.help or ""
 
 
@@ -201,9 +246,11 @@ def _near_flag(flag: str, help_of: Mapping[str, str]) -> str:
 
 
 def _run(argv: list[str]) -> None:
+    if argv[:1] == ["help"]:
+        argv = [*argv[1:2], "--help"]
     if not argv or argv[0] not in VERBS:
         _parser().parse_args(argv)
-    with needed_packages(f"megatron-ext {argv[0]}"):
+    with needed_packages(f"megatron-ext {argv[0]}", extra=_EXTRA_OF.get(argv[0])):
         verb = import_module(f"megatron_ext.cli.{argv[0].replace('-', '_')}")
         parser = _Parser(
             prog=f"megatron-ext {argv[0]}",
@@ -212,15 +259,17 @@ def _run(argv: list[str]) -> None:
             allow_abbrev=False,
         )
         verb.add_arguments(parser)
+        parser.add_help_all()
         verb.run(parser.parse_args(argv[1:]))
 
 
 def _parser() -> argparse.ArgumentParser:
-    lines = "\n".join(f"  {name:<13} {summary}" for name, summary in VERBS.items())
+    lines = "\n".join(f"  {name:<14} {summary}" for name, summary in VERBS.items())
     parser = _Parser(
         prog="megatron-ext",
         description="The tokenizer and cross-tokenizer distillation layer for Megatron.",
-        epilog=f"verbs:\n{lines}\n\nmegatron-ext VERB --help lists the options of a verb.",
+        epilog=f"verbs:\n{lines}\n\n"
+        "megatron-ext VERB --help lists the flags of a verb. Start with megatron-ext demo.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -1,10 +1,10 @@
-"""Output of verbs: files, warnings and their silence; and the choice of a run's teacher."""
+"""Output of verbs: files, lists, warnings and their silence; and the choice of a run's teacher."""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -40,6 +40,13 @@ def write_output(path: Path, text: str, flag: str) -> None:
         raise ConfigError(
             "cannot write the file", got=error.strerror, where=f"{flag} {path}"
         ) from error
+
+
+def write_rows(rows: Iterable[tuple[str, str]]) -> None:
+    """Print names, each with a line about it, in two columns."""
+    listed = list(rows)
+    width = max((len(name) for name, _ in listed), default=0) + 2
+    sys.stdout.writelines(f"{name:<{width}}{about}".rstrip() + "\n" for name, about in listed)
 
 
 def warn_left_out(records: Sequence[tuple[str, str]], more: str, files: Sequence[str]) -> None:

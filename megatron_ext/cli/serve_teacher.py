@@ -31,6 +31,7 @@ from megatron_ext.training.run_plan import TeacherPlan
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the verb."""
+    parser.usage = "%(prog)s --config FILE --address HOST:PORT [options]"
     serving = parser.add_argument_group("serving")
     serving.add_argument(
         "--teacher",

@@ -42,6 +42,7 @@ _EXIT_INTERRUPTED = 128 + 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the verb."""
+    parser.usage = "%(prog)s --input PATH... --output-prefix PREFIX [options]"
     data = parser.add_argument_group("data")
     data.add_argument(
         "--input",

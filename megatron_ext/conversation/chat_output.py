@@ -85,7 +85,8 @@ _NOT_TAKEN: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
     "continue_final_message": ((None, False), "cut the text of tokenize=False where it goes on"),
     "return_assistant_tokens_mask": (
         (None, False),
-        "take the target of tokenize_conversation(messages, True, False)",
+        "take the target of tokenize_conversation(messages, True, False), which is -100 where a"
+        " token is not trained and is not shifted yet",
     ),
     "sanitize_control_tokens": (
         (None, True),
@@ -114,6 +115,6 @@ def refuse_foreign(tokenizer: object, method: str) -> None:
     raise TokenizerError(
         "this is no tokenizer of megatron_ext",
         got=f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}",
-        expected=f"what {call} returns",
+        expected=f"what {call} or from_huggingface returns",
         fix=f"pass {call}({named!r})" if named else f"call {call} with the folder of its files",
     )

@@ -20,6 +20,7 @@ from megatron_ext.alignment.chunk_places import BEGINS, OUTSIDE, Marks
 from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
 from megatron_ext.data.aligner import AlignedText
 from megatron_ext.data.side import Parts, Segment, Side
+from megatron_ext.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,67 @@ class CrossTokenizerBatch:
             else change(self.sampled_log_probs),
         )
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """A flat mapping of tensors alone, from which ``of_tensors`` makes the batch again.
+
+        Every tensor has a row for each of the B rows, so what moves, cuts by rows or gathers
+        mappings of tensors (accelerate, ``transformers.Trainer``, Lightning) can do so. Numbers of
+        the whole batch are in the first row. The student's targets are ``shift_labels``, shifted
+        already: position ``t`` holds what position ``t`` predicts.
+        """
+        whole = torch.zeros(2, len(self.student.labels), dtype=torch.int64)
+        whole[:, :1] = torch.tensor([[self.student.byte_count], [self.dropped_bytes]])
+        named = _side_tensors(self.student) | {"byte_count": whole[0], "dropped_bytes": whole[1]}
+        if self.sources:
+            named["sources"] = torch.tensor(self.sources)
+        if self.sampled_log_probs is not None:
+            named["sampled_log_probs"] = self.sampled_log_probs
+        for name, side in self.teachers.items():
+            student_marks, teacher_marks = self.alignments[name].marks()
+            named[f"{_ALIGNMENTS}{name}.student"] = student_marks
+            if side is self.student:
+                continue
+            named[f"{_ALIGNMENTS}{name}.teacher"] = teacher_marks
+            named |= _side_tensors(side, f"{_TEACHERS}{name}.")
+        return named
+
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> CrossTokenizerBatch:
+        """The batch that ``tensors`` was made of, or the one of the rows that are left of it.
+
+        On the tensors' device; bounds and chunks are found on the host, which waits for them.
+
+        Raises:
+            DataError: The mapping is not one that ``tensors`` made.
+        """
+        whole = [int(_tensor(tensors, name).sum()) for name in ("byte_count", "dropped_bytes")]
+        student = _side_of(tensors, "", byte_count=whole[0])
+        device = student.labels.device
+        teachers, alignments = {}, {}
+        for key in tensors:
+            if not (key.startswith(_ALIGNMENTS) and key.endswith(".student")):
+                continue
+            name = key[len(_ALIGNMENTS) : -len(".student")]
+            is_shared = f"{_ALIGNMENTS}{name}.teacher" not in tensors
+            teachers[name] = (
+                student
+                if is_shared
+                else _side_of(tensors, f"{_TEACHERS}{name}.", byte_count=whole[0])
+            )
+            others = key if is_shared else f"{_ALIGNMENTS}{name}.teacher"
+            marks = (tensors[side].cpu().numpy() for side in (key, others))
+            alignments[name] = AlignmentBatch.from_marks(*marks).to(device)
+        sources = tensors.get("sources")
+        return cls(
+            student=student,
+            teachers=teachers,
+            alignments=alignments,
+            token_count=int(student.loss_mask.sum()),
+            dropped_bytes=whole[1],
+            sampled_log_probs=tensors.get("sampled_log_probs"),
+            sources=() if sources is None else tuple(sources.tolist()),
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """A flat mapping: the student's fields by name, and ``teacher_{i}_...`` and
         ``alignment_{i}_...`` for teacher ``i`` in the configured order."""
@@ -126,6 +188,59 @@ class CrossTokenizerBatch:
 
 def _fields(record: SideBatch | AlignmentBatch, prefix: str = "") -> dict[str, Any]:
     return {f"{prefix}{field.name}": getattr(record, field.name) for field in fields(record)}
+
+
+_TEACHERS: Final = "teachers."
+_ALIGNMENTS: Final = "alignments."
+"""Prefixes of keys of ``CrossTokenizerBatch.tensors``; a teacher's name and a field follow."""
+
+_SIDE_KEYS: Final = {
+    "input_ids": "input_ids",
+    "labels": "shift_labels",
+    "position_ids": "position_ids",
+    "lengths": "lengths",
+}
+"""Field of a ``SideBatch`` -> its key; the other fields follow from these. HuggingFace's models
+would shift what is called ``labels`` once more."""
+
+
+def _side_tensors(side: SideBatch, prefix: str = "") -> dict[str, torch.Tensor]:
+    return {f"{prefix}{key}": getattr(side, name) for name, key in _SIDE_KEYS.items()}
+
+
+def _side_of(tensors: Mapping[str, torch.Tensor], prefix: str, *, byte_count: int) -> SideBatch:
+    """The side whose ``_side_tensors`` are under ``prefix``."""
+    ids, labels, position_ids, lengths = (
+        _tensor(tensors, f"{prefix}{key}") for key in _SIDE_KEYS.values()
+    )
+    rows, length = labels.shape
+    row_starts = np.arange(rows + 1) * length
+    ends = row_starts[:-1] + lengths.cpu().numpy()
+    is_text = np.arange(length) < lengths.cpu().numpy()[:, None]
+    begins = np.flatnonzero((position_ids.cpu().numpy() == 0) & is_text)
+    bounds = np.unique(np.concatenate([row_starts, ends, begins]))
+    return SideBatch(
+        input_ids=ids,
+        labels=labels,
+        loss_mask=(labels != IGNORE_INDEX).float(),
+        position_ids=position_ids,
+        lengths=lengths,
+        cu_seqlens=torch.from_numpy(bounds.astype(np.int32)).to(labels.device),
+        max_seqlen=int(np.diff(bounds).max(initial=0)),
+        byte_count=byte_count,
+    )
+
+
+def _tensor(tensors: Mapping[str, torch.Tensor], key: str) -> torch.Tensor:
+    if key not in tensors:
+        raise DataError(
+            "the mapping is no batch of CrossTokenizerCollator.tensors",
+            got=f"keys {', '.join(map(str, tensors)) or 'none'}",
+            expected=f"a tensor under {key!r}",
+            fix="give data_collator=collator.tensors, and keep all columns"
+            " (remove_unused_columns=False)",
+        )
+    return tensors[key]
 
 
 Counts = NDArray[np.int64]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.conversation.chat_output import refuse_foreign
 from megatron_ext.conversation.records import ConversationRecord, conversation_record
@@ -36,6 +36,9 @@ from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.identity import tokenizer_identity
 from megatron_ext.tokenizers.token_bytes import utf8
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -203,6 +206,11 @@ class CrossTokenizerCollator:
         """The student, and the teachers with another tokenizer."""
         return self.student_side, *self.teacher_sides
 
+    def side_index(self, teacher: str) -> int:
+        """Index in ``sides`` of what a teacher reads: 0, the student's, with its tokenizer."""
+        names = [spec.name for spec in self._others]
+        return 1 + names.index(teacher) if teacher in names else 0
+
     def prepare(self) -> None:
         """Build the engines of all tokenizers, for worker processes to inherit."""
         for tokenizer in self.tokenizers:
@@ -242,6 +250,17 @@ class CrossTokenizerCollator:
                 record.source if isinstance(record, PackedSample) else 0 for record in records
             ),
         )
+
+    def tensors(self, records: Sequence[Record]) -> dict[str, torch.Tensor]:
+        """Collate B records to a mapping of tensors, see ``CrossTokenizerBatch.tensors``.
+
+        The ``data_collator`` of a ``transformers.Trainer`` and of what derives from it.
+
+        Raises:
+            DataError: A record has no text, or the batch is one text.
+            TokenizerError: A text that a tokenizer cannot take.
+        """
+        return self(records).tensors()
 
     def _aligner(self, cache_dir: str | Path | None, max_bytes: int, memory_bytes: int) -> Aligner:
         own, *others = self.tokenizers

@@ -126,12 +126,8 @@ class PackedTextDataset(Dataset[PackedBlock]):
             DataError: A file has changed.
             TokenizerError: A document that a tokenizer cannot take, with file and row.
         """
-        numbers = self.order.documents(*key).tolist()
-        # Read in file order, which is fastest.
-        contents, refused = self._contents(sorted(numbers))
-        aligned, unaligned = self._aligned({n: contents[n] for n in numbers if n in contents})
-        capacities = [side.capacity for side in self.collator.sides]
-        pieces = [piece for text in aligned.values() for piece in cut(text, capacities)]
+        aligned, refused = self.aligned_texts(*key)
+        pieces = [piece for text in aligned.values() for piece in self.pieces(text)]
         rows = self._rows(pieces)
         if self.order.shuffle:
             # Packing begins with the longest pieces.
@@ -141,9 +137,28 @@ class PackedTextDataset(Dataset[PackedBlock]):
         return PackedBlock(
             tuple(PackedSample(tuple(pieces[index] for index in row)) for row in rows),
             max(whole - taken, 0),
-            (*refused, *unaligned),
+            tuple(refused),
             sum(self._is_retokenized(number, text) for number, text in aligned.items()),
         )
+
+    def aligned_texts(
+        self, epoch: int, block: int
+    ) -> tuple[dict[int, AlignedText], list[RefusedDocument]]:
+        """The documents of a block by number, in order, and those that are refused.
+
+        Raises:
+            DataError: As ``__getitem__``.
+            TokenizerError: As ``__getitem__``.
+        """
+        numbers = self.order.documents(epoch, block).tolist()
+        # Read in file order, which is fastest.
+        contents, refused = self._contents(sorted(numbers))
+        aligned, unaligned = self._aligned({n: contents[n] for n in numbers if n in contents})
+        return aligned, [*refused, *unaligned]
+
+    def pieces(self, text: AlignedText) -> list[AlignedText]:
+        """The pieces of a document that fit the rows of all models."""
+        return cut(text, [side.capacity for side in self.collator.sides])
 
     def _is_retokenized(self, number: int, text: AlignedText) -> bool:
         """Whether the student's ids differ from the stored ids of the document."""

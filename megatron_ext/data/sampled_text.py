@@ -9,9 +9,10 @@ T tokens of a text, N sampled ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
@@ -99,6 +100,8 @@ class SampledTexts:
         prompt_characters: Characters of a text that are its prompt; None for all.
         trains_whitespace: Train sampled tokens of spaces and tabs alone, too. How white space is
             cut says nothing, and exact targets there teach just that.
+        stops: Ids with which the student ends a text, beside its EOS and end of document and what
+            its template writes.
     """
 
     def __init__(
@@ -108,12 +111,14 @@ class SampledTexts:
         most_ids: int,
         prompt_characters: int | None = None,
         trains_whitespace: bool = False,
+        stops: Collection[int] = (),
     ) -> None:
         self._student, *self._teachers = collator.tokenizers
         self._side, *self._teacher_sides = collator.sides
         self._most_ids = most_ids
         self._characters = prompt_characters
         self._trains_whitespace = trains_whitespace
+        self._stops = frozenset(stops)
         self._aligners = [TokenAligner(self._student, other) for other in self._teachers]
 
     @property
@@ -147,7 +152,7 @@ class SampledTexts:
 
     def stop_ids(self, prompt: Prompt) -> frozenset[int]:
         """Ids with which the student ends a completion."""
-        stops = {self._student.eos_id, self._student.eod}
+        stops = {self._student.eos_id, self._student.eod, *self._stops}
         if prompt.encoded is not None:
             stops.add(self._template_stop)
         return frozenset(stop for stop in stops if stop is not None)
@@ -181,6 +186,13 @@ class SampledTexts:
     def shown(self, ids: Sequence[int]) -> str:
         """Text of the student's ids, control tokens by name."""
         return self._student.detokenize(list(ids))
+
+    def spelled(self, prompt: Prompt, ids: Sequence[int]) -> list[bytes]:
+        """Bytes of each of N sampled ids that is kept; a stop token is not among them."""
+        sample = self._sample(prompt, list(ids))
+        count = sample.prompt_count
+        starts = [int(sample.ends[count - 1]) if count else 0, *sample.ends[count:].tolist()]
+        return [sample.spelled[start:end] for start, end in pairwise(starts)]
 
     def _text(self, text: str) -> Prompt:
         text = text[: self._characters]
@@ -356,6 +368,12 @@ def _is_blank(table: TokenBytes, ids: NDArray[np.int32]) -> NDArray[np.bool_]:
     """[T] mask of tokens of spaces and tabs alone."""
     rows = (table.rows[token] for token in ids.tolist())
     return np.array([bool(row) and not row.strip(_BLANKS) for row in rows], np.bool_)
+
+
+def stop_tokens_of(tokenizer: MegatronTokenizerText) -> frozenset[int]:
+    """Ids that end a text by a tokenizer: EOS, end of document, and what its template writes."""
+    stops = (tokenizer.eos_id, tokenizer.eod, _template_stop(tokenizer))
+    return frozenset(stop for stop in stops if stop is not None)
 
 
 def _template_stop(tokenizer: MegatronTokenizerText) -> int | None:

@@ -131,9 +131,12 @@ class ProcessGroups:
 
     def vocab_shard(self, *, vocab_size: int, padded_vocab_size: int) -> VocabShard:
         """This rank's columns of a head of ``padded_vocab_size`` rows."""
-        width = padded_vocab_size // dist.get_world_size(self.tp)
+        ranks = dist.get_world_size(self.tp)
+        width = padded_vocab_size // ranks
         start = dist.get_rank(self.tp) * width
-        return VocabShard(start=start, stop=start + width, vocab_size=vocab_size, group=self.tp)
+        # A rank alone has nobody to ask: without a group no collective is launched.
+        group = self.tp if ranks > 1 else None
+        return VocabShard(start=start, stop=start + width, vocab_size=vocab_size, group=group)
 
     def broadcast_from_last_stage(self, values: torch.Tensor) -> torch.Tensor:
         """``values`` of the last stage, on every stage; one broadcast over ``pp``."""

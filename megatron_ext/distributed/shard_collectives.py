@@ -94,6 +94,53 @@ def sum_columns(x: torch.Tensor, width: int, group: ProcessGroup | None) -> torc
     return out
 
 
+def recut_columns(
+    x: torch.Tensor, width: int, count: int, group: ProcessGroup | None
+) -> torch.Tensor:
+    """This rank's part of columns that are cut into ``width`` a rank instead, without a graph.
+
+    Args:
+        x: [..., held] this rank's columns, in rank order and equally many on every rank.
+        width: Columns of each rank afterwards.
+        count: Columns of the whole that are kept; those behind become 0.
+
+    Returns:
+        [..., width]. One all-to-all of the columns that change ranks; none on one rank.
+    """
+    x = x.detach()
+    ranks, held = group_size(group), x.shape[-1]
+    rank = 0 if group is None else dist.get_rank(group)
+
+    def common(owner: int, receiver: int) -> range:
+        last = min((owner + 1) * held, (receiver + 1) * width, count)
+        return range(max(owner * held, receiver * width), last)
+
+    def sliced(columns: range, start: int) -> slice:
+        # An empty range may lie before ``start``.
+        return slice(columns[0] - start, columns[-1] + 1 - start) if columns else slice(0, 0)
+
+    out = x.new_zeros(*x.shape[:-1], width)
+    stays = common(rank, rank)
+    out[..., sliced(stays, rank * width)] = x[..., sliced(stays, rank * held)]
+    if group is None or ranks == 1:
+        return out
+    others = [other for other in range(ranks) if other != rank]
+    sent = {other: common(rank, other) for other in others}
+    received = {other: common(other, rank) for other in others}
+    parts = [x[..., sliced(sent[other], rank * held)].movedim(-1, 0) for other in others]
+    arrived = x.new_empty(sum(map(len, received.values())), *x.shape[:-1])
+    dist.all_to_all_single(
+        arrived,
+        torch.cat(parts).contiguous(),
+        [len(received.get(other, ())) for other in range(ranks)],
+        [len(sent.get(other, ())) for other in range(ranks)],
+        group=group,
+    )
+    for part, other in zip(arrived.split([*map(len, received.values())]), others, strict=True):
+        out[..., sliced(received[other], rank * width)] = part.movedim(0, -1)
+    return out
+
+
 def _all_reduce(
     x: torch.Tensor, operation: dist.ReduceOp.RedOpType, group: ProcessGroup | None
 ) -> torch.Tensor:

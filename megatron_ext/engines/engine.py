@@ -5,7 +5,7 @@ T tokens of a text, N sampled ones, K top.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -56,6 +56,10 @@ class Completion(NamedTuple):
     """[N] entropy in nats of what each was sampled from; empty where the engine does not say."""
 
 
+Answers = Callable[[], list[Completion]]
+"""Waits for the completions of prompts that an engine was asked for, in order."""
+
+
 class Scores(NamedTuple):
     """A model's predictions of the tokens of a text, each behind those before it."""
 
@@ -75,8 +79,13 @@ class Engine(Protocol):
     shares_weights: bool
     """Whether the weights are the student's own, and so always the newest."""
 
-    def complete(self, prompts: Sequence[AskedPrompt]) -> list[Completion]:
-        """A completion of each prompt, in order; every rank of a replica makes the same calls."""
+    def complete(self, prompts: Sequence[AskedPrompt]) -> Answers:
+        """Begin a completion of each prompt; every rank of a replica makes the same calls, and
+        calls the results in the same order. One that shares weights samples in the result."""
 
     def load(self, checkpoint: Path) -> None:
-        """Take the weights of a checkpoint, where they are not shared; called on every rank."""
+        """Take the weights of a checkpoint, where they are not shared; called on every rank, when
+        all answers were taken."""
+
+    def close(self) -> None:
+        """Drop what was begun and not taken."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
-from megatron_ext.engines.engine import AskedPrompt, Completion, Sampling, Scores
+from megatron_ext.engines.engine import Answers, AskedPrompt, Completion, Sampling, Scores
 from megatron_ext.engines.engine_config import EngineConfig, EngineKind
 from megatron_ext.engines.http_client import HttpClient
 from megatron_ext.engines.sglang import Sglang
@@ -68,18 +68,18 @@ class InferenceServer:
         self._client = HttpClient(config, where=where)
         self.model = self._checked_model(config, length)
 
-    def complete(self, prompts: Sequence[AskedPrompt], sampling: Sampling) -> list[Completion]:
-        """A completion of each prompt, in order.
+    def complete(self, prompts: Sequence[AskedPrompt], sampling: Sampling) -> Answers:
+        """Begin a completion of each prompt; the result waits for the completions.
 
         Raises:
-            DistributedError: No answer, or one that cannot be read.
+            DistributedError: No answer, or one that cannot be read; by the result.
         """
         asked = [
             self._dialect.sampling(self.model, p, sampling, _seed(sampling.seed, p.place))
             for p in prompts
         ]
         answers = self._begin(asked)
-        return [self._read(self._dialect.completion, answer) for answer in answers]
+        return lambda: [self._read(self._dialect.completion, answer) for answer in answers]
 
     def score(self, texts: Sequence[list[int]], top_k: int) -> Callable[[], list[Scores]]:
         """Begin to score texts of at least two ids; the result waits for the scores.
@@ -178,7 +178,7 @@ def check_processed(server: InferenceServer, sampling: Sampling, prompt: AskedPr
     """
     if sampling.temperature == 0 or (sampling.temperature == 1 and sampling.top_p == 1):
         return
-    (sampled,) = server.complete([prompt], replace(sampling, max_new_tokens=1))
+    (sampled,) = server.complete([prompt], replace(sampling, max_new_tokens=1))()
     (plain,) = server.score([[*prompt.ids, *sampled.ids]], 0)()
     if math.isclose(sampled.log_probs[0], float(plain.log_probs[-1]), abs_tol=1e-5):
         raise ConfigError(

@@ -17,6 +17,44 @@ from megatron_ext.engines.engine import AskedPrompt, Completion, Sampling, Score
 
 _PATH = "/v1/completions"
 
+PromptRow = Mapping[str, Mapping[str, Any]]
+"""``logprob`` and ``rank`` by id: of the K likeliest tokens, and of the one that stands there."""
+
+
+def prompt_scores(rows: Sequence[PromptRow | None], ids: Sequence[int], top_k: int) -> Scores:
+    """The scores in a text's ``prompt_logprobs``.
+
+    Ranks count from 1. A token of the text that is not among the K has an entry beside theirs,
+    whose rank counts all tokens that are no less likely, itself included.
+
+    Args:
+        rows: [T] entries; those of the first token are none.
+        ids: [T]
+        top_k: K
+
+    Raises:
+        ValueError: The rows are not of these ids, or have fewer tokens.
+    """
+    if len(rows) != len(ids) or not ids:
+        raise ValueError(f"{len(rows)} prompt_logprobs of {len(ids)} tokens")
+    log_probs, top = [], []
+    for at in range(1, len(ids)):
+        row = rows[at] or {}
+        if str(ids[at]) not in row:
+            raise ValueError(f"prompt_logprobs of token {at} have no entry for its id {ids[at]}")
+        log_probs.append(row[str(ids[at])]["logprob"])
+        if top_k:
+            ranked = [(e["rank"], -e["logprob"], int(i)) for i, e in row.items() if e["rank"]]
+            top.append(sorted(ranked)[:top_k])
+            if len(top[-1]) < top_k or top[-1][-1][0] > top_k:
+                raise ValueError(f"fewer than {top_k} prompt_logprobs of token {at}")
+    shape = (len(log_probs), top_k)
+    return Scores(
+        np.array(log_probs, np.float32),
+        np.array([[i for _, _, i in row] for row in top], np.int64).reshape(shape),
+        np.array([[-value for _, value, _ in row] for row in top], np.float32).reshape(shape),
+    )
+
 
 class Vllm:
     """The ``Dialect`` of vLLM."""
@@ -64,24 +102,11 @@ class Vllm:
         }
 
     def scores(self, answer: Any, ids: list[int], top_k: int) -> Scores:
-        """``Dialect.scores``: ranks count from 1, and a token beyond them is named beside them."""
+        """``Dialect.scores``."""
         (choice,) = answer["choices"]
         if choice["prompt_token_ids"] != ids:
             raise ValueError("prompt_token_ids are not those that were sent")
-        rows: list[Mapping[str, Mapping[str, float]]] = choice["prompt_logprobs"][1:]
-        if len(rows) != len(ids) - 1:
-            raise ValueError(f"{len(rows)} prompt_logprobs of {len(ids)} tokens")
-        top = [sorted(row.items(), key=lambda item: item[1]["rank"])[:top_k] for row in rows]
-        if any(len(row) != top_k for row in top):
-            raise ValueError(f"fewer than {top_k} prompt_logprobs of a token")
-        shape = (len(rows), top_k)
-        return Scores(
-            np.array(
-                [row[str(i)]["logprob"] for row, i in zip(rows, ids[1:], strict=True)], np.float32
-            ),
-            np.array([[int(i) for i, _ in row] for row in top], np.int64).reshape(shape),
-            np.array([[it["logprob"] for _, it in row] for row in top], np.float32).reshape(shape),
-        )
+        return prompt_scores(choice["prompt_logprobs"], ids, top_k)
 
     def loading(self, folder: Path) -> Sequence[tuple[str, Mapping[str, Any]]]:
         """``Dialect.loading``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ext.engines.engine import AskedPrompt, Completion, Sampling
+from megatron_ext.engines.engine import Answers, AskedPrompt, Completion, Sampling
 from megatron_ext.evaluation.generation import Generator
 from megatron_ext.evaluation.language_model import GenerationOptions
 from megatron_ext.evaluation.run_tasks import evaluating
@@ -50,8 +50,14 @@ class StudentEngine:
     def load(self, checkpoint: Path) -> None:
         """Nothing: the weights are shared."""
 
-    def complete(self, prompts: Sequence[AskedPrompt]) -> list[Completion]:
-        """``Engine.complete``. Collectives: those of ``Generator.generate``."""
+    def close(self) -> None:
+        """Nothing: all that was begun has ended."""
+
+    def complete(self, prompts: Sequence[AskedPrompt]) -> Answers:
+        """``Engine.complete``. Collectives of the result: those of ``Generator.generate``."""
+        return lambda: self._sampled(prompts)
+
+    def _sampled(self, prompts: Sequence[AskedPrompt]) -> list[Completion]:
         stops = frozenset[int]().union(*(prompt.stop_ids for prompt in prompts))
         with evaluating(self._chunk):
             completions = self._generator.generate(

@@ -185,6 +185,31 @@ SIDE_FOLDER: Final = "huggingface"
 """Folder of the side files in a run and in its checkpoints."""
 
 GENERATION_FILE: Final = "generation_config.json"
+
+
+def generation_stops(folder: str | Path) -> frozenset[int]:
+    """Ids with which a model ends a text, by the generation configuration in its folder or in that
+    of a run; none without one.
+
+    Raises:
+        CheckpointError: A file that is no generation configuration.
+    """
+    for path in (Path(folder, GENERATION_FILE), Path(folder, SIDE_FOLDER, GENERATION_FILE)):
+        if path.is_file():
+            values = files.read_json(path)
+            found = values.get("eos_token_id") if isinstance(values, dict) else values
+            ids = found if isinstance(found, list) else [] if found is None else [found]
+            if not isinstance(values, dict) or not all(type(token) is int for token in ids):
+                raise CheckpointError(
+                    "a generation configuration does not name its stop tokens",
+                    where=str(path),
+                    got=repr(found),
+                    expected="an id or a list of ids as eos_token_id",
+                )
+            return frozenset(ids)
+    return frozenset()
+
+
 TOKENIZER_FILES: Final = (
     "tokenizer.json",
     "tokenizer_config.json",

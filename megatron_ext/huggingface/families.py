@@ -27,6 +27,9 @@ class Family:
 
     model_type: str
 
+    models: str
+    """Published models of the family."""
+
     rules: tuple[Rule, ...]
     """Tensors, including the head, which a model with tied embeddings lacks."""
 
@@ -97,6 +100,7 @@ RULES = (
 LLAMA = Family(
     architecture="LlamaForCausalLM",
     model_type="llama",
+    models="Llama 2, 3, 3.1 and 3.2 (text), and what is published in their format",
     rules=RULES,
     defaults={
         "tie_word_embeddings": False,
@@ -117,6 +121,7 @@ LLAMA = Family(
 MISTRAL = Family(
     architecture="MistralForCausalLM",
     model_type="mistral",
+    models="Mistral 7B and Nemo",
     rules=RULES,
     defaults={**LLAMA.defaults, "num_key_value_heads": 8, "sliding_window": 4096},
     allowed={"hidden_act": ("silu",)},
@@ -137,6 +142,7 @@ QKV_BIAS = Rule(
 QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
     model_type="qwen2",
+    models="Qwen2 and Qwen2.5",
     rules=(
         EMBEDDING,
         INPUT_NORM,
@@ -172,6 +178,7 @@ KEY_NORM = Rule(
 QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
+    models="Qwen3, dense",
     rules=(
         EMBEDDING,
         INPUT_NORM,
@@ -199,6 +206,7 @@ QWEN3 = Family(
 GEMMA = Family(
     architecture="GemmaForCausalLM",
     model_type="gemma",
+    models="Gemma",
     rules=RULES,
     settings={
         "layernorm_zero_centered_gamma": True,
@@ -233,6 +241,7 @@ POST_MLP_NORM = Rule(
 GEMMA3 = Family(
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
+    models="Gemma 3, text",
     rules=(
         EMBEDDING,
         INPUT_NORM,

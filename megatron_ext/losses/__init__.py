@@ -23,6 +23,7 @@ from megatron_ext.losses.objective import (
     Objective,
 )
 from megatron_ext.losses.objectives.alm import AlmLoss
+from megatron_ext.losses.objectives.byte_prefix import BytePrefixLoss
 from megatron_ext.losses.objectives.dskd import DskdLoss
 from megatron_ext.losses.objectives.dskd_spaces import DskdProjectors
 from megatron_ext.losses.objectives.gold import GoldLoss, HybridKLLoss
@@ -35,7 +36,10 @@ from megatron_ext.losses.objectives.strict_topk import StrictTopKLoss
 from megatron_ext.losses.objectives.uld import ULDLoss
 from megatron_ext.losses.objectives.vocab_kl import VocabKLLoss
 from megatron_ext.losses.plan import CombinedOutput, Loss, LossPart, LossPlan, reduce_counts
+from megatron_ext.losses.prefix_rows import PrefixRows
+from megatron_ext.losses.prefix_table import PrefixTable
 from megatron_ext.losses.projection_shard import ProjectionShard
+from megatron_ext.losses.stop_set import StopSet
 from megatron_ext.losses.targets import TargetKind, TeacherTargets
 from megatron_ext.losses.teacher_scores import TeacherText, reduce_scores
 from megatron_ext.losses.vocabulary_match import BoundaryColumns, IdTable, VocabularyMatch
@@ -48,14 +52,21 @@ from megatron_ext.losses.weighting import (
     ScheduledWeighting,
 )
 
+# NeMo RL's names.
+CrossTokenizerDistillationLossConfig = CrossTokenizerLossConfig
+CrossTokenizerDistillationLossDataDict = DistillationInputs
+
 __all__ = [
     "LOSS_REGISTRY",
     "AlmLoss",
     "BoundaryColumns",
+    "BytePrefixLoss",
     "ChunkCompletions",
     "CombinedOutput",
     "CompletionTable",
     "ContextParallelPlan",
+    "CrossTokenizerDistillationLossConfig",
+    "CrossTokenizerDistillationLossDataDict",
     "CrossTokenizerDistillationLossFn",
     "CrossTokenizerLossConfig",
     "DistillationInputs",
@@ -83,10 +94,13 @@ __all__ = [
     "NextTokenLoss",
     "Objective",
     "PartitionKLLoss",
+    "PrefixRows",
+    "PrefixTable",
     "ProjectedKLLoss",
     "ProjectionShard",
     "SampledKLLoss",
     "ScheduledWeighting",
+    "StopSet",
     "StrictTopKLoss",
     "SumCount",
     "TargetKind",

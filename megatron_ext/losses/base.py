@@ -18,9 +18,11 @@ from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.losses.completions import ChunkCompletions
+from megatron_ext.losses.prefix_rows import PrefixRows
 from megatron_ext.losses.projection_shard import ProjectionShard
 from megatron_ext.losses.targets import TeacherTargets
 from megatron_ext.losses.vocabulary_match import BoundaryColumns, VocabularyMatch
+from megatron_ext.ops.prefix_masses import PrefixColumns
 
 SumCount = tuple[torch.Tensor, torch.Tensor]
 """Local sum (fp32 scalar) and the number of terms in it (int64 scalar)."""
@@ -60,9 +62,12 @@ class DistillationInputs:
     boundary: BoundaryColumns | None = None
     """The tokens of both vocabularies that begin a word; for ``alm``."""
 
-    completions: ChunkCompletions | None = None
-    """Rows of each chunk and the continuations that both models can predict; for
-    ``partition_kl``."""
+    completions: ChunkCompletions | PrefixRows | None = None
+    """Rows of each chunk and the continuations that both models can predict: ``ChunkCompletions``
+    for ``partition_kl``, ``PrefixRows`` for ``byte_prefix``."""
+
+    prefix_columns: PrefixColumns | None = None
+    """Student and teacher columns of prefixes; for ``byte_prefix``."""
 
     chunk_mask: torch.Tensor | None = None
     """[C] bool: chunks that count; False where another teacher is chosen for the sample. None:
@@ -82,6 +87,10 @@ class DistillationInputs:
     """Upstream gradient that ``LossOutput.loss_sum`` will get: its weight over its global count,
     not 0; as a tensor a scalar without a graph. The forward writes the gradient for it; another
     upstream gradient costs one more pass over that."""
+
+    in_place: bool = False
+    """Whether the gradient may be written over ``student_logits``, which nothing reads after the
+    objective. An objective that cannot do so ignores it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -191,9 +191,11 @@ def check_same_tokenizer(
 ) -> TeacherTargets:
     """Return the teacher, checked to predict the student's tokens at the student's positions.
 
+    Its rows of padding may be more or fewer (``TeacherTargets.logits_over``).
+
     Raises:
         LossError: There is none, its targets are of another kind, it predicts at other positions,
-            or its vocabulary has another size or is cut in other places.
+            or its tokenizer has another number of ids.
     """
     teacher, student = inputs.teacher, inputs.student_shard
     if teacher is None:
@@ -212,18 +214,6 @@ def check_same_tokenizer(
             got=f"{teacher.shard.vocab_size} tokens",
             expected=student.vocab_size,
             fix="take an objective over chunks for a teacher with another tokenizer",
-        )
-    ranges = [(s.start, s.start + s.valid_width) for s in (teacher.shard, student)]
-    if (
-        teacher.kind != "topk"
-        and ranges[0] != ranges[1]
-        and (teacher.shard.valid_width or student.valid_width)
-    ):
-        raise LossError(
-            f"the objective {objective} needs one cut of the vocabulary for both models",
-            got=f"the teacher's tokens {ranges[0][0]} to {ranges[0][1]} on this rank",
-            expected=f"{ranges[1][0]} to {ranges[1][1]}",
-            fix="pad both vocabularies to one size",
         )
     return teacher
 

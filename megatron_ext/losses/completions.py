@@ -131,6 +131,12 @@ class CompletionTable:
             teacher_wholes=PrefixPairs.of(teacher_ids, student_ids),
         )
 
+    def of_batch(
+        self, alignment: AlignmentBatch, student_labels: torch.Tensor, teacher_labels: torch.Tensor
+    ) -> ChunkCompletions:
+        """``ChunkCompletions.of`` a batch, on the CPU; a data loader's work."""
+        return ChunkCompletions.of(alignment, student_labels, teacher_labels, self)
+
     def completions(
         self, student: Sequence[int], teacher: Sequence[int], limit: int | None = None
     ) -> tuple[Ids, Ids]:
@@ -226,8 +232,8 @@ class ChunkCompletions:
             ("student", alignment.student_chunk_id, student_labels, table.student_bytes),
             ("teacher", alignment.teacher_chunk_id, teacher_labels, table.teacher_bytes),
         ):
-            _check(side, chunk_id, labels, len(spellings))
-            sides.append(_Side(chunk_id.numpy(), labels.numpy(), alignment.chunk_count))
+            check_labels(side, chunk_id, labels, len(spellings))
+            sides.append(ChunkSide(chunk_id.numpy(), labels.numpy(), alignment.chunk_count))
         classes = alignment.chunk_class.numpy()
         is_single = classes == ChunkClass.ONE_TO_ONE
         single_chunk = np.flatnonzero(is_single)
@@ -288,7 +294,7 @@ class ChunkCompletions:
         )
 
 
-class _Side:
+class ChunkSide:
     """Rows and labels of each chunk on one side, in order."""
 
     def __init__(self, chunk_id: Ids, labels: Ids, chunk_count: int) -> None:
@@ -303,14 +309,17 @@ class _Side:
         """[C] chunks of which every token has a label."""
 
     def rows_of(self, chunk: int) -> Ids:
+        """Rows of a chunk, ascending."""
         rows: Ids = self._rows[self._pointers[chunk] : self._pointers[chunk + 1]]
         return rows
 
     def labels_of(self, chunk: int) -> Ids:
+        """Labels of a chunk's rows."""
         labels: Ids = self._labels[self.rows_of(chunk)]
         return labels
 
     def first_rows(self, chunks: Ids) -> Ids:
+        """First row of each chunk."""
         rows: Ids = self._rows[self._pointers[chunks]]
         return rows
 
@@ -320,6 +329,7 @@ class _Side:
         return int(sizes.max(initial=1)) - 1
 
     def chain_rows(self, chunks: Ids, completion: Ids) -> ChainRows:
+        """Rows of chunks of several tokens, for ``ops.partition_kl``."""
         rows = [self.rows_of(chunk) for chunk in chunks.tolist()]
         steps = [len(chunk_rows) - 1 for chunk_rows in rows]
         step_row = _joined([chunk_rows[:-1] for chunk_rows in rows])
@@ -347,7 +357,12 @@ def _tensor(ids: Ids) -> torch.Tensor:
     return torch.from_numpy(ids.astype(np.int64))
 
 
-def _check(side: str, chunk_id: torch.Tensor, labels: torch.Tensor, vocab_size: int) -> None:
+def check_labels(side: str, chunk_id: torch.Tensor, labels: torch.Tensor, vocab_size: int) -> None:
+    """Check labels of a batch against the chunk ids and the vocabulary of a table.
+
+    Raises:
+        LossError: Labels of another shape, or outside the vocabulary.
+    """
     if labels.shape != chunk_id.shape:
         raise LossError(
             f"the {side}'s labels do not fit its chunk ids [B, T]",

@@ -48,6 +48,7 @@ _TEACHER_ROWS = (
     "log_normaliser",
     "label_log_probs",
     "boundary_log_probs",
+    "stop_marks",
 )
 
 

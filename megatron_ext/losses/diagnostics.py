@@ -182,7 +182,11 @@ def check_finite(inputs: DistillationInputs) -> FiniteCheck:
             if tensor is not None:
                 shard = teacher.shard if tensor is teacher.logits else None
                 bad[0, 1] |= _is_bad(tensor, teacher_rows, shard)
-        for vector in (teacher.log_normaliser, teacher.label_log_probs):
+        labels = teacher.label_log_probs
+        if labels is not None and teacher.kind == "topk":
+            # NaN of a model is in its logits too; here it is a label that is not known.
+            labels = labels.masked_fill(labels.isnan(), 0)
+        for vector in (teacher.log_normaliser, labels):
             if vector is not None:
                 bad[0, 1] |= _is_bad(vector[..., None], teacher_rows, None)
     return FiniteCheck(all_reduce_max(bad, inputs.student_shard.group))

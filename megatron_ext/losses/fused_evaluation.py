@@ -47,7 +47,8 @@ def evaluate_together(
     """Outputs without a graph, by name, and the gradient of the scaled sums together.
 
     A ``FusedObjective``, with the cross-entropy or without, is one pass. Other objectives run under
-    autograd, with one or two more tensors of the size of the logits each.
+    autograd: each has a tensor of the size of the logits, but for one alone that writes over them.
+    What has the scale 0 is measured in a pass of its own.
 
     Args:
         inputs: With logits [B, T, Vp] that have no graph.
@@ -57,6 +58,25 @@ def evaluate_together(
     Collectives: those of the objectives, forward and backward, and two all-reduces of [n] for the
     accuracy where the cross-entropy is evaluated with another objective.
     """
+    scaled = {name: each for name, each in objectives.items() if not is_zero(scales[name])}
+    with torch.no_grad():
+        # A term of weight 0 is measured all the same, before a gradient takes the logits' place.
+        outputs = {name: each(inputs) for name, each in objectives.items() if name not in scaled}
+    if scaled:
+        outputs |= _evaluate_scaled(scaled, scales, inputs, gradient=gradient)
+    elif gradient is not None:
+        gradient.zero_()
+    return {name: outputs[name] for name in objectives}
+
+
+def _evaluate_scaled(
+    objectives: Mapping[str, Objective],
+    scales: Mapping[str, Scale],
+    inputs: DistillationInputs,
+    *,
+    gradient: torch.Tensor | None,
+) -> dict[str, LossOutput]:
+    """``evaluate_together`` of objectives with a weight."""
     main, labelled = _in_one_pass(objectives, inputs)
     if main is None:
         return _under_autograd(objectives, scales, inputs, gradient)
@@ -80,7 +100,7 @@ def evaluate_together(
         top_column = evaluated.top_column if top_column is None else top_column
         assert top_column is not None
         outputs[labelled] = next_token.output(inputs, evaluated.token_loss, top_column)
-    return {name: outputs[name] for name in objectives}
+    return outputs
 
 
 def _top_column(inputs: DistillationInputs) -> torch.Tensor:
@@ -117,14 +137,16 @@ def _under_autograd(
     gradient: torch.Tensor | None,
 ) -> dict[str, LossOutput]:
     leaf = inputs.student_logits.detach().requires_grad_(gradient is not None)
+    # A gradient alone can take the place of the logits.
+    is_over = gradient is not None and gradient.data_ptr() == leaf.data_ptr()
     with torch.set_grad_enabled(gradient is not None):
         outputs = {
             name: objective(
                 replace(
                     inputs,
                     student_logits=leaf,
-                    # A term of weight 0 is still measured.
-                    grad_scale=1.0 if is_zero(scales[name]) else scales[name],
+                    grad_scale=scales[name],
+                    in_place=is_over and len(objectives) == 1,
                 )
             )
             for name, objective in objectives.items()
@@ -132,6 +154,7 @@ def _under_autograd(
     if gradient is not None:
         sums = [output.loss_sum for output in outputs.values()]
         weights = [torch.ones_like(out.loss_sum) * scales[name] for name, out in outputs.items()]
-        (logits_gradient,) = torch.autograd.grad(sums, leaf, weights, materialize_grads=True)
-        gradient.copy_(logits_gradient.flatten(0, 1))
+        (found,) = torch.autograd.grad(sums, leaf, weights, materialize_grads=True)
+        if found.data_ptr() != gradient.data_ptr():
+            gradient.copy_(found.flatten(0, 1))
     return {name: replace(out, loss_sum=out.loss_sum.detach()) for name, out in outputs.items()}

@@ -14,10 +14,11 @@ import torch
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
-from megatron_ext.losses.completions import ChunkCompletions
+from megatron_ext.losses.completions import CompletionTable
 from megatron_ext.losses.fused_evaluation import evaluate_together
 from megatron_ext.losses.microbatch_tiles import MicrobatchTiles
 from megatron_ext.losses.objective import Objective, Scale
+from megatron_ext.losses.prefix_table import PrefixTable
 from megatron_ext.losses.targets import TeacherTargets
 from megatron_ext.ops.linear_form import linear_loss
 from megatron_ext.ops.tile_plan import Tile, TilePlan
@@ -87,6 +88,8 @@ class TeacherTiles:
             logits = self._buffer[: tile.teacher_count]
             with torch.no_grad():
                 torch.mm(teacher.hidden.flatten(0, 1)[index], teacher.head_weight.t(), out=logits)
+            marks = teacher.stop_marks
+            logits = teacher.with_stops(logits, None if marks is None else marks.flatten()[index])
             return TeacherTargets(kind="logits", shard=teacher.shard, logits=logits[None])
         cut: dict[str, Any] = {}
         for item in fields(teacher):
@@ -144,7 +147,7 @@ class LinearDistillation:
                 )
 
     def tiles(
-        self, known: KnownAhead, completions: ChunkCompletions | None = None
+        self, known: KnownAhead, table: CompletionTable | PrefixTable | None = None
     ) -> MicrobatchTiles:
         """Cut a microbatch, on the CPU, where its data is loaded.
 
@@ -158,7 +161,7 @@ class LinearDistillation:
             paired=any(objective.needs.same_tokenizer for objective in objectives)
             or known.alignment is None,
             with_labels=any(objective.sums_over == "tokens" for objective in objectives),
-            completions=completions,
+            table=table,
         )
 
     def __call__(

@@ -1,7 +1,6 @@
 """A microbatch cut into tiles, with its alignment and completions, where its data is loaded.
 
-B batch, T tokens, C chunks, S steps, H chains, E completions. Numpy on the host, as
-``ChunkCompletions``.
+B batch, T tokens, C chunks.
 """
 
 from __future__ import annotations
@@ -9,116 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.losses.base import DistillationInputs, KnownAhead
-from megatron_ext.losses.completions import ChunkCompletions
-from megatron_ext.ops.partition_kl import ChainRows, Chains, SingleRows
+from megatron_ext.losses.completions import ChunkCompletions, CompletionTable
+from megatron_ext.losses.prefix_rows import PrefixRows
+from megatron_ext.losses.prefix_table import PrefixTable
 from megatron_ext.ops.tile_plan import Tile, TilePlan
-
-Ids = NDArray[np.int64]
-
-
-def tile_completions(completions: ChunkCompletions, plan: TilePlan) -> tuple[ChunkCompletions, ...]:
-    """Cut completions to each tile, with rows and chunks counted from the tile's first.
-
-    Args:
-        completions: Completions of the whole microbatch, on the CPU.
-        plan: Plan with its tensors on the CPU.
-    """
-    cutter = _Cutter(completions, plan)
-    return tuple(cutter.tile(tile) for tile in plan.tiles)
-
-
-class _Cutter:
-    """Places of a microbatch's rows and chunks in the order of its plan."""
-
-    def __init__(self, completions: ChunkCompletions, plan: TilePlan) -> None:
-        self._whole = completions
-        self._student = _places(plan.student_rows, plan.student_total)
-        self._teacher = _places(plan.teacher_rows, plan.teacher_total)
-        chunk = _places(plan.chunks, len(plan.chunks))
-        self._singles = _Members(chunk[completions.single_chunk.numpy()])
-        self._chains = _Members(chunk[completions.chain_chunk.numpy()])
-        chains = completions.chains
-        # Steps and completions by the place of their chunk.
-        place = self._chains.place
-        self._steps = tuple(
-            _Members(place[side.step_chain.numpy()]) for side in (chains.student, chains.teacher)
-        )
-        self._ends = _Members(place[chains.completion_chain.numpy()])
-
-    def tile(self, tile: Tile) -> ChunkCompletions:
-        whole = self._whole
-        single, chain = self._singles.of(tile), self._chains.of(tile)
-        new_chain = np.full(len(whole.chain_chunk), -1)
-        new_chain[chain] = np.arange(len(chain))
-        end = self._ends.of(tile)
-        end_chain = new_chain[whole.chains.completion_chain.numpy()[end]]
-        counts = np.bincount(end_chain, minlength=len(chain))
-        rows = [self._chain_rows(side, new_chain, chain, end, tile) for side in range(2)]
-        first = (tile.student.start, tile.teacher.start)
-        singles = (
-            place[rows_of_side.numpy()[single]] - start
-            for place, rows_of_side, start in zip(
-                (self._student, self._teacher), whole.singles, first, strict=True
-            )
-        )
-        return ChunkCompletions(
-            singles=SingleRows(*map(torch.from_numpy, singles)),
-            single_chunk=torch.from_numpy(self._singles.place[single] - tile.chunks.start),
-            chains=Chains(
-                student=rows[0],
-                teacher=rows[1],
-                completion_chain=torch.from_numpy(end_chain),
-                completion_pointers=(0, *np.cumsum(counts).tolist()),
-                longest=max(
-                    int(side.step_place.max()) + 1 if len(side.step_place) else 0 for side in rows
-                ),
-            ),
-            chain_chunk=torch.from_numpy(self._chains.place[chain] - tile.chunks.start),
-            chunk_count=tile.chunk_count,
-        )
-
-    def _chain_rows(self, side: int, new_chain: Ids, chain: Ids, end: Ids, tile: Tile) -> ChainRows:
-        whole = (self._whole.chains.student, self._whole.chains.teacher)[side]
-        place = (self._student, self._teacher)[side]
-        start = (tile.student.start, tile.teacher.start)[side]
-        step = self._steps[side].of(tile)
-        return ChainRows(
-            step_row=torch.from_numpy(place[whole.step_row.numpy()[step]] - start),
-            step_label=whole.step_label[step],
-            step_chain=torch.from_numpy(new_chain[whole.step_chain.numpy()[step]]),
-            step_place=whole.step_place[step],
-            last_row=torch.from_numpy(place[whole.last_row.numpy()[chain]] - start),
-            completion=whole.completion[end],
-        )
-
-
-class _Members:
-    """Items that belong to chunks, sorted by the places of their chunks."""
-
-    def __init__(self, place: Ids) -> None:
-        self.place = place
-        self._order = np.argsort(place, kind="stable")
-        self._sorted = place[self._order]
-
-    def of(self, tile: Tile) -> Ids:
-        """Indices of the items of a tile's chunks, chunk by chunk."""
-        bounds = np.searchsorted(self._sorted, [tile.chunks.start, tile.chunks.stop])
-        members: Ids = self._order[bounds[0] : bounds[1]]
-        return members
-
-
-def _places(listed: torch.Tensor, count: int) -> Ids:
-    """Place [count] of every number in ``listed``, -1 for those not in it."""
-    place = np.full(count, -1, dtype=np.int64)
-    place[listed.numpy()] = np.arange(len(listed))
-    return place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +28,7 @@ class MicrobatchTiles:
     alignments: tuple[AlignmentBatch | None, ...]
     """Alignment of each tile: its rows as one sample, its chunks from 0."""
 
-    completions: tuple[ChunkCompletions | None, ...]
+    completions: tuple[ChunkCompletions | PrefixRows | None, ...]
     """Completions of each tile, numbered likewise."""
 
     @classmethod
@@ -141,7 +39,7 @@ class MicrobatchTiles:
         rows: int,
         paired: bool = False,
         with_labels: bool = True,
-        completions: ChunkCompletions | None = None,
+        table: CompletionTable | PrefixTable | None = None,
     ) -> MicrobatchTiles:
         """Cut a microbatch, on the CPU.
 
@@ -150,7 +48,7 @@ class MicrobatchTiles:
             paired: Both models read the same tokens, and are compared position by position at the
                 labels; no alignment.
             with_labels: Whether labelled rows outside every chunk are used.
-            completions: For ``partition_kl``.
+            table: Table in which completions are looked up; it needs the teacher's labels.
 
         Raises:
             LossError: No plan can be made, or there is no alignment where chunks are compared.
@@ -168,11 +66,17 @@ class MicrobatchTiles:
             rows=rows,
             student_used=labelled if with_labels else torch.zeros_like(labelled),
         )
-        cut: tuple[ChunkCompletions | None, ...] = (None,) * len(plan.tiles)
-        if completions is not None:
-            cut = tile_completions(completions, plan)
         alignments = tuple(_alignment(aligned, plan, tile) for tile in plan.tiles)
-        return cls(plan=plan, alignments=alignments, completions=cut)
+        cut: list[ChunkCompletions | PrefixRows | None] = [None] * len(plan.tiles)
+        if table is not None:
+            assert known.teacher_labels is not None
+            for index, (tile, part) in enumerate(zip(plan.tiles, alignments, strict=True)):
+                cut[index] = table.of_batch(
+                    part,
+                    _rows(known.labels, plan.student_index(tile)),
+                    _rows(known.teacher_labels, plan.teacher_index(tile)),
+                )
+        return cls(plan=plan, alignments=alignments, completions=tuple(cut))
 
     def to(self, device: torch.device | str) -> MicrobatchTiles:
         """Copy to ``device``."""

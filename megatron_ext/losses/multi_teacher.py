@@ -35,7 +35,8 @@ def averaged_inputs(
 ) -> DistillationInputs:
     """First teacher's inputs with ``sum_i w_i z_i / sum_i w_i`` [B, T, Vp] as logits, fp32.
 
-    A teacher of weight 0 is skipped. No collectives: every rank averages its own columns.
+    A teacher of weight 0 is skipped. Padding is 0. Collectives: those of
+    ``TeacherTargets.logits_over``; every rank averages its own columns.
 
     Raises:
         LossError: A teacher that reads other tokens than the student, or targets without logits.
@@ -46,10 +47,13 @@ def averaged_inputs(
         targets = _same_tokenizer(teacher_inputs, name)
         if weight == 0:
             continue
-        logits = targets.to_logits().detach()
+        shard = teacher_inputs.student_shard
+        logits = targets.logits_over(shard).detach()
         if mean is None:
-            mean = torch.zeros_like(logits, dtype=accumulation_dtype(logits.dtype))
-        mean.add_(logits, alpha=weight / total)
+            shape = (*logits.shape[:-1], shard.width)
+            mean = logits.new_zeros(shape, dtype=accumulation_dtype(logits.dtype))
+        ids = slice(0, shard.valid_width)
+        mean[..., ids].add_(logits[..., ids], alpha=weight / total)
     first = next(iter(inputs.values()))
     targets = TeacherTargets(kind="logits", shard=first.student_shard, logits=mean)
     return replace(first, teacher=targets)
@@ -72,8 +76,7 @@ def _same_tokenizer(inputs: DistillationInputs, name: str) -> TeacherTargets:
     is_same = (
         inputs.projection is None
         and targets.positions == inputs.labels.shape
-        and (targets.shard.start, targets.shard.stop, targets.shard.vocab_size)
-        == (student.start, student.stop, student.vocab_size)
+        and targets.shard.vocab_size == student.vocab_size
     )
     if not is_same:
         raise LossError(

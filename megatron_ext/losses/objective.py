@@ -50,8 +50,9 @@ class Needs:
     boundary: bool = False
     """Tokens that begin a word."""
 
-    completions: bool = False
-    """Continuations that both models can predict in each chunk."""
+    completions: Literal["chunks", "prefixes"] | None = None
+    """Continuations that both models can predict, looked up in each batch: of whole chunks
+    (``CompletionTable``), or behind every prefix (``PrefixTable``)."""
 
     hidden: bool = False
     """The student's last hidden states and head."""
@@ -73,6 +74,9 @@ class Objective(ABC):
 
     name: ClassVar[str]
     """Name in ``LOSS_REGISTRY``, for errors."""
+
+    summary: ClassVar[str] = ""
+    """What it compares, for ``megatron-ext ls objectives``."""
 
     def __call__(self, inputs: DistillationInputs) -> LossOutput:
         """The loss of one microbatch; ``loss_sum`` has a graph. Collectives: see the class.
@@ -194,7 +198,12 @@ class FusedObjective(Objective):
             output = self.evaluate(detached, scale=inputs.grad_scale, gradient=gradient).output
             return (output.loss_sum,)
 
-        (loss_sum,) = kept_gradient(inputs.student_logits, evaluate, grad_scale=inputs.grad_scale)
+        (loss_sum,) = kept_gradient(
+            inputs.student_logits,
+            evaluate,
+            grad_scale=inputs.grad_scale,
+            in_place=inputs.in_place,
+        )
         assert output is not None
         return replace(output, loss_sum=loss_sum)
 

@@ -17,6 +17,7 @@ from megatron_ext.losses.fused_evaluation import evaluate_together, fused_pair
 from megatron_ext.losses.linear import LinearDistillation
 from megatron_ext.losses.microbatch_tiles import MicrobatchTiles
 from megatron_ext.losses.objective import Objective, Scale, is_zero
+from megatron_ext.losses.objectives.next_token import NextTokenLoss
 from megatron_ext.ops.unit_gradient import kept_gradient
 
 if TYPE_CHECKING:
@@ -104,13 +105,19 @@ class LossPlan:
                 pair, scales, in_place=in_place and set(pair) == set(self.parts)
             )
             shares.append(total)
-        for name, part in self.parts.items():
-            if name not in pair:
+        alone = [name for name in self.parts if name not in pair]
+        scaled = [name for name in alone if not self._only_measures(name, scales)]
+        for name in sorted(alone, key=scaled.__contains__):
+            part = self.parts[name]
+            inputs = replace(
+                part.inputs,
                 # The gradient is written for a scale that is not 0.
-                scale = 1.0 if is_zero(scales[name]) else scales[name]
-                inputs = replace(part.inputs, grad_scale=scale)
+                grad_scale=1.0 if is_zero(scales[name]) else scales[name],
+                in_place=in_place and not pair and scaled == [name],
+            )
+            with torch.set_grad_enabled(torch.is_grad_enabled() and name in scaled):
                 outputs[name] = part.objective(inputs)
-                shares.append(outputs[name].loss_sum * scales[name])
+            shares.append(outputs[name].loss_sum * scales[name])
         return Loss(
             total=torch.stack(shares).sum(), outputs={name: outputs[name] for name in self.parts}
         )
@@ -122,8 +129,6 @@ class LossPlan:
         tiles: Mapping[str, MicrobatchTiles],
     ) -> Loss:
         """As ``loss``, of parts whose inputs have hidden states and heads instead of logits.
-
-        A term of weight 0 is logged as its kernels compute it without a gradient, 0 for some.
 
         Args:
             forms: Linear forms of parts that are cut alike; together they cover all parts.
@@ -157,6 +162,12 @@ class LossPlan:
         return {
             name: part.scale(self.term_weights, global_counts) for name, part in self.parts.items()
         }
+
+    def _only_measures(self, name: str, scales: Mapping[str, Scale]) -> bool:
+        """Whether a part has the weight 0 beside another one, and no parameters of its own."""
+        is_alone = len(self.parts) == 1
+        is_cross_entropy = isinstance(self.parts[name].objective, NextTokenLoss)
+        return is_zero(scales[name]) and is_cross_entropy and not is_alone
 
     def _fused(
         self, pair: tuple[str, ...], scales: Mapping[str, Scale], *, in_place: bool

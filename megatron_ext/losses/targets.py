@@ -6,15 +6,19 @@ B batch, Tt tokens, Vp local columns, D hidden, K top-k.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 
+from megatron_ext.distributed.shard_collectives import group_size, recut_columns
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.ops.divergence import log1mexp
 from megatron_ext.ops.launch import Implementation
 from megatron_ext.ops.top_columns import top_log_probs
+
+if TYPE_CHECKING:
+    from megatron_ext.losses.stop_set import StopSet
 
 TargetKind = Literal["logits", "hidden", "topk", "label"]
 
@@ -59,10 +63,17 @@ class TeacherTargets:
     it holds at temperature 1 only."""
 
     label_log_probs: torch.Tensor | None = None
-    """[B, Tt] fp32: log p of the token that each position predicts, 0 where there is none."""
+    """[B, Tt] fp32: log p of the token that each position predicts, 0 where there is none; of kind
+    ``topk`` NaN where it is not known."""
 
     boundary_log_probs: torch.Tensor | None = None
     """[B, Tt] fp32: log p that the next token begins a word; kind ``label``, where known."""
+
+    stops: StopSet | None = None
+    """Stop tokens that are one event in some rows of the logits of hidden states."""
+
+    stop_marks: torch.Tensor | None = None
+    """int64 [B, Tt]: one more than the label of each such row, 0 elsewhere; with ``stops``."""
 
     def __post_init__(self) -> None:
         missing = [name for name in _TENSORS[self.kind] if getattr(self, name) is None]
@@ -94,7 +105,29 @@ class TeacherTargets:
                 expected="kind 'logits' or 'hidden'",
             )
         with torch.no_grad():
-            return torch.matmul(self.hidden, self.head_weight.t())
+            logits = torch.matmul(self.hidden, self.head_weight.t())
+        return self.with_stops(logits, self.stop_marks)
+
+    def with_stops(self, logits: torch.Tensor, marks: torch.Tensor | None) -> torch.Tensor:
+        """Logits [..., Vp] made of hidden states, changed in place where ``marks`` [...] say so."""
+        if self.stops is None or marks is None:
+            return logits
+        return self.stops.merge_(logits, marks)
+
+    def logits_over(self, shard: VocabShard) -> torch.Tensor:
+        """``to_logits`` of the ids of another shard of the same ids, such as the student's.
+
+        Models of one tokenizer may have different padding, and so different cuts over ranks.
+
+        Returns:
+            [B, Tt, n] whose first ``shard.valid_width`` columns are those ids; those behind are
+            padding. One all-to-all where the cuts differ, of the columns that change ranks; a run
+            has one cut (``training.objective.head_rows``).
+        """
+        logits = self.to_logits()
+        if shard.width == self.shard.width or group_size(shard.group) == 1:
+            return logits
+        return recut_columns(logits, shard.width, shard.vocab_size, shard.group)
 
 
 def topk_targets(

@@ -144,8 +144,10 @@ def topk_masses(chains: Chains, teacher: TeacherTargets) -> tuple[Chains, RowMas
     index = _TopkIndex(teacher)
     step, step_known = index.log_prob(rows.step_row, rows.step_label, normaliser)
     if teacher.label_log_probs is not None:
-        step = teacher.label_log_probs.flatten()[rows.step_row].to(step.dtype)
-        step_known = torch.ones_like(step_known)
+        labels = teacher.label_log_probs.flatten()[rows.step_row].to(step.dtype)
+        # NaN: recorded elsewhere, without the tokens of the text outside the top-k.
+        step_known = ~labels.isnan()
+        step = labels.masked_fill(~step_known, -torch.inf)
     last_row = rows.last_row[chains.completion_chain]
     completion, known = index.log_prob(last_row, rows.completion, normaliser)
     known &= chains.student.completion >= 0

@@ -45,7 +45,7 @@ from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.cpu_megatron import announce_device
 from megatron_ext.training.distill import build_trainer_around
 from megatron_ext.training.exclusions import check_exclusions
-from megatron_ext.training.first_weights import load_first_weights, model_shard
+from megatron_ext.training.first_weights import load_first_weights, student_vocab_shard
 from megatron_ext.training.forward_step import GlobalCounts
 from megatron_ext.training.inputs import Inputs, read_inputs, write_warnings
 from megatron_ext.training.microbatch import Microbatch, MicrobatchWithTargets
@@ -371,12 +371,8 @@ class PretrainDistillation:
         write_warnings(self._inputs.warnings)
         check_same_start(self.config, self._inputs)
         self._groups = ProcessGroups.from_megatron(_device())
-        self._shard = model_shard(
-            "student",
-            self.config.student,
-            self._inputs.tokenizer,
-            self._groups,
-            layout=self.config.parallel.layout,
+        self._shard = student_vocab_shard(
+            self.config.student, self._inputs.tokenizer, self._groups, self.config.parallel.layout
         )
         check_padded_vocab_size(self._arguments(), self._padded_vocab_size)
 

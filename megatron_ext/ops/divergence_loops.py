@@ -245,16 +245,56 @@ def divergence_rows(first, stop, work, sums):
 
 
 @njit(fastmath=EACH)
-def _logs(out, probs, count):
+def _log_ratios(out, p, q, count):
+    """``log(q / p)`` of probabilities, none below the smallest normal number."""
     for i in range(count):
-        out[i] = LOG_TINY if probs[i] < TINY else log(probs[i])
+        upper = TINY if q[i] < TINY else q[i]
+        lower = TINY if p[i] < TINY else p[i]
+        value = upper / lower
+        out[i] = log(TINY if value < TINY else value)
 
 
 @njit(fastmath=EACH)
-def _by_probability(slope, q, count):
-    """Slopes by the logarithm of Q to slopes by Q; 0 where Q is."""
+def _over_floor(q):
+    """``q / max(q, FLOOR)``."""
+    return q * (_ONE / FLOOR) if q < FLOOR else _ONE
+
+
+@njit(fastmath=SUMS)
+def _forward_values(slope, p, q, ratio, count):
+    """Sum of the terms of KL(P || Q), and their slopes by Q, 0 where Q is."""
+    total = _ZERO
     for i in range(count):
-        slope[i] = slope[i] / (FLOOR if q[i] < FLOOR else q[i]) if q[i] != _ZERO else _ZERO
+        total -= p[i] * ratio[i]
+        slope[i] = -p[i] / (FLOOR if q[i] < FLOOR else q[i]) if q[i] != _ZERO else _ZERO
+    return total
+
+
+@njit(fastmath=SUMS)
+def _reverse_values(slope, q, ratio, count):
+    """As ``_forward_values``, of KL(Q || P)."""
+    total = _ZERO
+    for i in range(count):
+        total += q[i] * ratio[i]
+        slope[i] = (ratio[i] + _ONE) * _over_floor(q[i])
+    return total
+
+
+@njit(fastmath=SUMS)
+def _jensen_shannon_values(slope, p, q, ratio, count, mixture):
+    """As ``_forward_values``, of the Jensen-Shannon divergence."""
+    total, rest = _ZERO, _ONE - mixture
+    for i in range(count):
+        # log(P / M) and log(Q / M) from the smaller of the two ratios, which cannot overflow.
+        below = ratio[i] <= _ZERO
+        of_larger = mixture if below else rest
+        share = log(of_larger + (_ONE - of_larger) * exp(-abs(ratio[i])))
+        over = _ZERO if below else ratio[i]
+        under = ratio[i] if below else _ZERO
+        of_q = (under - share) * rest
+        total += mixture * p[i] * (-share - over) + q[i] * of_q
+        slope[i] = of_q * _over_floor(q[i])
+    return total
 
 
 @njit(fastmath=EACH)
@@ -262,7 +302,10 @@ def _matched(out, probs, columns, count, mass):
     for i in range(count):
         column = columns[i]
         value = probs[uintp(column if column > 0 else 0)]
-        out[i] = value / mass if column >= 0 else _ZERO
+        out[i] = value if column >= 0 else _ZERO
+    if mass != _ONE:
+        for i in range(count):
+            out[i] /= mass
 
 
 @njit(fastmath=SUMS)
@@ -321,8 +364,8 @@ def matched_terms(first, stop, work, slope, sums, best, column):
         best: fp32 [2, C] largest P and Q, and int64 ``column`` [2, C], their student columns.
     """
     width = work.q.shape[1]
-    block = np.empty((4, BLOCK), dtype=np.float32)
-    p, log_p, q, log_q = block[0], block[1], block[2], block[3]
+    block = np.empty((3, BLOCK), dtype=np.float32)
+    p, q, ratio = block[0], block[1], block[2]
     for chunk in range(first, stop):
         best[0, chunk] = best[1, chunk] = MINUS_INFINITY
         for start in range(0, width, BLOCK):
@@ -336,16 +379,13 @@ def matched_terms(first, stop, work, slope, sums, best, column):
                 best[which, chunk], column[which, chunk] = _keep_best(
                     best[which, chunk], column[which, chunk], values, start, count
                 )
-            _logs(log_p, p, count)
-            _logs(log_q, q, count)
+            _log_ratios(ratio, p, q, count)
             if work.direction == FORWARD:
-                value = forward_terms(part, p, log_p, q, log_q, count)
+                value = _forward_values(part, p, q, ratio, count)
             elif work.direction == REVERSE:
-                value = reverse_terms(part, log_p, q, log_q, count)
-                add_each(part, q, count)
+                value = _reverse_values(part, q, ratio, count)
             else:
-                value = jensen_shannon_terms(part, p, log_p, q, log_q, count, work.mixture)
-            _by_probability(part, q, count)
+                value = _jensen_shannon_values(part, p, q, ratio, count, work.mixture)
             sums[0, chunk] += value
             sums[1, chunk] += product_of(part, q, count)
 

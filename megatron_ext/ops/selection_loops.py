@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 from numba import njit
-from numpy import float32, int32, int64, uint32, uintp
+from numpy import float32, int8, int32, int64, uint32, uintp
 
 from megatron_ext.ops.loop_math import bits_of_float, exp, float_of_bits, lowest_bit, reached
 from megatron_ext.ops.row_loops import (
@@ -30,6 +30,12 @@ SAMPLED = 2048
 
 EVERY_KEY = int32(-(2**31))
 """No key is below it."""
+
+WIDEST_DIGIT = 12
+"""Bits of a digit: the counts of its values fit into the nearest cache."""
+
+ROUNDING = float32(8 * np.finfo(np.float32).eps)
+"""Share of their sum within which two probabilities are equal."""
 
 _ZERO = float32(0)
 
@@ -119,34 +125,61 @@ def _sum_below(keys, values, count, least):
     return total
 
 
-@njit
-def _digit(key, shift):
-    return ((int64(key) - int64(EVERY_KEY)) >> shift) & 2047
+@njit(fastmath=SUMS)
+def _range(keys, count):
+    """The largest and the least key."""
+    top = bottom = keys[0]
+    for i in range(count):
+        top = keys[i] if keys[i] > top else top
+        bottom = keys[i] if keys[i] < bottom else bottom
+    return top, bottom
 
 
 @njit
 def _sort_by_digits(keys, places, count):
-    """Sort descending by 11 bits at a time; equal keys stay in their order."""
-    keys, places = keys[:count].copy(), places[:count].copy()
-    other_keys, other_places = np.empty_like(keys), np.empty_like(places)
-    for shift in (0, 11, 22):
-        ends = np.zeros(2049, dtype=np.int64)
+    """Sort descending, the lowest digit first; equal keys stay in their order.
+
+    Digits are of the distance from the largest key: keys that lie close together have few.
+    """
+    ordered, origin = np.empty(count, dtype=np.int32), np.empty(count, dtype=np.int32)
+    if count == 0:
+        return ordered, origin
+    top, bottom = _range(keys, count)
+    span, bits = int64(top) - int64(bottom), 1
+    while span >> bits:
+        bits += 1
+    passes = (bits + WIDEST_DIGIT - 1) // WIDEST_DIGIT
+    width = (bits + passes - 1) // passes
+    mask = (int64(1) << width) - 1
+    # A key and its place move as one number, so that a digit has one place to write to.
+    pairs, other = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
+    begins = np.zeros((passes, (1 << width) + 1), dtype=np.int32)
+    for i in range(count):
+        pairs[i] = ((int64(top) - int64(keys[i])) << 32) | int64(places[i])
+        for number in range(passes):
+            begins[number, ((pairs[i] >> (32 + number * width)) & mask) + 1] += 1
+    for number in range(passes):
+        begin, shift = begins[number], 32 + number * width
+        for digit in range(1 << width):
+            begin[digit + 1] += begin[digit]
         for i in range(count):
-            ends[2048 - _digit(keys[i], shift)] += 1
-        for digit in range(2048):
-            ends[digit + 1] += ends[digit]
-        for i in range(count):
-            digit = 2047 - _digit(keys[i], shift)
-            other_keys[ends[digit]], other_places[ends[digit]] = keys[i], places[i]
-            ends[digit] += 1
-        keys, other_keys = other_keys, keys
-        places, other_places = other_places, places
-    return keys, places
+            digit = (pairs[i] >> shift) & mask
+            other[begin[digit]] = pairs[i]
+            begin[digit] += 1
+        pairs, other = other, pairs
+    for i in range(count):
+        ordered[i] = int32(int64(top) - ((pairs[i] >> 32) & int64(0xFFFFFFFF)))
+        origin[i] = int32(pairs[i] & int64(0xFFFFFFFF))
+    return ordered, origin
 
 
 @njit
 def _choose(kept, places, keys, available, count):
     """Keep the ``count`` largest keys and their places, of equals the first; return the least."""
+    if count == available:
+        for i in range(count):
+            kept[i], places[i] = keys[i], i
+        return EVERY_KEY
     guess = _likely_least(keys, available, count) if count < available else EVERY_KEY
     found = _keep_from(kept, places, keys, available, guess)
     if found < count:
@@ -163,6 +196,20 @@ def _choose(kept, places, keys, available, count):
             kept[taken], places[taken] = key, places[i]
             taken += 1
     return least
+
+
+@njit
+def _sum_beyond(kept, count, keys, available, least):
+    """Sum of the values whose keys are not kept."""
+    if count == available:
+        return 0.0
+    tied = 0
+    for i in range(available):
+        tied += 1 if keys[i] == least else 0
+    for i in range(count):
+        tied -= 1 if kept[i] == least else 0
+    total = _sum_below(keys, keys.view(np.float32), available, least)
+    return total + tied * float(float_of_bits(least)) if tied else total
 
 
 @entry_point
@@ -183,19 +230,67 @@ def largest_places(first, stop, values, allowed, excluded, chosen, columns, rest
         available = _keys(keys, values[row].view(np.int32), allowed, chooses)
         count = min(wanted, available)
         least = _choose(kept, places, keys, available, count)
-        tied = 0
-        for i in range(available):
-            tied += 1 if keys[i] == least else 0
-        for i in range(count):
-            tied -= 1 if kept[i] == least else 0
-        total = _sum_below(keys, keys.view(np.float32), available, least)
-        rest[row] = total + tied * float(float_of_bits(least)) if tied else total
+        rest[row] = _sum_beyond(kept, count, keys, available, least)
         ordered, origin = _sort_by_digits(kept, places, count)
         chosen[row, :count] = ordered.view(np.float32)
         for i in range(count):
             columns[row, i] = allowed[origin[i]] if chooses else origin[i]
         for i in range(count, wanted):
             chosen[row, i], columns[row, i] = float32(-1), excluded[i - count]
+
+
+@njit(fastmath=SUMS)
+def _differences(a, b, count, signs):
+    """Sum of ``|a - b|``, and the signs of differences beyond rounding."""
+    total = _ZERO
+    for i in range(count):
+        apart = a[i] - b[i]
+        size = abs(apart)
+        total += size
+        is_equal = size <= ROUNDING * (a[i] + b[i])
+        signs[i] = int8(0) if is_equal else int8(1) if apart > _ZERO else int8(-1)
+    return total
+
+
+@njit(fastmath=SUMS)
+def _clamped(out, values, first, count):
+    """``max(value, 0)`` from place ``first`` on, 0 beyond the end."""
+    held = min(max(len(values) - first, 0), count)
+    for i in range(held):
+        value = values[first + i]
+        # NaN stays.
+        out[i] = _ZERO if value < _ZERO else value
+    for i in range(held, count):
+        out[i] = _ZERO
+
+
+@entry_point
+def compare_places(first, stop, a, b, value, signs):
+    """``|a - b|`` over the places of rows ``first`` to ``stop``, and the signs for ``a``.
+
+    Args:
+        a, b: fp32 [C, Ka] and [C, Kb], descending; what is below 0 is 0, as what is beyond the end.
+        value: fp32 [C], written; so is ``signs`` int8 [C, Ka], 0 where two places are equal.
+    """
+    block, sign = np.empty((2, BLOCK), dtype=np.float32), np.empty(BLOCK, dtype=np.int8)
+    for row in range(first, stop):
+        total = 0.0
+        for start in range(0, max(a.shape[1], b.shape[1]), BLOCK):
+            count = min(BLOCK, max(a.shape[1], b.shape[1]) - start)
+            _clamped(block[0], a[row], start, count)
+            _clamped(block[1], b[row], start, count)
+            total += _differences(block[0], block[1], count, sign)
+            for i in range(min(max(a.shape[1] - start, 0), count)):
+                signs[row, start + i] = sign[i] if a[row, start + i] >= _ZERO else int8(0)
+        value[row] = total
+
+
+@entry_point
+def spread_signs(first, stop, columns, signs, weight, out):
+    """Add ``weight signs`` to the ``columns`` int64 [C, K] of rows of ``out`` fp32 [C, V]."""
+    for row in range(first, stop):
+        for i in range(columns.shape[1]):
+            out[row, uintp(columns[row, i])] += weight * float32(signs[row, i])
 
 
 @njit(fastmath=EACH)
@@ -293,4 +388,63 @@ def selected_gradient(first, stop, rows, columns, whole, rest, grad, gradient):
                 q = exp(values[0] - whole.peak[row] - whole.log_sum[row])
                 out[0] = grad[row, i] - total * q
                 store_block(gradient, row, column, out, 1)
+        clear_padding(gradient, row, rows.width)
+
+
+@njit(fastmath=SUMS)
+def _sum_of_signed(values, signs, count, peak, log_sum):
+    total = _ZERO
+    for i in range(count):
+        total += float32(signs[i]) * exp(values[i] - peak - log_sum)
+    return total
+
+
+@entry_point
+def sign_products(first, stop, rows, whole, order, slots, chosen, out):
+    """``sum_v q_i[v] s_c[v]`` of the rows at places ``first`` to ``stop``, in ``out`` [T'].
+
+    Args:
+        order, slots: As of ``row_loops.slope_products``.
+        chosen: Columns int64 [C', K] and signs int8 [C', K] of the chunks.
+    """
+    columns, signs = chosen
+    count = columns.shape[1]
+    values = np.empty(count, dtype=np.float32)
+    for place in range(first, stop):
+        row, chunk = order[place], slots[place]
+        gather_block(values, rows, row, columns[chunk], count)
+        peak, log_sum = whole.peak[row], whole.log_sum[row]
+        out[place] = _sum_of_signed(values, signs[chunk], count, peak, log_sum)
+
+
+@entry_point
+def sign_gradients(first, stop, rows, whole, order, slots, chosen, factors, gradient):
+    """``q_i (s_c - centre_i) scale_i`` of the same rows; exactly 0 where ``scale`` is 0.
+
+    Args:
+        factors: ``centre`` and ``scale`` [T'] at each place.
+    """
+    (columns, signs), (centre, scale) = chosen, factors
+    chosen_count = columns.shape[1]
+    picked = np.empty(chosen_count, dtype=np.float32)
+    values, out = np.empty(BLOCK, dtype=np.float32), np.empty(BLOCK, dtype=np.float32)
+    for place in range(first, stop):
+        row, chunk = order[place], slots[place]
+        peak, log_sum = whole.peak[row], whole.log_sum[row]
+        # The gradient may take the place of the logits.
+        gather_block(picked, rows, row, columns[chunk], chosen_count)
+        weight = -centre[place] * scale[place]
+        for start in range(0, rows.width, BLOCK):
+            count = min(BLOCK, rows.width - start)
+            if scale[place] == 0:
+                fill(out, count, _ZERO)
+            else:
+                load_block(values, rows, row, start, count)
+                _weighted_probs(out, values, count, peak, log_sum, weight)
+            store_block(gradient, row, start, out, count)
+        for i in range(chosen_count if scale[place] != 0 else 0):
+            if signs[chunk, i] != 0:
+                q = exp(picked[i] - peak - log_sum)
+                out[0] = q * (float32(signs[chunk, i]) - centre[place]) * scale[place]
+                store_block(gradient, row, columns[chunk, i], out, 1)
         clear_padding(gradient, row, rows.width)

@@ -298,9 +298,12 @@ def check_projection(
 
 
 def check_built_for(
-    path: Path, metadata: Mapping[str, str], role: str, tokenizer: ByteTokenizer
+    path: Path | None, metadata: Mapping[str, str], role: str, tokenizer: ByteTokenizer
 ) -> None:
-    """Refuse a file whose metadata does not name the vocabulary of ``tokenizer``.
+    """Refuse a projection whose metadata does not name the vocabulary of ``tokenizer``.
+
+    Args:
+        path: Its file, for the error; None for one in memory.
 
     Raises:
         ProjectionError: It names another vocabulary, or none.

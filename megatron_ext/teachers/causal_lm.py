@@ -16,12 +16,21 @@ from torch.nn import functional
 
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.huggingface.checkpoint_files import CheckpointFiles
+from megatron_ext.imports import needed_packages
 
 _PROBED_LOGIT: Final = 1000.0
 """Magnitude of the probe's logits, large enough to show any cap on logits."""
 
 _OLDEST: Final = (4, 56)
 """Oldest supported version of transformers."""
+
+WeightPrecision = Literal["int8", "fp8"]
+
+_ROUNDING: Final[dict[WeightPrecision, str]] = {
+    "int8": "Int8WeightOnlyConfig",
+    "fp8": "Float8WeightOnlyConfig",
+}
+"""Classes of ``torchao.quantization`` by weight precision."""
 
 _LOADING_ERRORS: Final = (
     OSError,
@@ -70,7 +79,12 @@ class CausalLM:
 
 
 def load_causal_lm(
-    folder: Path, *, dtype: torch.dtype, device: torch.device, vocab_size: int = 0
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    vocab_size: int = 0,
+    weight_precision: WeightPrecision | None = None,
 ) -> CausalLM:
     """Load a folder with ``config.json`` and safetensors files, of any model of transformers.
 
@@ -79,9 +93,12 @@ def load_causal_lm(
 
     Args:
         vocab_size: Least rows of embeddings and head; missing rows are zero.
+        weight_precision: Precision of the weights of linear layers other than the head; None:
+            ``dtype``.
 
     Raises:
         ConfigError: transformers is not installed.
+        MissingDependencyError: torchao is not installed, and there is a weight precision.
         CheckpointError: The model cannot be loaded, or weights are missing.
     """
     _ = CheckpointFiles(folder).tensors
@@ -117,7 +134,24 @@ def load_causal_lm(
                 fix="download it again",
             )
     _add_rows(model, vocab_size)
+    if weight_precision is not None:
+        _round_weights(model, weight_precision)
     return frozen_causal_lm(model.to(device), dtype=dtype)
+
+
+def _round_weights(model: Any, precision: WeightPrecision) -> None:
+    """Round the weights of linear layers in place, but those of the head, each row by its scale.
+
+    A layer multiplies by the weights as they are after rounding, in the dtype of its input.
+    """
+    with needed_packages(f"weight_precision {precision}"):
+        quantization: Any = importlib.import_module("torchao.quantization")
+    head = model.get_output_embeddings()
+    quantization.quantize_(
+        model,
+        getattr(quantization, _ROUNDING[precision])(),
+        filter_fn=lambda module, _: isinstance(module, nn.Linear) and module is not head,
+    )
 
 
 def import_transformers() -> Any:

@@ -31,7 +31,7 @@ class ConversationOptions:
     train_tool_calls: bool = True
     """Train a message's tool calls."""
     exclude_unknown: bool = False
-    """Leave messages untrained of which the template hides the source or shows nothing."""
+    """Do not train messages whose source the template hides, or which it does not show."""
     allow_control_tokens_in_content: bool = False
     """Names of control tokens in messages become these tokens."""
 
@@ -144,7 +144,8 @@ class TokenizerConfig:
     """Use of the tokenizer: text, sft (conversations) or multimodal (images in them)."""
 
     prompt_format: str | None = None
-    """Prompt format that renders and masks conversations: a name, auto or file:PATH."""
+    """Prompt format that renders and masks conversations: a name of ``megatron-ext ls formats``,
+    ``auto`` (the tokenizer's own template) or ``file:PATH``."""
 
     train_on: str | None = None
     """Messages that are trained: all-assistant (unless set), last-assistant, or roles with commas

@@ -69,6 +69,31 @@ class SpecialIds(RoleIds):
     cls = RoleIds.cls_id
     sep = RoleIds.sep_id
 
+    # The names of transformers.
+    bos_token_id = RoleIds.bos_id
+    eos_token_id = RoleIds.eos_id
+    unk_token_id = RoleIds.unk_id
+    mask_token_id = RoleIds.mask_id
+    cls_token_id = RoleIds.cls_id
+    sep_token_id = RoleIds.sep_id
+
+    bos_token = property(lambda self: self._tokenizer.bos_token)
+    eos_token = property(lambda self: self._tokenizer.eos_token)
+    unk_token = property(lambda self: self._tokenizer.unk_token)
+    mask_token = property(lambda self: self._tokenizer.mask_token)
+    cls_token = property(lambda self: self._tokenizer.cls_token)
+    sep_token = property(lambda self: self._tokenizer.sep_token)
+
+    @property
+    def pad_token(self) -> str | None:
+        """Display string of ``pad_id``."""
+        return None if self.pad_id is None else self._tokenizer.id_to_token(self.pad_id)
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """``pad_id``; None where there is none, as in transformers."""
+        return self.pad_id
+
     @property
     def additional_special_tokens_ids(self) -> list[int]:
         """Ids of the special tokens that have no role, such as T5's sentinels."""

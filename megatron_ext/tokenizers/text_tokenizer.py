@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.conversation.chat_output import ChatOutput
 from megatron_ext.errors import TokenizerError
 from megatron_ext.files import parse_json
 from megatron_ext.imports import needed_packages
@@ -119,6 +120,63 @@ class MegatronTokenizerText(ChatTokenizer, MegatronTokenizerBase):
         )
         self._set_chat_template(chat_template)
         self._set_prompt_format(prompt_format)
+
+    # Text and ids, under the names of transformers.
+
+    def __call__(
+        self,
+        text: str | Sequence[str],
+        *,
+        truncation: bool = False,
+        max_length: int | None = None,
+        return_tensors: str | None = None,
+    ) -> dict[str, Any]:
+        """``input_ids`` and ``attention_mask`` of a text, or lists of both of several.
+
+        No BOS or EOS is added, other than by transformers. Labels are these ids: a model of
+        transformers shifts them, and batches of this package have shifted ones.
+
+        Args:
+            text: A text or several.
+            truncation: Keep the first ``max_length`` ids.
+            max_length: Most ids; of no effect without ``truncation``.
+            return_tensors: ``np`` or ``pt``: int64 [1, T], of one text alone; several would have
+                to be padded, which collators do.
+
+        Raises:
+            TokenizerError: An option cannot be used, or a text that the library cannot take.
+        """
+        output = ChatOutput(
+            truncation=truncation,
+            max_length=max_length,
+            return_tensors=return_tensors,
+            return_dict=True,
+        )
+        if isinstance(text, str):
+            found: dict[str, Any] = output.of(self.text_to_ids(text))
+            return found
+        if return_tensors is not None:
+            raise TokenizerError(
+                "texts of different lengths are no tensor",
+                got=f"{len(text)} texts",
+                fix="leave return_tensors out, or collate them with CrossTokenizerCollator",
+            )
+        rows = [output.of(ids.tolist()) for ids in self.text_to_ids_batch(text)]
+        return {key: [row[key] for row in rows] for key in ("input_ids", "attention_mask")}
+
+    def encode(self, text: str) -> list[int]:
+        """``text_to_ids``: no BOS or EOS is added, other than by transformers."""
+        return self.text_to_ids(text)
+
+    def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
+        """``detokenize``, also of a single id and of a tensor or array [T]."""
+        tolist = getattr(ids, "tolist", None)
+        row = ids if tolist is None else tolist()
+        return self.detokenize([row] if isinstance(row, int) else row, skip_special_tokens)
+
+    def __len__(self) -> int:
+        """``vocab_size``, special and added tokens included."""
+        return self.vocab_size
 
     # Text and ids.
 

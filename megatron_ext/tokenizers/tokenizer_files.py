@@ -43,7 +43,11 @@ def local_files(name: str) -> Path:
     if not is_hub_name(name):
         raise _not_found(name, None)
     if find_spec("huggingface_hub") is None:
-        raise _not_found(name, "the package huggingface_hub is not installed")
+        raise _not_found(
+            name,
+            "no such file; the hub cannot be asked without the package huggingface_hub",
+            fix='correct it, or for a name on the hub: pip install "megatron-ext[huggingface]"',
+        )
     cached = _cached_folder(name)
     if cached is not None and _is_complete(cached):
         return cached
@@ -92,12 +96,13 @@ def _vocabulary_in(names: list[str]) -> tuple[str, ...] | None:
     )
 
 
-def _not_found(name: str, reason: object) -> TokenizerError:
+def _not_found(name: str, reason: object, *, fix: str | None = None) -> TokenizerError:
     return TokenizerError(
         "the tokenizer does not exist",
         got=reason,
         expected="a file or a directory on this machine, or a name on the HuggingFace hub",
         where=name,
+        fix=fix,
     )
 
 

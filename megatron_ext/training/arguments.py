@@ -17,14 +17,39 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from megatron_ext.files import parse_json
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.model_section import read_config_file, with_huggingface_models
 from megatron_ext.typed_mapping import build_config
 
-_SEPARATOR = "."
+_SEPARATOR: Final = "."
+
+BASIC: Final = frozenset(
+    {
+        *("--run-dir", "--initial-checkpoint", "--seq-length", "--tokenizer-model"),
+        *("--tokenizer-prompt-format", "--data-train", "--data-validation", "--data-text-key"),
+        *("--data-conversations", "--data-packing", "--data-rollouts-share", "--train-iters"),
+        *("--micro-batch-size", "--global-batch-size", "--precision", "--require-gpu"),
+        *("--eval-interval", "--save-interval", "--teacher-tokenizer-model"),
+        *("--teacher-seq-length", "--teacher-checkpoint", "--teacher-library", "--teacher-cache"),
+        *("--teacher-placement", "--loss-objective", "--loss-options", "--loss-temperature"),
+        *("--loss-kd-weight", "--loss-ce-weight", "--loss-linear", "--lr", "--lr-warmup-iters"),
+        *("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--lora-rank"),
+    }
+)
+"""Flags of the short help; the others are advanced."""
+
+
+def mark_advanced(action: argparse.Action) -> None:
+    """Leave the flag out of the short help of the command line; ``--help-all`` shows it."""
+    action.is_advanced = True  # type: ignore[attr-defined]
+
+
+def terminal_help(text: str) -> str:
+    """Help for argparse, without marks of reStructuredText."""
+    return text.replace("%", "%%").replace("``", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +147,15 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         group = groups.get(flag.section)
         if group is None:
             group = groups[flag.section] = parser.add_argument_group(flag.section)
-        group.add_argument(
+        action = group.add_argument(
             flag.name,
             dest=_SEPARATOR.join(flag.keys),
             default=argparse.SUPPRESS,
-            help=flag.help.replace("%", "%%"),
+            help=terminal_help(flag.help),
             **argparse_type(flag.hint),
         )
+        if flag.name not in BASIC:
+            mark_advanced(action)
 
 
 def config_from_arguments(namespace: argparse.Namespace) -> DistillConfig:

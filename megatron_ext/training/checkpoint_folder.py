@@ -155,7 +155,7 @@ def _described(path: Path) -> str:
     """Description of a path that is no checkpoint, for an error."""
     if path.is_dir():
         return "a folder without a model's config.json and without checkpoints"
-    return "which is no folder" if path.exists() else "which does not exist"
+    return "which is a file" if path.exists() else "which does not exist"
 
 
 def _complete_checkpoints(folder: Path) -> list[Path]:

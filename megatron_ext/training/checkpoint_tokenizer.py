@@ -137,7 +137,31 @@ _ADDED: Final = 64
 """Most ids without a row that added tokens explain; Gemma 3 has one."""
 
 _PADDING: Final = 1024
-"""Most rows without an id that padding explains; Qwen 2.5 has 399."""
+"""Rows without an id that padding explains in any model: Command R has 971, BLOOM 200."""
+
+_LARGE_PADDING: Final = 2560
+"""Those that padding explains where they are at most ``1 / _LARGE_SHARE`` of all rows:
+DeepSeekMoE has 2,385 of 102,400, gpt-oss 1,069 of 201,088."""
+
+_LARGE_SHARE: Final = 32
+
+
+def row_misfit(vocab_size: int, rows: int) -> str | None:
+    """Why a tokenizer of ``vocab_size`` ids cannot be that of a model; None where it can be.
+
+    Args:
+        rows: Rows of the model's embedding, without the padding of a layout.
+    """
+    text = f"{vocab_size:,} ids for a model with {rows:,} rows"
+    if vocab_size - rows > _ADDED:
+        return text
+    explained = max(_PADDING, min(_LARGE_PADDING, rows // _LARGE_SHARE))
+    if rows - vocab_size > explained:
+        return (
+            f"{text}, of which {rows - vocab_size:,} are without an id, and padding explains "
+            f"{explained:,} at most"
+        )
+    return None
 
 
 def check_same_tokenizer(checkpoint: Path, tokenizer: MegatronTokenizerText) -> None:
@@ -165,8 +189,9 @@ def tokenizer_doubts(
 ) -> list[str]:
     """Warnings about a tokenizer that may not be the model's; none where it is.
 
-    Equal ids of both tokenizers must be the same text, or both control tokens. More ids in either,
-    other names of control tokens, and anything that cannot be compared are warnings.
+    Equal ids of both tokenizers must be the same text, or both control tokens, and the model must
+    have as many rows as ids, apart from padding (``row_misfit``). A few more ids in either, other
+    names of control tokens, and anything that cannot be compared are warnings.
 
     Args:
         checkpoint: One iteration's folder, or one of HuggingFace.
@@ -175,16 +200,16 @@ def tokenizer_doubts(
         switch: What a user does to allow another tokenizer, as an imperative clause.
 
     Raises:
-        CheckpointError: The model was trained with another tokenizer, or has too few rows.
+        CheckpointError: The model was trained with another tokenizer, or has too few rows or too
+            many.
     """
     reason, doubts = _compared_with_own(checkpoint, tokenizer)
-    if is_checkpoint_folder(checkpoint):
-        text = f"{tokenizer.vocab_size:,} ids for a model with {_rows(checkpoint):,} rows"
-        missing = tokenizer.vocab_size - _rows(checkpoint)
-        if missing > _ADDED and reason is None:
-            reason = text
-        elif missing > 0:
-            doubts.append(f"{text} of embeddings: those of the last {missing:,} are zero")
+    rows = _rows(checkpoint)
+    if rows is not None:
+        reason = reason or row_misfit(tokenizer.vocab_size, rows)
+        missing = tokenizer.vocab_size - rows
+        if missing > 0 and (reason is None or allow_other):
+            doubts.append(f"the model has no rows for the last {missing:,} ids: theirs are zero")
     if reason is None:
         return doubts
     if not allow_other:
@@ -208,13 +233,7 @@ def _compared_with_own(
         return _compared(own, tokenizer)
     if saved_with is not None:
         return _of_other_hash(checkpoint, tokenizer), []
-    doubt = f"{unknown}: whether the model was trained with this one is not known"
-    if is_checkpoint_folder(checkpoint) and _rows(checkpoint) - tokenizer.vocab_size > _PADDING:
-        doubt += (
-            f", and its {_rows(checkpoint):,} rows are more than padding explains for "
-            f"{tokenizer.vocab_size:,} ids"
-        )
-    return None, [doubt]
+    return None, [f"{unknown}: whether the model was trained with this one is not known"]
 
 
 def _own_tokenizer(
@@ -267,9 +286,17 @@ def _compared(
     return None, doubts
 
 
-def _rows(folder: Path) -> int:
-    """Rows of embeddings by the ``config.json`` of a HuggingFace folder."""
-    return int(any_model_settings(CheckpointFiles(folder))["vocab_size"])
+def _rows(checkpoint: Path) -> int | None:
+    """Rows of a model's embedding without the padding of a layout; None where they are not known.
+
+    A run makes the rows of its own tokenizer, so that its checkpoints need no comparison; an import
+    has those of the folder that it was made from.
+    """
+    if is_checkpoint_folder(checkpoint):
+        return int(any_model_settings(CheckpointFiles(checkpoint))["vocab_size"])
+    config = checkpoint_record(checkpoint).get("config", {})
+    rows = None if "training" in config else config.get("student", {}).get("vocab_size")
+    return None if rows is None else int(rows)
 
 
 def _saved_with(checkpoint: Path) -> str | None:

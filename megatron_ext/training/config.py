@@ -49,8 +49,8 @@ class TeacherConfig:
     HuggingFace folder."""
 
     allow_other_tokenizer: bool = False
-    """Accept a checkpoint that was trained with another tokenizer, or has too few rows for this
-    one; an error otherwise."""
+    """Accept a checkpoint that was trained with another tokenizer, or has too few or too many rows
+    for this one; an error otherwise."""
 
     objective: str | None = None
     """Objective for this teacher; ``loss.objective`` when not given."""
@@ -80,6 +80,10 @@ class TeacherConfig:
     """Library that runs the model: megatron-core, in the layout of its ranks, or transformers,
     whole on each device, for any causal language model of a HuggingFace folder."""
 
+    weight_precision: Literal["int8", "fp8"] | None = None
+    """Precision to which torchao rounds the weights of linear layers, each row by a scale of its
+    own, where library is huggingface. Activations, embeddings and head keep the run's."""
+
     offload: bool = False
     """Keep the weights in the host's memory between one global batch and the next."""
 
@@ -105,6 +109,12 @@ class TeacherConfig:
             library=self.library,
             has_engine=self.engine is not None,
         )
+        if self.weight_precision is not None and self.library != "huggingface":
+            raise ConfigError(
+                "torchao rounds the layers of transformers, not those of megatron-core",
+                got=f"weight_precision {self.weight_precision} with library {self.library}",
+                fix="set library to huggingface, or leave weight_precision out",
+            )
         if not (math.isfinite(self.weight) and self.weight >= 0):
             raise ConfigError(
                 "a teacher's weight cannot be used", got=self.weight, expected="a number, >= 0"
@@ -179,8 +189,9 @@ class LossConfig:
     """The loss, ``kd_weight * KD / count + ce_weight * CE / tokens``, with global counts."""
 
     objective: str = "projected_kl"
-    """Distillation objective, a name of docs/losses.md, or ``next_token`` to train without a
-    teacher."""
+    """Distillation objective: ``projected_kl``, ``partition_kl``, ``byte_prefix``, ``strict_topk``,
+    ``hybrid_kl``, ``gold``, ``uld``, ``alm``, ``sampled_kl``, ``mined``, ``dskd`` or ``vocab_kl``,
+    see docs/losses.md; ``next_token`` to train without a teacher."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the objective, see docs/losses.md; as a flag ``'{"top_k": 32}'``, which replaces
@@ -219,9 +230,11 @@ class LossConfig:
     learned_projection: bool = False
     """Train the shares of the projection's inexact rows with the student (projected_kl)."""
 
-    linear: bool = False
+    linear: bool | None = None
     """Compute the loss from hidden states and heads, one tile of logits at a time, and never all
-    logits; for the objectives that are sums over chunks or labels."""
+    logits; for the objectives that are sums over chunks or labels. When not given, a run on a CPU
+    does where a microbatch's logits have more than 64 MiB and nothing speaks against it, in tiles
+    of at most 128 MiB."""
 
     linear_tile_rows: int = 2048
     """Most rows of a tile of the linear form, of either model."""
@@ -278,8 +291,8 @@ class DistillConfig:
     when not given."""
 
     allow_other_tokenizer: bool = False
-    """Accept first weights that were trained with another tokenizer, or have too few rows for this
-    one; an error otherwise."""
+    """Accept first weights that were trained with another tokenizer, or have too few or too many
+    rows for this one; an error otherwise."""
 
     projection: str | None = None
     """Projection file (safetensors, or .pt of NeMo RL's tools); built once into ``run_dir`` when

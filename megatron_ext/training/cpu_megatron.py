@@ -17,7 +17,7 @@ import os
 import platform
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -65,6 +65,9 @@ class _CudaToCpu(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if not kwargs and func not in _DEVICE_BY_PLACE:
+            # Most calls: every operation of a step comes through here.
+            return func(*args)
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda:
             return args[0]
@@ -78,6 +81,10 @@ class _CudaToCpu(TorchFunctionMode):
         # torch refuses to pin memory without a GPU.
         kwargs.pop("pin_memory", None)
         return func(*args, **kwargs)
+
+
+_DEVICE_BY_PLACE: Final = frozenset((torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.to))
+"""Functions that are of a device without being told so by name."""
 
 
 def _is_cuda(device: object) -> bool:
@@ -153,7 +160,7 @@ def announce_device(*, require_gpu: bool) -> None:
     Raises:
         ConfigError: A GPU is required and there is none.
     """
-    reason = _why_no_gpu()
+    reason = why_no_gpu()
     if require_gpu and reason is not None:
         raise ConfigError(
             "a GPU is required and there is none",
@@ -181,7 +188,7 @@ def in_precision_of_device(training: TrainingConfig, *, is_given: bool) -> Train
     return replace(training, precision="bf16")
 
 
-def _why_no_gpu() -> str | None:
+def why_no_gpu() -> str | None:
     """The reason why a launch runs on the CPU; None where there is a GPU."""
     if torch.cuda.is_available():
         return None

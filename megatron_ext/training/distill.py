@@ -25,10 +25,11 @@ from megatron_ext.training import watchdog
 from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.faults import StopRequest
-from megatron_ext.training.first_weights import load_first_weights, model_part
+from megatron_ext.training.first_weights import load_first_weights, student_vocab_shard
 from megatron_ext.training.inputs import Inputs
 from megatron_ext.training.learning_parts import add_adapters, freeze_parts
 from megatron_ext.training.learning_step import learning_step
+from megatron_ext.training.models import build_model_chunks
 from megatron_ext.training.rollouts import Rollouts
 from megatron_ext.training.run_folder import (
     CHECKPOINTS,
@@ -37,7 +38,7 @@ from megatron_ext.training.run_folder import (
     own_run_folder,
     record_run,
 )
-from megatron_ext.training.run_loss import make_weighting, with_vocabulary_layout
+from megatron_ext.training.run_loss import make_weighting, with_linear_form, with_vocabulary_layout
 from megatron_ext.training.run_plan import RunPlan
 from megatron_ext.training.start_agreement import check_same_start
 from megatron_ext.training.student import Student
@@ -108,8 +109,8 @@ def rollouts_of(
     Raises:
         ConfigError: There are rollouts, but no engine.
     """
-    texts = trainer.data.texts
-    if texts is None:
+    texts, rollouts = trainer.data.texts, trainer.plan.data.rollouts
+    if texts is None or rollouts is None:
         return None
     if engine_of is None:
         raise ConfigError(
@@ -122,6 +123,8 @@ def rollouts_of(
         engine=engine_of(_between_steps(trainer, tokenizer)),
         texts=texts,
         groups=trainer.groups,
+        ahead=rollouts.steps_ahead,
+        update_interval=trainer.plan.training.save_interval,
         run_dir=trainer.run_dir,
     )
 
@@ -184,13 +187,13 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) 
     tokenizer, run_dir = inputs.tokenizer, Path(config.run_dir)
     groups.on_main(lambda: own_run_folder(run_dir))
     is_resumed = latest_checkpoint(run_dir / CHECKPOINTS) is not None
-    chunks, shard = model_part(
-        "student",
+    shard = student_vocab_shard(config.student, tokenizer, groups, config.parallel.layout)
+    chunks = build_model_chunks(
         config.student,
-        tokenizer,
-        groups,
+        padded_vocab_size=shard.width * config.parallel.tensor_model_parallel_size,
         parallel=config.parallel,
         training=config.training,
+        groups=groups,
         is_loaded=is_resumed or bool(config.initial_checkpoint),
         has_adapters=config.lora is not None,
     )
@@ -224,8 +227,10 @@ def build_trainer_around(
 
     Collectives: those of ``build_trainer`` but for the student's own.
     """
-    config = with_vocabulary_layout(config, on_gpu=groups.device.type == "cuda")
-    tokenizer, run = inputs.tokenizer, RunPlan.of(config)
+    on_gpu, tokenizer = groups.device.type == "cuda", inputs.tokenizer
+    config = with_vocabulary_layout(config, on_gpu=on_gpu)
+    config = with_linear_form(config, on_gpu=on_gpu, vocab_size=tokenizer.vocab_size)
+    run = RunPlan.of(config)
     parts = StudentParts(plan=run, inputs=inputs, groups=groups, chunks=chunks, shard=shard)
     teachers = make_run_teachers(parts)
     laid_out = next((loaded.laid_out for loaded in teachers.values() if loaded.laid_out), None)

@@ -91,6 +91,12 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         )
         for other in (features.CACHE, features.ON_OTHER_DEVICES)
     ),
+    Exclusion(
+        features.WEIGHT_PRECISION,
+        features.OFFLOAD,
+        "rounded weights do not move between a device and the host",
+        "remove one of them",
+    ),
     *(
         Exclusion(
             features.STARTS_FROM_HEADS,

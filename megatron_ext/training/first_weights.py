@@ -23,9 +23,10 @@ from megatron_ext.losses.checks import check_shards_agree
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training.checkpoint import checkpoint_lora, load_weights
 from megatron_ext.training.checkpoint_slices import CheckpointSlices, add_product
-from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig, side_of
+from megatron_ext.training.config import ModelConfig, side_of
 from megatron_ext.training.model_check import checked
 from megatron_ext.training.models import ModelChunks, build_model_chunks, freeze
+from megatron_ext.training.objective import head_rows
 from megatron_ext.training.run_plan import TeacherPlan
 
 
@@ -140,13 +141,13 @@ def frozen_teacher(
         tokenizer: The teacher's.
     """
     model = teacher.config.model
-    chunks, shard = model_part(
-        side_of(teacher.name),
+    shard = teacher_vocab_shard(teacher, tokenizer, groups)
+    chunks = build_model_chunks(
         model,
-        tokenizer,
-        groups,
+        padded_vocab_size=shard.width * teacher.parallel.tensor_model_parallel_size,
         parallel=teacher.parallel,
         training=teacher.training,
+        groups=groups,
         is_loaded=True,
     )
     load_first_weights(
@@ -158,55 +159,26 @@ def frozen_teacher(
 def teacher_vocab_shard(
     teacher: TeacherPlan, tokenizer: MegatronTokenizerText, groups: ProcessGroups
 ) -> VocabShard:
-    """This rank's columns of a teacher's vocabulary, without its model."""
-    model, layout = teacher.config.model, teacher.parallel.layout
-    return model_shard(side_of(teacher.name), model, tokenizer, groups, layout=layout)
-
-
-def model_part(
-    side: str,
-    model: ModelConfig,
-    tokenizer: MegatronTokenizerText,
-    groups: ProcessGroups,
-    *,
-    parallel: ParallelConfig,
-    training: TrainingConfig,
-    is_loaded: bool,
-    has_adapters: bool = False,
-) -> tuple[list[GPTModel], VocabShard]:
-    """This rank's part of a model, and its columns of the vocabulary.
-
-    Args:
-        is_loaded: Whether a checkpoint replaces all weights; otherwise they are drawn at random.
-        has_adapters: See ``build_gpt_model``.
-    """
-    shard = model_shard(side, model, tokenizer, groups, layout=parallel.layout)
-    chunks = build_model_chunks(
-        model,
-        padded_vocab_size=shard.width * parallel.tensor_model_parallel_size,
-        parallel=parallel,
-        training=training,
-        groups=groups,
-        is_loaded=is_loaded,
-        has_adapters=has_adapters,
-    )
-    return chunks, shard
-
-
-def model_shard(
-    side: str,
-    model: ModelConfig,
-    tokenizer: MegatronTokenizerText,
-    groups: ProcessGroups,
-    *,
-    layout: Layout,
-) -> VocabShard:
-    """This rank's columns of a model's vocabulary.
+    """This rank's columns of a teacher's vocabulary, without its model.
 
     Collectives: those of ``check_shards_agree``.
     """
     ids = tokenizer.vocab_size
-    rows = model.head_rows(ids, tensor_ranks=layout.tensor_model_parallel_size)
+    return _shard(side_of(teacher.name), ids, head_rows(teacher, ids), groups)
+
+
+def student_vocab_shard(
+    student: ModelConfig, tokenizer: MegatronTokenizerText, groups: ProcessGroups, layout: Layout
+) -> VocabShard:
+    """This rank's columns of the student's vocabulary.
+
+    Collectives: those of ``check_shards_agree``.
+    """
+    ids, ranks = tokenizer.vocab_size, layout.tensor_model_parallel_size
+    return _shard("student", ids, student.head_rows(ids, tensor_ranks=ranks), groups)
+
+
+def _shard(side: str, ids: int, rows: int, groups: ProcessGroups) -> VocabShard:
     shard = groups.vocab_shard(vocab_size=ids, padded_vocab_size=rows)
     check_shards_agree(shard, side=side, device=groups.device)
     return shard

@@ -35,6 +35,7 @@ from megatron_ext.ops.token_log_prob import token_log_prob
 from megatron_ext.training.microbatch import Microbatch, MicrobatchWithTargets
 from megatron_ext.training.models import has_head
 from megatron_ext.training.student_head import Head, StudentHidden, head_of, without_head
+from megatron_ext.training.surprise import Surprise, row_surprise
 from megatron_ext.training.teacher_term import TeacherTerm
 
 
@@ -121,6 +122,9 @@ class StepReport(NamedTuple):
     metrics: dict[str, SumCount]
     finite: FiniteCheck
 
+    surprise: Surprise | None = None
+    """That at the microbatch's logged row."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudentStep:
@@ -179,6 +183,7 @@ class StudentStep:
         """megatron-core's triple: this microbatch's share of the loss, 0 tokens, and its report."""
         head = self.hidden.head_weight if self.hidden else None
         plan, finite = self._plan(microbatch, self._student(microbatch, logits, hidden, head))
+        surprise = self._surprise(microbatch, logits)
         mismatch = self._mismatch(microbatch, logits)
         if self.gradients is None:
             # The logits are not read again, so the gradient may take their place.
@@ -188,7 +193,27 @@ class StudentStep:
             self.gradients.add(combined.terms(counts))
             loss = Loss(total=combined.total(counts), outputs=dict(combined.outputs))
         total, no_tokens, report = self._report(plan, loss, finite)
-        return total, no_tokens, report._replace(metrics=report.metrics | mismatch)
+        return (
+            total,
+            no_tokens,
+            report._replace(metrics=report.metrics | mismatch, surprise=surprise),
+        )
+
+    def _surprise(
+        self,
+        microbatch: MicrobatchWithTargets,
+        output: torch.Tensor,
+        head_weight: torch.Tensor | None = None,
+    ) -> Surprise | None:
+        """``row_surprise``, of the teachers that teach the row."""
+        batch = microbatch.batch
+        if self.term is None or batch.logged_row is None:
+            return None
+        source, routes = batch.sides.sources[batch.logged_row], self.term.routes
+        teachers = [n for n in self.term.names if n not in routes or source in routes[n]]
+        return row_surprise(
+            microbatch, output, self.shard, teachers=teachers, head_weight=head_weight
+        )
 
     @torch.no_grad()
     def _mismatch(
@@ -220,8 +245,10 @@ class StudentStep:
         plan, finite = self._plan(
             microbatch, self._student(microbatch, logits, hidden, head.weight)
         )
+        surprise = self._surprise(microbatch, hidden, head.weight)
         loss = plan.loss_from_hidden(self._counts(), self.linear, microbatch.batch.tiles)
-        return self._report(plan, loss, finite)
+        total, no_tokens, report = self._report(plan, loss, finite)
+        return total, no_tokens, report._replace(surprise=surprise)
 
     def _student(
         self,

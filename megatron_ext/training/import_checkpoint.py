@@ -37,6 +37,7 @@ from megatron_ext.huggingface.tensor_map import TensorMap
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.checkpoint import save_checkpoint
+from megatron_ext.training.checkpoint_tokenizer import row_misfit
 from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
 from megatron_ext.training.first_weights import corner_of, tensor_of
 from megatron_ext.training.model_check import checked
@@ -89,7 +90,8 @@ def import_huggingface(folder: Path, output: Path) -> Path:
         The checkpoint, ``output/iter_0000000``.
 
     Raises:
-        CheckpointError: The folder cannot be read, or the output cannot be written.
+        CheckpointError: The folder cannot be read, its tokenizer is another model's, or the output
+            cannot be written.
     """
     _check_folders(folder, output)
     files = CheckpointFiles(folder)
@@ -99,6 +101,8 @@ def import_huggingface(folder: Path, output: Path) -> Path:
     _, tensors = checked(files, model)
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
     tokenizer = build_tokenizer(TokenizerConfig(model=str(folder))) if has_tokenizer else None
+    if tokenizer is not None:
+        _check_rows(tokenizer.vocab_size, settings["vocab_size"], folder)
     run: dict[str, Any] = {"config": {"student": asdict(model)}}
     if tokenizer is not None:
         run["tokenizer_fingerprint"] = tokenizer.fingerprint()
@@ -120,6 +124,17 @@ def _check_folders(folder: Path, output: Path) -> None:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(
             "the output is not empty", where=output, fix="name another folder, or remove it"
+        )
+
+
+def _check_rows(vocab_size: int, rows: int, folder: Path) -> None:
+    misfit = row_misfit(vocab_size, rows)
+    if misfit is not None:
+        raise CheckpointError(
+            "the tokenizer in the folder is another model's",
+            where=folder,
+            got=misfit,
+            fix="replace its files by those of the model's own, or remove them",
         )
 
 

@@ -65,8 +65,11 @@ class Inputs:
         return [f"{folder}: {doubt}" for folder, doubts in self.doubts.items() for doubt in doubts]
 
 
-def read_inputs(config: DistillConfig, *, world_size: int) -> Inputs:
+def read_inputs(config: DistillConfig, *, world_size: int, has_targets: bool = True) -> Inputs:
     """Check and read what ``config`` names, for a run on ``world_size`` processes.
+
+    Args:
+        has_targets: Whether cached targets are there to be checked; not while they are made.
 
     Raises:
         MegatronExtError: Anything that can be known to be wrong before a model is built.
@@ -97,7 +100,8 @@ def read_inputs(config: DistillConfig, *, world_size: int) -> Inputs:
     )
     check_same_text(Path(config.run_dir), data.summary())
     inputs = Inputs(tokenizer=tokenizer, teachers=teachers, data=data, doubts=doubts)
-    _check_targets(config, inputs)
+    if has_targets:
+        _check_targets(config, inputs)
     return inputs
 
 

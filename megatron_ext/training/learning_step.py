@@ -8,8 +8,10 @@ from pathlib import Path
 
 import torch
 
+from megatron_ext.data.sampled_text import stop_tokens_of
 from megatron_ext.distributed.context_parallel import ContextRank
-from megatron_ext.losses import LOSS_REGISTRY, DskdProjectors, LearnedProjection, Objective
+from megatron_ext.huggingface.checkpoint_files import generation_stops
+from megatron_ext.losses import LOSS_REGISTRY, DskdProjectors, LearnedProjection, Objective, StopSet
 from megatron_ext.projection import SparseProjection
 from megatron_ext.teachers.megatron_teacher import head_weight
 from megatron_ext.training.checkpoint_folder import latest_checkpoint
@@ -143,6 +145,12 @@ def _constants(run: StudentParts, teacher: LoadedTeacher, objective: Objective) 
     if run.inputs.data.held_out:
         table = same_tokens(*tokenizers, layout=layout, device=device)
         constants = dataclasses.replace(constants, same_tokens=table)
+    if run.inputs.data.texts is not None:
+        stops = stop_tokens_of(tokenizers[1]) | generation_stops(teacher.plan.config.checkpoint)
+        if layout is not None:
+            known = [token for token in stops if token < len(layout.teacher.places)]
+            stops = frozenset(layout.teacher.places[known].tolist())
+        constants = dataclasses.replace(constants, stops=StopSet.of(stops, teacher.shard, device))
     if not is_learned:
         return constants
     assert teacher.projection is not None

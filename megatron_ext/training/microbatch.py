@@ -16,7 +16,7 @@ from megatron_ext.alignment.alignment import ChunkCounts
 from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK, ON_HOST
 from megatron_ext.data.batch import CrossTokenizerBatch, SideBatch
 from megatron_ext.distributed.context_parallel import ContextRank
-from megatron_ext.losses import ChunkCompletions, KnownAhead, TeacherTargets
+from megatron_ext.losses import ChunkCompletions, KnownAhead, PrefixRows, TeacherTargets
 from megatron_ext.losses.context_parallel import ContextParallelPlan
 from megatron_ext.losses.microbatch_tiles import MicrobatchTiles
 from megatron_ext.teachers.base import TokenRows
@@ -153,7 +153,7 @@ class Microbatch:
     """Chunks or labels that the teachers' objectives sum over, by count name, counted on the host;
     None where that takes more than the data."""
 
-    completions: Mapping[str, ChunkCompletions] = field(default_factory=dict)
+    completions: Mapping[str, ChunkCompletions | PrefixRows] = field(default_factory=dict)
     """Completions for ``partition_kl``, by teacher with a completion table."""
 
     tiles: Mapping[str, MicrobatchTiles] = field(default_factory=dict)
@@ -170,6 +170,9 @@ class Microbatch:
     sampled_count: int = 0
     """Trained student labels that the student itself has sampled; on the host."""
 
+    logged_row: int | None = None
+    """Row whose sampled text is logged, with the surprise of all models; None for no row."""
+
     recorded: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
     """Cached targets of these rows by teacher, on the last stage: [B, S, ...] by the field of
     ``TeacherTargets``."""
@@ -178,7 +181,7 @@ class Microbatch:
     def of(
         cls,
         sides: CrossTokenizerBatch,
-        completions: Mapping[str, ChunkCompletions],
+        completions: Mapping[str, ChunkCompletions | PrefixRows],
         tiles: Mapping[str, MicrobatchTiles] | None = None,
         *,
         context: ContextRank | None = None,

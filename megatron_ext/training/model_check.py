@@ -24,6 +24,7 @@ from megatron_ext.huggingface.model_settings import (
     tensor_map,
 )
 from megatron_ext.huggingface.tensor_map import TensorMap
+from megatron_ext.imports import missing_package
 from megatron_ext.training.config import ModelConfig
 from megatron_ext.training.run_plan import TeacherPlan
 
@@ -91,16 +92,18 @@ def check_teacher(teacher: TeacherPlan) -> None:
 
     Raises:
         ConfigError: transformers is missing, or the sequences are longer than the model's.
+        MissingDependencyError: torchao is missing, and the weights are to be rounded.
         CheckpointError: The folder is not of HuggingFace or not whole, or the model is another.
     """
     section, model = teacher.section, teacher.config.model
-    if teacher.config.engine is not None:
-        # Its weights are where it runs.
+    is_cached, library = teacher.config.cache is not None, teacher.config.library
+    if teacher.config.engine is not None or (is_cached and library != "huggingface"):
+        # Its weights are where it runs, or ran. A cache of its own compares them when it is opened.
         if is_checkpoint_folder(teacher.checkpoint):
             files = CheckpointFiles(teacher.checkpoint)
             check_same_model(model_settings(files), model, where=files.folder / CONFIG_FILE)
         return
-    if teacher.config.library != "huggingface":
+    if library != "huggingface":
         check_if_huggingface(teacher.checkpoint, model)
         return
     if importlib.util.find_spec("transformers") is None:
@@ -109,6 +112,9 @@ def check_teacher(teacher: TeacherPlan) -> None:
             where=f"{section}.library",
             fix='install it: pip install "transformers>=4.56"',
         )
+    precision = teacher.config.weight_precision
+    if precision is not None and importlib.util.find_spec("torchao") is None:
+        raise missing_package("torchao", feature=f"{section}.weight_precision {precision}")
     folder = teacher.checkpoint
     if not is_checkpoint_folder(folder):
         raise CheckpointError(
@@ -118,7 +124,8 @@ def check_teacher(teacher: TeacherPlan) -> None:
             fix="name such a folder, or set library to megatron",
         )
     files = CheckpointFiles(folder)
-    _ = files.tensors
+    if not is_cached:
+        _ = files.tensors
     settings = any_model_settings(files)
     sizes = {key: value for key, value in settings.items() if key in ("hidden_size", "num_layers")}
     check_same_model(sizes, model, where=folder / CONFIG_FILE)

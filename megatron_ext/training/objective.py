@@ -19,9 +19,12 @@ from megatron_ext.losses import (
     LearnedProjection,
     Needs,
     Objective,
+    PrefixTable,
     ProjectionShard,
+    StopSet,
     VocabularyMatch,
 )
+from megatron_ext.ops.prefix_masses import PrefixColumns
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.layout import VocabularyLayout
 from megatron_ext.tokenizers import MegatronTokenizerText
@@ -82,6 +85,27 @@ def teacher_objective(teacher: TeacherPlan, projectors: DskdProjectors | None = 
     return make_objective(teacher.loss, projectors, section=teacher.options_section)
 
 
+def reads_student_ids(teacher: TeacherPlan) -> bool:
+    """Whether the teacher is compared with the student position by position and id by id."""
+    if teacher.loss.teacher_mode == "averaged_logits":
+        return True
+    return teacher_objective(teacher).needs.same_tokenizer
+
+
+def head_rows(teacher: TeacherPlan, vocab_size: int) -> int:
+    """Rows of a teacher's whole head on the ranks that run it, padding included.
+
+    As many as the student's where both are compared id by id, so that each rank has the same ids of
+    both; models of one family are published with different padding. Rows behind the ids are never
+    read, so a checkpoint may have more or fewer.
+
+    Args:
+        vocab_size: Number of the teacher's ids.
+    """
+    model = teacher.student if reads_student_ids(teacher) else teacher.config.model
+    return model.head_rows(vocab_size, tensor_ranks=teacher.parallel.tensor_model_parallel_size)
+
+
 def projector_start(loss: LossConfig, *, section: str = "loss") -> str:
     """The one of ``PROJECTOR_STARTS`` that the options choose.
 
@@ -125,8 +149,14 @@ class RunConstants:
     same_tokens: torch.Tensor | None = None
     """The result of ``validation.same_tokens``, in a run that measures on held-out text."""
 
-    completion_table: CompletionTable | None = None
+    completion_table: CompletionTable | PrefixTable | None = None
     """Table in which each batch's completions are looked up, on the host."""
+
+    prefix_columns: PrefixColumns | None = None
+    """Columns of the prefixes of a ``PrefixTable``."""
+
+    stops: StopSet | None = None
+    """Tokens with which the teacher ends a text, in a run in which the student samples."""
 
     def current_projection(self) -> ProjectionShard | None:
         """The projection, with its current shares where they are learned."""
@@ -156,7 +186,8 @@ class RunConstants:
             MegatronExtError: The pair lacks what the objective needs.
         """
         student_shard, teacher_shard = shards
-        shard = match = boundary = word_starts = table = None
+        shard = match = boundary = word_starts = columns = None
+        table: CompletionTable | PrefixTable | None = None
         if projection is not None and needs.shard:
             shard = ProjectionShard.from_projection(
                 projection.permuted(layout) if layout else projection,
@@ -180,12 +211,20 @@ class RunConstants:
                 device=device,
             )
             word_starts = boundary.of_labels(student_shard)
-        if needs.completions:
+        if needs.completions == "chunks":
             table = CompletionTable.from_tokenizers(*tokenizers)
+        if needs.completions == "prefixes":
+            assert projection is not None
+            partition = projection.partition(needs.min_share)
+            partners = partition.common_student, partition.common_teacher
+            prefixes = PrefixTable.from_tokenizers(*tokenizers, partners)
+            columns = prefixes.columns(student_shard, teacher_shard, layout=layout, device=device)
+            table = prefixes
         return cls(
             projection=shard,
             match=match,
             boundary=boundary,
             word_starts=word_starts,
             completion_table=table,
+            prefix_columns=columns,
         )

@@ -40,6 +40,10 @@ class RolloutConfig:
     train_whitespace: bool = False
     """Whether sampled tokens of spaces and tabs alone are trained."""
 
+    ahead: int | None = None
+    """Steps ahead for which servers sample while a step trains, none of them beyond the next
+    checkpoint, whose weights they would lack; 1 when not given, 0 for samples of the step alone."""
+
     engine: EngineConfig | None = field(default=None, metadata={"prefix": "engine-"})
     """Servers that sample; the student itself, on its own ranks, when not given. They take the
     weights of every checkpoint that the run saves."""
@@ -55,6 +59,7 @@ class RolloutConfig:
                     got=value,
                     expected="more than 0, and at most 1",
                 )
+        self._check_ahead()
         if not 0 <= self.temperature < float("inf"):
             raise ConfigError(
                 "the temperature cannot be used",
@@ -62,3 +67,27 @@ class RolloutConfig:
                 got=self.temperature,
                 expected="0 or more",
             )
+
+    def _check_ahead(self) -> None:
+        if self.ahead is not None and self.ahead < 0:
+            raise ConfigError(
+                "steps ahead are negative",
+                where="data.rollouts.ahead",
+                got=self.ahead,
+                expected="0 or more",
+            )
+        if self.ahead and self.engine is None:
+            raise ConfigError(
+                "ahead of a step, the student would sample with weights older than its own",
+                where="data.rollouts.ahead",
+                got=self.ahead,
+                expected=0,
+                fix="leave it out, or have servers sample (data.rollouts.engine)",
+            )
+
+    @property
+    def steps_ahead(self) -> int:
+        """Steps ahead for which is sampled; 0 where the student samples itself."""
+        if self.engine is None:
+            return 0
+        return 1 if self.ahead is None else self.ahead

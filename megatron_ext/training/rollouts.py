@@ -3,6 +3,10 @@
 Rows of prompts are dealt, resumed and counted as rows of any text; just before they are trained
 they get the student's own completion, sampled with the weights of that moment. So a run that is
 resumed samples the same again, and nothing is sampled that is not trained.
+
+Servers may be asked for the next steps while one trains. Their weights change with checkpoints
+alone, and no step beyond the next of them is asked for: so every sample is the one that the step
+itself would have asked for, and what a run learns does not depend on how far ahead it asks.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,15 +25,35 @@ from megatron_ext.data.aligner import PackedSample
 from megatron_ext.data.prompts import PromptSample
 from megatron_ext.data.sampled_text import SampleCounts, SampledTexts
 from megatron_ext.distributed.process_groups import ProcessGroups
-from megatron_ext.engines.engine import AskedPrompt, Completion, Engine
+from megatron_ext.engines.engine import Answers, AskedPrompt, Completion, Engine
 from megatron_ext.errors import DataError
 from megatron_ext.files import parse_json, whole_lines, write_bytes
+from megatron_ext.training.run_folder import ROLLOUTS_FILE
+from megatron_ext.training.surprise import Surprise, surprise_record
 
-ROLLOUTS_FILE: Final = "rollouts.jsonl"
 _REPEATED: Final = 4
 """Tokens of a run whose second occurrence in a completion counts as repetition."""
 
 _SUMS: Final = ("completions", "nats", "entropy", "repeated", "runs", *SampleCounts._fields)
+
+Step = tuple[int, Sequence[Sequence[PackedSample]]]
+"""Iteration of a global batch, and this replica's microbatches of it."""
+
+
+class _Asked(NamedTuple):
+    """Prompts of a step that the engine was asked to complete."""
+
+    rows: list[PromptSample]
+    prompts: list[AskedPrompt]
+    answers: Answers
+
+
+class _Logged(NamedTuple):
+    """The completion that a step logs."""
+
+    row: PromptSample
+    answer: Completion
+    counts: SampleCounts
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,11 +67,26 @@ class Rollouts:
     run_dir: Path
     """Folder of the run, whose ``rollouts.jsonl`` gets one completion a step."""
 
+    ahead: int = 0
+    """Steps ahead for which an engine with weights of its own samples."""
+
+    update_interval: int = 1
+    """Steps between two updates of such an engine's weights."""
+
     synced: int | None = None
     """Iteration whose weights the engine has; None where it shares the student's."""
 
     staleness: int = 0
     """Updates of the student since the weights that sampled the completions of a step."""
+
+    asked: dict[int, _Asked] = field(default_factory=dict)
+    """By iteration, prompts whose completions were not taken yet."""
+
+    logged: _Logged | None = None
+    """Of the step whose prompts were completed last; None where it had none."""
+
+    logged_place: tuple[int, int] | None = None
+    """Microbatch and row of it; None where nothing of it is trained."""
 
     sums: list[float] = field(default_factory=lambda: [0.0] * len(_SUMS))
     """Sums of ``_SUMS`` over this replica's completions of a step."""
@@ -57,32 +96,30 @@ class Rollouts:
 
         Collectives: those of ``Engine.load``.
         """
+        assert not self.asked, "an engine's weights change while it samples"
         if not self.engine.shares_weights:
             self.engine.load(checkpoint)
             self.synced = iteration
 
-    def completed(
-        self, microbatches: Sequence[Sequence[PackedSample]], *, iteration: int
-    ) -> list[list[PackedSample]]:
-        """The rows of microbatches with their prompts completed; one with nothing to train is
-        blank.
+    def completed(self, steps: Sequence[Step]) -> list[list[PackedSample]]:
+        """The rows of a step's microbatches with their prompts completed; one with nothing to train
+        is blank.
 
         Args:
-            iteration: The step that trains them.
+            steps: The step, and those behind it that are read already, of which some are asked for.
 
-        Collectives: those of the engine.
+        Collectives: those of the engine, for one step.
 
         Raises:
             DataError: The engine has answered nonsense.
         """
-        prompts = [row for rows in microbatches for row in rows if isinstance(row, PromptSample)]
-        asked = [
-            AskedPrompt(row.prompt.ids, self.texts.stop_ids(row.prompt), row.place)
-            for row in prompts
-        ]
+        iteration, microbatches = steps[0]
+        self._ask(steps)
         self.staleness = 0 if self.synced is None else iteration - 1 - self.synced
-        answers = self.engine.complete(asked)
+        prompts, asked, answers_of = self.asked.pop(iteration)
+        answers = answers_of()
         self.sums = [0.0] * len(_SUMS)
+        self.logged = self.logged_place = None
         done: dict[int, PackedSample] = {}
         for row, prompt, answer in zip(prompts, asked, answers, strict=True):
             check_completion(prompt, answer, vocab_size=self.texts.vocab_size)
@@ -90,12 +127,40 @@ class Rollouts:
             pieces = () if text is None else (text,)
             done[id(row)] = PackedSample(pieces, source=row.source)
             self._count(answer, counts)
-        if prompts and self.groups.is_main:
-            self._log(prompts[0], answers[0], iteration)
+            if self.logged is None:
+                self.logged = _Logged(row, answer, counts)
+                self.logged_place = None if text is None else _place(row, microbatches)
         return [[done.get(id(row), row) for row in rows] for rows in microbatches]
 
+    def log(self, iteration: int, surprise: Surprise | None) -> None:
+        """Write the logged completion of a step into the run's folder, on the main rank.
+
+        Args:
+            surprise: That at ``logged_place``; None where nothing of it is trained.
+        """
+        if self.logged is None or not self.groups.is_main:
+            return
+        row, answer, counts = self.logged
+        line: dict[str, Any] = {
+            "iteration": iteration,
+            "prompt": self.texts.shown(row.prompt.ids),
+            "completion": self.texts.shown(answer.ids),
+            "tokens": len(answer.ids),
+            "nats_per_token": round(-sum(answer.log_probs) / max(len(answer.ids), 1), 4),
+        }
+        if surprise is not None:
+            line["surprise"] = surprise_record(
+                surprise,
+                self.texts.spelled(row.prompt, answer.ids),
+                first=len(row.prompt.ids) - 1,
+                stop=self.texts.shown(answer.ids[-1:]) if counts.stopped else None,
+            )
+        with (self.run_dir / ROLLOUTS_FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+
     def metrics(self) -> dict[str, float]:
-        """Means over the completions of the step, of all replicas; the same on every rank.
+        """Means over the completions of the step, of all replicas; the same on every rank. One that
+        is of nothing, as in a step without prompts, is left out.
 
         Collectives: one all-reduce over ``dp``.
         """
@@ -103,15 +168,14 @@ class Rollouts:
         if self.groups.dp_size > 1:
             dist.all_reduce(sums, group=self.groups.dp)
         total = dict(zip(_SUMS, sums.tolist(), strict=True))
-        tokens, completions = max(total["sampled"], 1.0), max(total["completions"], 1.0)
         values = {
             "completions": total["completions"],
             "tokens": total["trained"],
-            "length": total["sampled"] / completions,
-            "stop_rate": total["stopped"] / completions,
-            "nats": total["nats"] / tokens,
-            "entropy": total["entropy"] / tokens,
-            "repetition": total["repeated"] / max(total["runs"], 1.0),
+            "length": _mean(total["sampled"], total["completions"]),
+            "stop_rate": _mean(total["stopped"], total["completions"]),
+            "nats": _mean(total["nats"], total["sampled"]),
+            "entropy": _mean(total["entropy"], total["sampled"]),
+            "repetition": _mean(total["repeated"], total["runs"]),
             "cut": total["cut"],
             "whitespace": total["blank"],
             "unaligned": total["unaligned"],
@@ -122,22 +186,39 @@ class Rollouts:
         known = {name: value for name, value in values.items() if not math.isnan(value)}
         return {f"rollouts/{name}": value for name, value in known.items()}
 
+    def close(self) -> None:
+        """Drop what was asked ahead."""
+        self.asked.clear()
+        self.engine.close()
+
+    def _ask(self, steps: Sequence[Step]) -> None:
+        """Have the engine begin with the step and those behind it, up to the next update."""
+        interval = (steps[0][0] - 1) // self.update_interval
+        for iteration, microbatches in steps[: 1 + self.ahead]:
+            if iteration in self.asked or (iteration - 1) // self.update_interval != interval:
+                continue
+            rows = [row for batch in microbatches for row in batch if isinstance(row, PromptSample)]
+            prompts = [
+                AskedPrompt(row.prompt.ids, self.texts.stop_ids(row.prompt), row.place)
+                for row in rows
+            ]
+            self.asked[iteration] = _Asked(rows, prompts, self.engine.complete(prompts))
+
     def _count(self, answer: Completion, counts: SampleCounts) -> None:
         repeated, runs = _repetition(answer.ids)
         entropy = sum(answer.entropies) if answer.entropies else math.nan * bool(answer.ids)
         added = (1, -sum(answer.log_probs), entropy, repeated, runs, *counts)
         self.sums = [before + more for before, more in zip(self.sums, added, strict=True)]
 
-    def _log(self, row: PromptSample, answer: Completion, iteration: int) -> None:
-        line = {
-            "iteration": iteration,
-            "prompt": self.texts.shown(row.prompt.ids),
-            "completion": self.texts.shown(answer.ids),
-            "tokens": len(answer.ids),
-            "nats_per_token": round(-sum(answer.log_probs) / max(len(answer.ids), 1), 4),
-        }
-        with (self.run_dir / ROLLOUTS_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+def _place(row: PackedSample, microbatches: Sequence[Sequence[PackedSample]]) -> tuple[int, int]:
+    """Numbers of the microbatch with a row, and of the row in it."""
+    return next(
+        (batch, number)
+        for batch, rows in enumerate(microbatches)
+        for number, other in enumerate(rows)
+        if other is row
+    )
 
 
 def check_completion(prompt: AskedPrompt, answer: Completion, *, vocab_size: int) -> None:
@@ -179,6 +260,10 @@ def forget_rollouts(run_dir: Path, *, last_iteration: int) -> None:
 def _iteration(line: bytes) -> int:
     record: Any = parse_json(line)
     return int(record["iteration"])
+
+
+def _mean(total: float, count: float) -> float:
+    return total / count if count else math.nan
 
 
 def _repetition(ids: list[int]) -> tuple[int, int]:

@@ -25,6 +25,7 @@ CONFIG_FILE = "config.yaml"
 DATA_FILE = "data.json"
 METRICS_FILE = "metrics.jsonl"
 QUARANTINE_FILE = "quarantine.jsonl"
+ROLLOUTS_FILE = "rollouts.jsonl"
 PROJECTION_FILE = "projection.safetensors"
 TOKENIZER_FOLDER = "tokenizer"
 LOCK_FILE = "run.lock"
@@ -65,6 +66,7 @@ _MAY_CHANGE = (
     "teacher.serving.plain_connection",
     *(f"teacher.engine.{key}" for key in _OF_ENGINES),
     *(f"data.rollouts.engine.{key}" for key in _OF_ENGINES),
+    "data.rollouts.ahead",
     "data.train",
     "data.validation",
     "data.num_workers",

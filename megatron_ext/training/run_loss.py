@@ -20,9 +20,9 @@ from megatron_ext.losses import (
     ScheduledWeighting,
 )
 from megatron_ext.tokenizers import MegatronTokenizerText
-from megatron_ext.training.config import DistillConfig, LossConfig, ModelConfig
+from megatron_ext.training.config import DistillConfig, LossConfig
 from megatron_ext.training.exclusions import check_exclusions
-from megatron_ext.training.objective import make_objective, teacher_objective
+from megatron_ext.training.objective import make_objective, reads_student_ids, teacher_objective
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.teacher_term import make_aggregator
 from megatron_ext.typed_mapping import build_config
@@ -149,6 +149,45 @@ def with_vocabulary_layout(config: DistillConfig, *, on_gpu: bool) -> DistillCon
     return laid_out
 
 
+_WHOLE_LOGITS: Final = 1 << 26
+"""Bytes of a microbatch's logits in fp32 from which on a CPU is better off with tiles of them."""
+
+_TILE_LOGITS: Final = 1 << 27
+"""Bytes of a tile's logits on a CPU: memory counts for more than the longest products."""
+
+
+def with_linear_form(config: DistillConfig, *, on_gpu: bool, vocab_size: int) -> DistillConfig:
+    """``config`` with the form of the loss that ``loss.linear`` stands for where it is not given.
+
+    That is the linear one on a CPU, which then makes no logits of rows without a loss, unless
+    logits are small or something excludes it. On a GPU it trades time for memory, which a user
+    decides.
+
+    Args:
+        vocab_size: Ids of the student's tokenizer.
+    """
+    if config.loss.linear is not None:
+        return config
+    rows = config.training.micro_batch_size * config.student.seq_length
+    row_bytes = 4 * config.student.padded_ids(vocab_size)
+    is_large = rows * row_bytes >= _WHOLE_LOGITS
+    whole = replace(config, loss=replace(config.loss, linear=False))
+    # Samples have labels of their own, and their engines are measured by logits.
+    if on_gpu or not is_large or not config.distils or config.data.rollouts is not None:
+        return whole
+    tile_rows = min(config.loss.linear_tile_rows, max(_TILE_LOGITS // row_bytes, 1))
+    loss = replace(config.loss, linear=True, linear_tile_rows=tile_rows)
+    try:
+        tiled = replace(config, loss=loss)
+        objectives = {
+            name: teacher_objective(TeacherPlan.of(tiled, name)) for name in config.named_teachers
+        }
+        check_exclusions(tiled, "objectives", objectives=objectives)
+    except ConfigError:
+        return whole
+    return tiled
+
+
 def check_objectives(config: DistillConfig) -> None:
     """Check the names and options of objectives, also of those that the run does not use.
 
@@ -182,19 +221,17 @@ def check_loss(
         objectives = {name: teacher_objective(plan) for name, plan in plans.items()}
         make_aggregator(config.loss, plans, objectives)
     check_exclusions(config, "objectives", objectives=objectives)
-    for name, objective in objectives.items():
-        if objective.needs.same_tokenizer or config.loss.teacher_mode == "averaged_logits":
-            _check_same_tokenizer(plans[name], tokenizer, teachers[name], student=config.student)
+    for name in objectives:
+        if reads_student_ids(plans[name]):
+            _check_same_tokenizer(plans[name], tokenizer, teachers[name])
 
 
 def _check_same_tokenizer(
     teacher: TeacherPlan,
     tokenizer: MegatronTokenizerText,
     other: MegatronTokenizerText,
-    *,
-    student: ModelConfig,
 ) -> None:
-    """Check that both models see the same ids in rows of the same length.
+    """Check that both models read the same ids, in sequences of one length.
 
     Args:
         tokenizer: The student's.
@@ -211,21 +248,11 @@ def _check_same_tokenizer(
             got="another vocabulary",
             fix="take another loss.objective, see docs/losses.md",
         )
-    ids, model = tokenizer.vocab_size, teacher.config.model
-    compared = {
-        "seq_length": (student.seq_length, model.seq_length),
-        "make_vocab_size_divisible_by": (
-            student.make_vocab_size_divisible_by,
-            model.make_vocab_size_divisible_by,
-        ),
-        "vocab_size": (student.padded_ids(ids), model.padded_ids(ids)),
-    }
-    for key, (of_student, of_teacher) in compared.items():
-        if of_student != of_teacher:
-            raise ConfigError(
-                f"the objective {objective} compares both models position by position and token "
-                "by token",
-                where=f"{teacher.section}.model.{key}",
-                got=of_teacher,
-                expected=f"{of_student}, as the student's",
-            )
+    length, of_student = teacher.config.model.seq_length, teacher.student.seq_length
+    if length != of_student:
+        raise ConfigError(
+            f"the objective {objective} compares both models position by position",
+            where=f"{teacher.section}.model.seq_length",
+            got=length,
+            expected=f"{of_student}, as the student's",
+        )

@@ -39,6 +39,8 @@ class TeacherPlan:
 
     config: TeacherConfig
 
+    student: ModelConfig
+
     loss: LossConfig
     """The loss against this teacher: with its own objective, options and temperature."""
 
@@ -58,6 +60,7 @@ class TeacherPlan:
             name=name,
             section=config.section_of(name),
             config=teacher,
+            student=config.student,
             loss=config.loss.of_teacher(teacher),
             projection=config.projection_of(name),
             training=config.training,

@@ -18,6 +18,7 @@ from megatron_ext.documents.id_tokenizers import IdTokenizers
 from megatron_ext.documents.indexed_file import indexed_prefixes
 from megatron_ext.documents.indexed_texts import IndexedTexts
 from megatron_ext.errors import ConfigError
+from megatron_ext.huggingface.checkpoint_files import generation_stops
 from megatron_ext.training.config import DataConfig, DistillConfig
 
 Routes = Mapping[str, frozenset[int]]
@@ -40,6 +41,7 @@ def sampled_texts(config: DistillConfig, collator: CrossTokenizerCollator) -> Sa
         most_ids=config.student.seq_length - rollouts.max_new_tokens,
         prompt_characters=rollouts.prompt_characters,
         trains_whitespace=rollouts.train_whitespace,
+        stops=generation_stops(config.initial_checkpoint) if config.initial_checkpoint else (),
     )
 
 

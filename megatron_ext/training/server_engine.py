@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.process_groups import ProcessGroups
-from megatron_ext.engines.engine import AskedPrompt, Completion, Sampling
+from megatron_ext.engines.engine import Answers, AskedPrompt, Completion, Sampling
 from megatron_ext.engines.engine_config import EngineConfig
 from megatron_ext.engines.server import InferenceServer, check_processed
 from megatron_ext.errors import MegatronExtError
@@ -67,20 +67,32 @@ class ServerEngine:
         process_groups.raise_on_all(error)
         return cls(server=server, sampling=sampling, groups=groups, run_dir=run_dir)
 
-    def complete(self, prompts: Sequence[AskedPrompt]) -> list[Completion]:
+    def complete(self, prompts: Sequence[AskedPrompt]) -> Answers:
         """``Engine.complete``.
 
-        Collectives: one all-gather of objects; one object broadcast over ``tp_cp`` on the last
-        stage, and one over ``pp``.
+        Collectives of the result: one all-gather of objects; one object broadcast over ``tp_cp`` on
+        the last stage, and one over ``pp``.
 
         Raises:
-            DistributedError: A server does not answer, or answers nonsense; on every rank.
+            DistributedError: A server does not answer, or answers nonsense; by the result, on every
+                rank.
         """
+        server = self.server
+        answers = None if server is None else server.complete(prompts, self.sampling)
+        return lambda: self._everywhere(answers)
+
+    def close(self) -> None:
+        """End the requests that have not begun, and the connections."""
+        if self.server is not None:
+            self.server.close()
+
+    def _everywhere(self, answers_of: Answers | None) -> list[Completion]:
+        """The answers that the main rank has, on every rank of its replica."""
         answers: list[Completion] = []
         error = None
-        if self.server is not None:
+        if answers_of is not None:
             try:
-                answers = self.server.complete(prompts, self.sampling)
+                answers = answers_of()
             except MegatronExtError as failure:
                 error = failure
         process_groups.raise_on_all(error)

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from megatron_ext.data.batch import CrossTokenizerBatch
 from megatron_ext.distributed.shard_collectives import copy_to_shards
-from megatron_ext.losses import ChunkCompletions, KnownAhead, Objective
+from megatron_ext.losses import CompletionTable, KnownAhead, Objective, PrefixTable
 from megatron_ext.losses.linear import LinearDistillation
 from megatron_ext.losses.microbatch_tiles import MicrobatchTiles
 from megatron_ext.teachers.megatron_teacher import head_weight, whole_sequence
@@ -141,7 +141,7 @@ def linear_forms(
 def cut_into_tiles(
     forms: Mapping[str, LinearDistillation],
     sides: CrossTokenizerBatch,
-    completions: Mapping[str, ChunkCompletions],
+    tables: Mapping[str, CompletionTable | PrefixTable],
 ) -> dict[str, MicrobatchTiles]:
     """Tiles of a microbatch for each form; on the host."""
     tiles = {}
@@ -153,5 +153,5 @@ def cut_into_tiles(
                 alignment=sides.alignments[name],
                 teacher_labels=sides.teachers[name].labels,
             )
-        tiles[name] = form.tiles(known, completions.get(name))
+        tiles[name] = form.tiles(known, tables.get(name))
     return tiles

@@ -7,17 +7,20 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from megatron_ext.constants import IGNORE_INDEX
+from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
 from megatron_ext.data.batch import CrossTokenizerBatch
 from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import ConfigError, LossError
 from megatron_ext.losses import (
     ChunkCompletions,
+    CompletionTable,
     DistillationInputs,
     KnownAhead,
     MultiTeacherLossAggregator,
     Objective,
+    PrefixRows,
+    PrefixTable,
     TeacherObjective,
     TeacherTargets,
     TeacherText,
@@ -109,24 +112,28 @@ class TeacherTerm:
             if self.aggregator.teachers[name].objective.sums_over == "chunks"
         }
 
+    @property
+    def tables(self) -> dict[str, CompletionTable | PrefixTable]:
+        """Tables of completions, of the teachers that have one."""
+        tables = {name: self.constants[name].completion_table for name in self.constants}
+        return {name: table for name, table in tables.items() if table is not None}
+
     def completions(
         self, sides: CrossTokenizerBatch, plans: Mapping[str, ContextParallelPlan] | None = None
-    ) -> dict[str, ChunkCompletions]:
+    ) -> dict[str, ChunkCompletions | PrefixRows]:
         """Completions of chunks, for teachers that have a table of them; on the host.
 
         Args:
             plans: The result of ``plans``; completions are of the chunks that this rank owns.
         """
-        completions = {}
-        for name, constants in self.constants.items():
-            if constants.completion_table is None:
-                continue
+        completions: dict[str, ChunkCompletions | PrefixRows] = {}
+        for name, table in self.tables.items():
             alignment = sides.alignments[name]
             labels = sides.student.labels, sides.teachers[name].labels
             plan = (plans or {}).get(name)
             if plan is not None:
                 alignment, labels = plan.alignment, plan.labels(*labels)
-            completions[name] = ChunkCompletions.of(alignment, *labels, constants.completion_table)
+            completions[name] = table.of_batch(alignment, *labels)
         return completions
 
     def with_targets(
@@ -138,7 +145,8 @@ class TeacherTerm:
         Collectives, in that mode on the last stage: those of ``MultiTeacherLossAggregator.select``.
         """
         microbatches = []
-        for batch, of_batch in zip(batches, targets, strict=True):
+        for batch, made in zip(batches, targets, strict=True):
+            of_batch = {name: self._with_stops(batch, name, made[name]) for name in made}
             known_ahead = {name: self._known_ahead(batch, name) for name in self.names}
             if of_batch and self.aggregator.mode == "select_teacher":
                 # Every teacher reads the same bytes of a row, so any number of them will do.
@@ -147,6 +155,22 @@ class TeacherTerm:
                 known_ahead = self.aggregator.selected(known_ahead, self.aggregator.select(texts))
             microbatches.append(MicrobatchWithTargets(batch, of_batch, known_ahead))
         return microbatches
+
+    def _with_stops(self, batch: Microbatch, name: str, targets: TeacherTargets) -> TeacherTargets:
+        """Targets with all of the teacher's stop tokens where the student has stopped."""
+        stops, sampled = self.constants[name].stops, batch.sides.sampled_log_probs
+        if stops is None or sampled is None:
+            return targets
+        alignment = batch.sides.alignments[name]
+        # The last entry is for rows of no chunk.
+        is_sampled = torch.zeros(alignment.chunk_count + 1, dtype=torch.bool, device=sampled.device)
+        ids = torch.where(sampled.isnan(), NO_CHUNK, alignment.student_chunk_id)
+        is_sampled[ids.flatten()] = True
+        is_sampled[NO_CHUNK] = False
+        rows = is_sampled[alignment.teacher_chunk_id]
+        if batch.context is not None:
+            rows = batch.context.cut(rows)
+        return stops.merged(targets, batch.teachers[name].labels, rows)
 
     def compared(self, batch: Microbatch) -> dict[str, int] | None:
         """Counts by name of a batch on the host; None where they depend on a teacher's predictions,
@@ -208,6 +232,7 @@ class TeacherTerm:
             match=constants.match,
             boundary=constants.boundary,
             completions=batch.completions.get(name),
+            prefix_columns=constants.prefix_columns,
             sampled_log_probs=batch.sampled_log_probs,
         )
         plan = batch.plans.get(name)

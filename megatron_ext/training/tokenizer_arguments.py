@@ -16,12 +16,23 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers.config import TokenizerConfig
 from megatron_ext.tokenizers.legacy_types import LEGACY_TYPES, OLD_FORMAT, UNSPOKEN
 from megatron_ext.tokenizers.namespace import config_from_namespace
-from megatron_ext.training.arguments import Flag, argparse_type, flags_of
+from megatron_ext.training.arguments import (
+    Flag,
+    argparse_type,
+    flags_of,
+    mark_advanced,
+    terminal_help,
+)
 
 _OPPOSITES: Final = {
     "tokenizer_hf_include_special_tokens": "tokenizer_hf_no_include_special_tokens",
     "tokenizer_hf_use_fast": "tokenizer_hf_no_use_fast",
 }
+BASIC_FIELDS: Final = frozenset(
+    {"library", "model", "mode", "prompt_format", "chat_template", "metadata"}
+)
+"""Fields of ``TokenizerConfig`` whose flags are in the short help."""
+
 NOTED_DESTINATIONS: Final[frozenset[str]] = frozenset(
     {*_OPPOSITES, *_OPPOSITES.values(), OLD_FORMAT}
 )
@@ -249,9 +260,10 @@ def add_missing_flags(
         either = len(forms) > 1 and any(name not in known for name, _, _ in forms)
         container = group.add_mutually_exclusive_group() if either else group
         for name, help, options in forms:
-            _add(container, known, (name,), help, options)
+            is_advanced = flag.keys[-1] not in BASIC_FIELDS
+            _add(container, known, (name,), help, options, is_advanced=is_advanced)
     for old in OLD_FLAGS:
-        _add(group, known, old.names, old.help, old.options)
+        _add(group, known, old.names, old.help, old.options, is_advanced=True)
 
 
 def tokenizer_config_from_arguments(namespace: argparse.Namespace) -> TokenizerConfig:
@@ -299,15 +311,19 @@ def _add(
     names: tuple[str, ...],
     help: str,
     options: Mapping[str, Any],
+    *,
+    is_advanced: bool,
 ) -> None:
     for name in names:
         if name in known and "choices" not in options:
             known[name].choices = None
     new = [name for name in names if name not in known]
     if new:
-        container.add_argument(
-            *new, default=argparse.SUPPRESS, help=help.replace("%", "%%"), **options
+        action = container.add_argument(
+            *new, default=argparse.SUPPRESS, help=terminal_help(help), **options
         )
+        if is_advanced:
+            mark_advanced(action)
 
 
 def _destination(name: str) -> str:

@@ -104,13 +104,15 @@ class Trainer:
 
     reader: ReadAhead[list[Microbatch | list[PackedSample]]] = field(init=False)
     """Microbatches of ``batches`` on the host, one step ahead; further for remote teachers that
-    prefetch. Rows with prompts are not completed yet."""
+    prefetch, and for servers that sample ahead. Rows with prompts are not completed yet."""
 
     def __post_init__(self) -> None:
+        rollouts = self.plan.data.rollouts
+        depths = [teacher.prefetch for teacher in remote_teachers(self.teachers).values()]
         self.reader = ReadAhead(
             self.batches,
             lambda microbatches: [self._read(rows) for rows in microbatches],
-            depth=max((r.prefetch for r in remote_teachers(self.teachers).values()), default=0),
+            depth=max([0 if rollouts is None else rollouts.steps_ahead, *depths]),
             total=self.plan.training.train_iters,
         )
 
@@ -144,6 +146,8 @@ class Trainer:
             raise
         finally:
             self.batches.close()
+            if self.rollouts is not None:
+                self.rollouts.close()
             leave(remote_teachers(self.teachers), is_finished=is_finished)
             disown_run_folder(self.run_dir)
 
@@ -259,6 +263,9 @@ class Trainer:
             # A GPU has the passes of this step in its queue: the host reads meanwhile.
             self.reader.read_next()
         metrics, finite = reduce_reports(reports, self.groups)
+        if self.rollouts is not None:
+            surprises = (report.surprise for report in reports if report.surprise is not None)
+            self.rollouts.log(iteration, next(surprises, None))
         if policy.check_loss(metrics.get("loss", 0.0), finite, iteration=iteration):
             watchdog.enter("updating")
             with self.clock.phase("optimizer"):
@@ -372,9 +379,13 @@ class Trainer:
             return [batch for batch in batches if isinstance(batch, Microbatch)]
         watchdog.enter("sampling")
         with self.clock.phase("rollouts"):
-            rows = [batch for batch in batches if not isinstance(batch, Microbatch)]
-            completed = self.rollouts.completed(rows, iteration=self.reader.iteration)
-        return [self._on_host(rows) for rows in completed]
+            steps = [(self.reader.iteration, _rows(batches))]
+            steps += [(iteration, _rows(ahead)) for iteration, ahead in self.reader.ahead()]
+            completed = self.rollouts.completed(steps)
+        ready = [self._on_host(rows) for rows in completed]
+        if (place := self.rollouts.logged_place) is not None:
+            ready[place[0]] = dataclasses.replace(ready[place[0]], logged_row=place[1])
+        return ready
 
     def collate(
         self, samples: list[PackedSample], *, held_out: HeldOut | None = None
@@ -392,10 +403,11 @@ class Trainer:
         sides = (held_out.dataset.collator if held_out else self.data.collator)(samples)
         term, context = self.step.term, ContextRank.of(self.groups.cp)
         plans = term.plans(sides) if term else {}
-        completions = term.completions(sides, plans) if term else {}
-        tiles = None
+        completions, tiles = {}, None
         if self.step.linear is not None and self.groups.is_last_stage:
-            tiles = cut_into_tiles(self.step.linear, sides, completions)
+            tiles = cut_into_tiles(self.step.linear, sides, term.tables if term else {})
+        elif term is not None:
+            completions = term.completions(sides, plans)
         batch = Microbatch.of(sides, completions, tiles, context=context, plans=plans)
         batch = dataclasses.replace(batch, compared=term.compared(batch) if term else {})
         if self.groups.is_last_stage:
@@ -466,3 +478,7 @@ class Trainer:
 
     def _plot(self) -> None:
         plot_loss_curve(self.run_dir, title=self.run_dir.name)
+
+
+def _rows(batches: list[Microbatch | list[PackedSample]]) -> list[list[PackedSample]]:
+    return [batch for batch in batches if not isinstance(batch, Microbatch)]

@@ -251,3 +251,16 @@ def test_an_empty_side_has_an_empty_alignment(aligner):
     assert empty.chunk_count == 0
     assert empty.teacher_chunk_id.tolist() == [NO_CHUNK]
     assert aligner.align_encoded(([], np.empty(0, np.int64)), ([5], np.array([2]))).chunk_count == 0
+
+
+def test_ids_of_both_sides_are_aligned_as_by_nemo_rl_s_call():
+    from tests.data.readers import student_tokenizer, teacher_tokenizer
+
+    student, teacher = student_tokenizer(), teacher_tokenizer()
+    aligner, text = TokenAligner(student, teacher), "Le café coûte 2,50 €."
+    ids = student.text_to_ids(text), teacher.text_to_ids(text)
+    one, other = aligner.align(*ids), aligner.align_ids(*ids)
+    assert (one.student_chunk_id == other.student_chunk_id).all()
+    assert (one.teacher_chunk_id == other.teacher_chunk_id).all()
+    with pytest.raises(AlignmentError, match="align takes one text"):
+        aligner.align(ids[0])

@@ -109,3 +109,11 @@ def test_tensor_parallel_ranks_that_share_columns_send_them(folder):
 
 def _sharded(folder, ranks):
     return student_run(folder, "planned", tensor_model_parallel_size=ranks)
+
+
+def test_a_run_begins_with_what_it_is_and_not_with_every_setting(folder):
+    text = (folder / "teacher.log").read_text()
+    lines = text[text.index("device: ") :].partition("\n\n")[0].splitlines()
+    parts = "device: processes step layers student weights train objective training memory run"
+    assert [line.split()[0] for line in lines] == parts.split()
+    assert "clip_grad" not in text

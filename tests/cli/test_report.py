@@ -103,7 +103,8 @@ class Page(HtmlPage):
 
     def section(self, heading):
         text = re.sub(r"\s+", " ", self.text)
-        heads = ("In short", "Curves", "Time", "Evaluation", "Data", "Configuration", "Texts")
+        heads = ("In short", "Curves", "Rollouts", "Time", "Evaluation", "Data", "Configuration")
+        heads = (*heads, "Texts")
         # The names stand in the navigation first.
         body = text[text.index("In short") :]
         begin = body.index(f" {heading} ") if heading != "In short" else 0
@@ -162,6 +163,67 @@ def test_the_page_of_a_run_has_its_numbers_curves_settings_and_texts(capsys, tmp
     phases = r"data 10 s 12\.5%.*student 40 s 50\.0% other 10 s 12\.5%"
     assert re.search(phases, page.section("Time"))
     assert page.section("Data").count("no text") == 10
+
+
+def completion(iteration, pieces, **more):
+    """A line of ``rollouts.jsonl``; ``more`` by teacher in place of the only one's pieces."""
+    of_teacher = {"bytes": 8, "student": 8 * math.log(2), "teacher": 16 * math.log(2)}
+    return {
+        "iteration": iteration,
+        "prompt": "Say:",
+        "completion": "".join(text for text, *_ in pieces) + "\N{REPLACEMENT CHARACTER}",
+        "tokens": 9,
+        "surprise": {"teacher": of_teacher | {"pieces": pieces, **more}},
+    }
+
+
+PIECES = [[" so", 1.0, 1.5], ["a", 1.0, 2.0], ["b", 3.0, 0.5], ["c", 1.0, 9.0], ["d", 1.0, None]]
+
+
+def test_rollouts_have_curves_and_a_table_of_completions(capsys, tmp_path, tokenizers):
+    logged = rows(20)
+    for one in logged:
+        one |= {"rollouts/stop_rate": one["iteration"] / 20, "rollouts/staleness": 0}
+    run = write_run(tmp_path / "run", tokenizers, metrics=logged)
+    lines = [completion(i, PIECES) for i in range(1, 101)]
+    lines += [{**completion(101, []), "completion": "nothing", "surprise": None}]
+    lines += [completion(102, PIECES, more_pieces=30)]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (run / "rollouts.jsonl").write_text(text, encoding="utf-8")
+    page = report(capsys, run)
+    section = page.section("Rollouts")
+    assert "rollouts/stop_rate" in section
+    assert "rollouts/staleness = 0" in section
+    assert "rollouts" not in page.section("Curves")
+    assert "step text tokens student, bits per byte teacher 1 Say: soabcd" in section
+    # Sixteen steps, from the first to the last.
+    table = section.split("Say:")[1:]
+    assert len(table) == 16
+    assert "soabcd … 30 more 9 1 2" in table[-1]
+    # By how many times one is likelier than the other, which is 2, 10 and 100 for the levels.
+    for style, texts in {"t1": "a", "s2": "b", "t3": "c", "unknown": "d"}.items():
+        assert page.inside("bdi", style=style)[1:] == [texts] * 16
+    assert page.inside("bdi", style="cut")[1:] == ["\N{REPLACEMENT CHARACTER}"] * 15
+    titles = [one.get("title") for tag, one in page.elements if tag == "bdi"]
+    assert "student 3 nats, teacher 0.5 nats" in titles
+
+
+def test_completions_of_any_form_are_shown_as_far_as_they_can_be(capsys, tmp_path, tokenizers):
+    run = write_run(tmp_path / "run", tokenizers, metrics=rows(3))
+    odd = [
+        {"iteration": 1, "prompt": HOSTILE, "completion": HOSTILE},
+        {"iteration": 2, "surprise": {HOSTILE: {"pieces": [[HOSTILE, 1, 2], [1], "x"]}}},
+        {"iteration": 3, "surprise": {"b": {"pieces": 3, "bytes": 0, "student": 1}}},
+    ]
+    text = "\n".join([*map(json.dumps, odd), '{"iteration": "4"}', "no json", ""])
+    (run / "rollouts.jsonl").write_text(text, encoding="utf-8")
+    page = report(capsys, run)
+    assert "rollouts.jsonl: a line is no completion" in page.text
+    assert "<img" not in page.source
+    # A table of each teacher; in both, the step whose completion nobody could compare.
+    section = page.section("Rollouts")
+    assert section.count("alert('x')") == 2 * 2 + 2
+    assert section.count("student, bits per byte") == 2
 
 
 def test_the_loss_of_each_teacher_is_a_line_of_the_loss_chart(capsys, tmp_path, tokenizers):

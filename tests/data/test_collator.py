@@ -1,3 +1,4 @@
+import dataclasses
 import multiprocessing
 import os
 import pickle
@@ -10,8 +11,9 @@ from torch.utils.data import DataLoader
 from megatron_ext import CrossTokenizerCollator, TeacherCTSpec, TokenAligner
 from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
 from megatron_ext.data.aligner import PackedSample
+from megatron_ext.data.batch import CrossTokenizerBatch
 from megatron_ext.errors import ConfigError, DataError
-from tests.data.readers import TEXTS, collator, student_tokenizer, teacher_tokenizer
+from tests.data.readers import TEXTS, collator, packed, student_tokenizer, teacher_tokenizer
 
 SHORT = [text for text in TEXTS if len(teacher_tokenizer().text_to_ids(text)) < 200]
 
@@ -230,3 +232,48 @@ def test_rows_without_a_text_are_as_short_as_rows_may_be():
 def test_a_multiple_below_one_is_refused():
     with pytest.raises(ConfigError, match="row_multiple of the student is too small"):
         collator(row_multiple=0)
+
+
+def same(one, other):
+    """Whether two records hold equal tensors and values."""
+    if torch.is_tensor(one):
+        return one.dtype == other.dtype and torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+    if dataclasses.is_dataclass(one):
+        names = [field.name for field in dataclasses.fields(one)]
+        return all(same(getattr(one, name), getattr(other, name)) for name in names)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    return one == other
+
+
+@pytest.mark.parametrize("length", [40, 220])
+def test_a_mapping_of_tensors_makes_the_batch_again(length):
+    batch = collator(length, length, filled_multiple=8)(TEXTS)
+    tensors = batch.tensors()
+    assert {len(tensor) for tensor in tensors.values()} == {len(TEXTS)}
+    assert same(CrossTokenizerBatch.of_tensors(tensors), batch)
+    assert same(collator(length, length, filled_multiple=8).tensors(TEXTS), tensors)
+
+
+def test_packed_rows_survive_as_a_mapping(tmp_path):
+    dataset = packed(tmp_path)
+    samples = dataset[0, 0].samples
+    batch = dataset.collator(samples)
+    assert len(batch.student.cu_seqlens) > 2 * len(samples) + 1
+    assert same(CrossTokenizerBatch.of_tensors(batch.tensors()), batch)
+
+
+def test_rows_cut_out_of_a_mapping_are_the_batch_of_these_rows():
+    tensors = collator(220, 220).tensors(SHORT)
+    rows = CrossTokenizerBatch.of_tensors({name: part[2:5] for name, part in tensors.items()})
+    expected = collator(220, 220)(SHORT[2:5])
+    assert same(rows.alignments, expected.alignments)
+    assert same(rows.teachers["sp"].labels, expected.teachers["sp"].labels)
+    assert rows.token_count == expected.token_count
+
+
+def test_a_mapping_that_is_no_batch_is_refused():
+    tensors = collator().tensors(TEXTS[:2])
+    del tensors["teachers.sp.shift_labels"]
+    with pytest.raises(DataError, match=r"expected.*'teachers.sp.shift_labels'"):
+        CrossTokenizerBatch.of_tensors(tensors)

@@ -81,6 +81,19 @@ def test_sampled_ids_are_kept_however_they_are_cut():
     )
 
 
+@pytest.mark.parametrize(("reader", "content"), [(TEXTS, PROMPT), (CHATS, ASKED)])
+@pytest.mark.parametrize("answer", ["", "é 2\tnaïve"])
+def test_the_bytes_of_sampled_ids_spell_what_is_kept(reader, content, answer):
+    student, prompt = reader._student, reader.prompt(content)
+    cut = next(i for i in range(student.vocab_size) if student.token_bytes(i) == b"\xc3")
+    ids = student.tokenize(answer)
+    (stop, *_) = reader.stop_ids(prompt)
+    for behind in ([stop], [cut], []):
+        pieces = reader.spelled(prompt, [*ids, *behind])
+        assert b"".join(pieces).decode() == answer
+        assert pieces == [student.token_bytes(i) for i in ids]
+
+
 def test_a_completion_that_is_cut_has_no_stop_and_no_last_chunk():
     prompt = TEXTS.prompt(PROMPT)
     ids = STUDENT.tokenize(" two euros and")

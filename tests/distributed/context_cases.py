@@ -12,12 +12,18 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.distributed.context_parallel import SequenceLayout, SequenceOrder
-from megatron_ext.losses import LOSS_REGISTRY, BoundaryColumns, DistillationInputs, TeacherTargets
-from megatron_ext.losses.completions import ChunkCompletions
+from megatron_ext.losses import (
+    LOSS_REGISTRY,
+    BoundaryColumns,
+    CompletionTable,
+    DistillationInputs,
+    PrefixTable,
+    TeacherTargets,
+)
 from megatron_ext.losses.context_parallel import ContextParallelPlan
 from megatron_ext.losses.teacher_scores import TeacherText, sample_scores
 from tests.losses.microbatch import Microbatch
-from tests.losses.objective_cases import AnyCompletions
+from tests.losses.objective_cases import AnyCompletions, prefix_table, spelled
 
 LENGTHS = (32, 16)
 PADDING = (7, 1)
@@ -27,7 +33,15 @@ Chunks = Literal["scattered", "in order", "of the first rank", "of one token", "
 token``: on either side, most on different ranks."""
 
 ObjectiveName = Literal[
-    "projected_kl", "alm", "partition_kl", "gold", "hybrid_kl", "uld", "mined", "strict_topk"
+    "projected_kl",
+    "alm",
+    "partition_kl",
+    "byte_prefix",
+    "gold",
+    "hybrid_kl",
+    "uld",
+    "mined",
+    "strict_topk",
 ]
 
 COMPLETIONS = AnyCompletions.from_token_bytes([b""] * 37, [b""] * 23)
@@ -72,22 +86,31 @@ def microbatch(chunks: Chunks) -> Microbatch:
     return replace(batch, chunk_ids=pairs)
 
 
-def whole_inputs(chunks: Chunks, **shards: Any) -> DistillationInputs:
-    """Everything that the objectives look at; some chunks are masked."""
+def whole_inputs(
+    chunks: Chunks, objective: str = "partition_kl", **shards: Any
+) -> DistillationInputs:
+    """Everything that an objective looks at; some chunks are masked."""
     inputs = microbatch(chunks).inputs(padding=PADDING, **shards)
     labels = torch.arange(2 * LENGTHS[1]).view(2, -1) % 23
     labels[:, 3] = -100
+    if objective == "byte_prefix":
+        inputs = spelled(replace(inputs, teacher_labels=labels))
+        labels = inputs.teacher_labels
     student, teacher = inputs.student_shard, inputs.teacher.shard
     return replace(
         inputs,
         teacher_labels=labels,
-        completions=ChunkCompletions.of(inputs.alignment, inputs.labels, labels, COMPLETIONS),
+        completions=_table(inputs).of_batch(inputs.alignment, inputs.labels, labels),
         boundary=BoundaryColumns(
             student=torch.arange(student.start, student.stop) % 4 == 1,
             teacher=torch.arange(teacher.start, teacher.stop) % 4 == 1,
         ),
         chunk_mask=torch.arange(inputs.alignment.chunk_count) % 4 != 1,
     )
+
+
+def _table(inputs: DistillationInputs) -> CompletionTable | PrefixTable:
+    return COMPLETIONS if inputs.prefix_columns is None else prefix_table((37, 23))
 
 
 def held(layout: SequenceLayout, length: int, rank: int) -> torch.Tensor:
@@ -108,7 +131,7 @@ def on_this_rank(
     """An objective on the chunks that a rank owns; ``cp``, ``tp`` are rank, size and group."""
     cp_rank, cp_size, cp_group = cp
     layout = SequenceLayout(size=cp_size, order=order)
-    whole = whole_inputs(chunks, rank=tp[0], ranks=tp[1], group=tp[2])
+    whole = whole_inputs(chunks, objective, rank=tp[0], ranks=tp[1], group=tp[2])
     student = held(layout, LENGTHS[0], cp_rank)
     logits = whole.student_logits.detach()[:, student].clone().requires_grad_()
     teacher = held(layout, LENGTHS[1], cp_rank)
@@ -128,8 +151,8 @@ def on_this_rank(
         labels=whole.labels[:, student],
         teacher=targets,
         teacher_labels=whole.teacher_labels[:, teacher],
-        completions=ChunkCompletions.of(
-            plan.alignment, *plan.labels(whole.labels, whole.teacher_labels), COMPLETIONS
+        completions=_table(whole).of_batch(
+            plan.alignment, *plan.labels(whole.labels, whole.teacher_labels)
         ),
     )
     output = LOSS_REGISTRY[objective](temperature=1.3)(plan.inputs(slices))
@@ -172,6 +195,8 @@ CASES: tuple[Case, ...] = (
     ("of one token", "zigzag", "logits", "mined"),
     ("of one token", "contiguous", "hidden", "strict_topk"),
     ("of one token", "zigzag", "logits", "partition_kl"),
+    ("in order", "zigzag", "logits", "byte_prefix"),
+    ("in order", "contiguous", "hidden", "byte_prefix"),
 )
 
 

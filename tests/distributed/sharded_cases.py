@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron_ext.distributed import shard_collectives as collectives
 from megatron_ext.distributed import vocab_parallel as vp
 from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs, TargetKind
+from megatron_ext.losses.multi_teacher import averaged_inputs
 from megatron_ext.ops.top_columns import top_columns, top_log_probs
 from tests.distributed.sharded_inputs import (
     PADDING,
@@ -20,6 +21,7 @@ from tests.distributed.sharded_inputs import (
     completed,
     hidden_states,
     learned_projection,
+    prefixed,
     replicated,
     with_boundaries,
 )
@@ -112,6 +114,7 @@ def _objective(
     shift: float = 0.0,
     is_rounded: bool = False,
     same_tokenizer: bool = False,
+    padding: tuple[int, int] = PADDING,
     kind: TargetKind = "logits",
     slice_elements: int | None = None,
     more: Callable[[Microbatch, DistillationInputs], DistillationInputs] | None = None,
@@ -121,7 +124,6 @@ def _objective(
 
     def run(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
         sizes = ONE_TOKENIZER if same_tokenizer else {}
-        padding = (PADDING[0], PADDING[0]) if same_tokenizer else PADDING
         batch = Microbatch.random(chunks=chunks, **sizes)
         batch.student_logits.add_(shift)
         if is_rounded:
@@ -144,6 +146,23 @@ def _objective(
 
 _likelihoods = partial(_objective, "alm", more=with_boundaries)
 _partition = partial(_objective, "partition_kl", more=completed)
+_prefixes = partial(_objective, "byte_prefix", more=prefixed)
+
+
+def _average(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Vocabulary KL to the average of two teachers, each with padding of its own."""
+    batches = [Microbatch.random(seed=seed, **ONE_TOKENIZER) for seed in (0, 1)]
+    taught = [
+        batch.inputs(rank=rank, ranks=ranks, group=group, padding=(15, padding))
+        for batch, padding in zip(batches, (5, 91), strict=True)
+    ]
+    inputs = {
+        name: replace(taught[0], teacher=each.teacher, projection=None)
+        for name, each in zip("ab", taught, strict=True)
+    }
+    output = LOSS_REGISTRY["vocab_kl"]()(averaged_inputs(inputs, [0.5, 2.0]))
+    (grad,) = torch.autograd.grad(output.loss_sum, taught[0].student_logits)
+    return replicated(output), grad
 
 
 def _top_columns(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -175,14 +194,20 @@ CASES: dict[str, Case] = {
     "reverse projected KL": _objective("projected_kl", direction="reverse"),
     "Jensen-Shannon projected KL": _objective("projected_kl", direction="jensen_shannon"),
     "projected KL on the top tokens": _objective("projected_kl", vocab_topk=7),
+    # Of four ranks the student has 13 columns each and the teacher 11, 32 and 13.
     "forward vocabulary KL": _objective("vocab_kl", same_tokenizer=True, temperature=1.4),
     # Differences of logarithms lose digits; at this temperature none are large.
     "reverse vocabulary KL": _objective(
-        "vocab_kl", same_tokenizer=True, direction="reverse", temperature=3.0
+        "vocab_kl", same_tokenizer=True, padding=(15, 91), direction="reverse", temperature=3.0
     ),
     "Jensen-Shannon divergence over the vocabulary": _objective(
-        "vocab_kl", same_tokenizer=True, direction="jensen_shannon", temperature=3.0
+        "vocab_kl",
+        same_tokenizer=True,
+        padding=(15, 15),
+        direction="jensen_shannon",
+        temperature=3.0,
     ),
+    "vocabulary KL to the average of teachers": _average,
     "vocabulary KL to top-k targets": _objective("vocab_kl", same_tokenizer=True, kind="topk"),
     "strict top-k": _objective("strict_topk", top_k=3),
     "strict top-k, renormalised": _objective("strict_topk", top_k=30, tail="renormalise"),
@@ -232,6 +257,11 @@ CASES: dict[str, Case] = {
     "partition KL in slices": _partition(slice_elements=60),
     "partition KL without chunks": _partition(chunks=0),
     "partition KL to top-k targets": _partition(kind="topk"),
+    "byte prefixes": _prefixes(temperature=1.4),
+    "reverse byte prefixes": _prefixes(direction="reverse", smoothing=0.01),
+    "Jensen-Shannon byte prefixes": _prefixes(direction="jensen_shannon"),
+    "byte prefixes in slices": _prefixes(slice_elements=60),
+    "byte prefixes without chunks": _prefixes(chunks=0),
     "learned projection": learned_projection,
 }
 
@@ -245,12 +275,15 @@ COUNTED: dict[str, tuple[str, int, dict[str, Any]]] = {
     "gold as nemo": ("gold", 4, {"numerics": "nemo"}),
     "uld": ("uld", 4, {}),
     "vocab_kl": ("vocab_kl", 4, {}),
+    "vocab_kl over another cut": ("vocab_kl", 4, {}),
     "strict_topk": ("strict_topk", 4, {}),
     "strict_topk without chunks": ("strict_topk", 0, {}),
     "mined": ("mined", 4, {}),
     "mined without chunks": ("mined", 0, {}),
     "partition_kl": ("partition_kl", 4, {}),
     "partition_kl without chunks": ("partition_kl", 0, {}),
+    "byte_prefix": ("byte_prefix", 4, {}),
+    "byte_prefix without chunks": ("byte_prefix", 0, {}),
 }
 """Label -> objective, chunks and options, whose collectives are counted."""
 
@@ -276,9 +309,12 @@ def collectives_of(rank: int, size: int) -> dict[str, list[str]]:
         for label, (name, chunks, options) in COUNTED.items():
             sizes = ONE_TOKENIZER if name == "vocab_kl" else {}
             batch = Microbatch.random(chunks=chunks, **sizes)
-            inputs = batch.inputs(rank=rank, ranks=size, group=group)
+            padding = (0, 8) if label.endswith("another cut") else (0, 0)
+            inputs = batch.inputs(rank=rank, ranks=size, group=group, padding=padding)
             if name == "partition_kl":
                 inputs = completed(batch, inputs)
+            if name == "byte_prefix":
+                inputs = prefixed(batch, inputs)
             output = LOSS_REGISTRY[name](**options)(inputs)
             forward = len(calls)
             output.loss_sum.backward()

@@ -43,7 +43,7 @@ def test_sums_and_gradients_over_the_ranks_are_those_of_whole_sequences(
     case: Case, name: str, ranks: list[dict[str, dict[Case, Rank]]]
 ) -> None:
     chunks, order, _, objective = case
-    whole = whole_inputs(chunks)
+    whole = whole_inputs(chunks, objective)
     truth = LOSS_REGISTRY[objective](temperature=1.3)(whole)
     assert (int(truth.count) > 0) == (chunks != "none")
     (true_grad,) = torch.autograd.grad(truth.loss_sum, whole.student_logits)

@@ -15,6 +15,7 @@ from megatron_ext.losses.objective import Objective
 from tests.distributed.sharded_inputs import completed
 from tests.losses.linear.linear_case import ordered
 from tests.losses.microbatch import Microbatch
+from tests.losses.objective_cases import table_of
 from tests.process_group import run_ranks
 
 PADDING = (15, 5)
@@ -41,7 +42,6 @@ def _case(name: str, rank: int, ranks: int, group: Any) -> tuple[list[torch.Tens
     batch, padding = ordered(Microbatch.random()), PADDING
     if name == "vocab_kl":
         batch = ordered(Microbatch.random(vocabs=(37, 37), lengths=(8, 8)))
-        padding = (PADDING[0], PADDING[0])
     inputs = batch.inputs(rank=rank, ranks=ranks, group=group, padding=padding)
     inputs = completed(batch, inputs)
     hidden, weight = _student(inputs)
@@ -57,7 +57,10 @@ def _case(name: str, rank: int, ranks: int, group: Any) -> tuple[list[torch.Tens
         objectives["kd"] = LOSS_REGISTRY[name]()
     form = LinearDistillation(objectives=objectives, tile_rows=5)
     tiles = form.tiles(
-        KnownAhead(labels=inputs.labels, alignment=inputs.alignment), inputs.completions
+        KnownAhead(
+            labels=inputs.labels, alignment=inputs.alignment, teacher_labels=inputs.teacher_labels
+        ),
+        table_of(inputs),
     )
     output = form(inputs, tiles, {part: SCALES[part] for part in objectives})
     d_hidden, d_weight = torch.autograd.grad(output.total, [hidden, weight])

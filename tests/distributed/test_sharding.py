@@ -75,6 +75,8 @@ def test_every_rank_makes_the_collectives_that_the_docstrings_state(
         "uld backward": [],
         "vocab_kl forward": ["all_reduce"] * 4,
         "vocab_kl backward": [],
+        "vocab_kl over another cut forward": ["all_to_all_single"] + ["all_reduce"] * 4,
+        "vocab_kl over another cut backward": [],
         "strict_topk forward": ["all_gather"] + ["all_reduce"] * 6,
         "strict_topk backward": [],
         "strict_topk without chunks forward": ["all_gather"] + ["all_reduce"] * 6,
@@ -87,6 +89,12 @@ def test_every_rank_makes_the_collectives_that_the_docstrings_state(
         "partition_kl backward": [],
         "partition_kl without chunks forward": ["all_reduce"] * 3,
         "partition_kl without chunks backward": [],
+        "byte_prefix forward": ["all_reduce"] * 3 + ["all_to_all_single"] + ["all_reduce"] * 5,
+        "byte_prefix backward": [],
+        "byte_prefix without chunks forward": ["all_reduce"] * 3
+        + ["all_to_all_single"]
+        + ["all_reduce"] * 4,
+        "byte_prefix without chunks backward": [],
     }
     for _, made in spawned:
         assert made == stated

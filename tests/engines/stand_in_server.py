@@ -100,12 +100,14 @@ class StandIn:
         requests: Path, body and headers of each POST.
         change: Changes an answer before it is sent.
         statuses: Status of the next answers, before 200.
+        meet: Called with path and body of each POST in a thread of its own; status of the answer.
     """
 
     def __init__(self):
         self.requests = []
         self.change = lambda answer: answer
         self.statuses = []
+        self.meet = lambda path, body: 200
         self.models = [{"id": "m", "object": "model", "max_model_len": 4096}]
         self.url = ""
 
@@ -127,8 +129,10 @@ def serving():
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             stand_in.requests.append((self.path, body, dict(self.headers)))
-            if stand_in.statuses:
-                self.answer({"error": {"message": "not now"}}, stand_in.statuses.pop(0))
+            status = stand_in.statuses.pop(0) if stand_in.statuses else 200
+            status = max(status, stand_in.meet(self.path, body))
+            if status != 200:
+                self.answer({"error": {"message": "not now"}}, status)
                 return
             answer = ANSWERS.get(self.path, lambda _: {"success": True})
             self.answer(stand_in.change(answer(body)))

@@ -36,7 +36,7 @@ def connected(stand_in, kind="vllm", length=100, **options):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_completion_is_the_servers_own_ids(stand_in, kind):
     prompts = [AskedPrompt([1, 5, 9], frozenset(), 0), AskedPrompt([7], frozenset({11}), 1)]
-    completions = connected(stand_in, kind).complete(prompts, SAMPLING)
+    completions = connected(stand_in, kind).complete(prompts, SAMPLING)()
     for prompt, completion in zip(prompts, completions, strict=True):
         ids, log_probs = sample(prompt.ids, 5, prompt.stop_ids)
         assert completion.ids == ids
@@ -47,7 +47,7 @@ def test_a_completion_is_the_servers_own_ids(stand_in, kind):
 def test_a_request_says_how_to_sample(stand_in, kind):
     server = connected(stand_in, kind)
     sampling = Sampling(max_new_tokens=2, temperature=0.7, top_p=0.9)
-    server.complete([AskedPrompt([1, 2], frozenset({8, 4}), 5)], sampling)
+    server.complete([AskedPrompt([1, 2], frozenset({8, 4}), 5)], sampling)()
     ((_, body, _),) = stand_in.requests
     values = {**body, **body.get("sampling_params", {})}
     assert values["temperature"] == 0.7
@@ -60,7 +60,7 @@ def test_a_request_says_how_to_sample(stand_in, kind):
 
 def test_samples_of_other_places_have_other_seeds(stand_in):
     server = connected(stand_in)
-    server.complete([AskedPrompt([1], frozenset(), place) for place in (0, 1, 0)], SAMPLING)
+    server.complete([AskedPrompt([1], frozenset(), place) for place in (0, 1, 0)], SAMPLING)()
     seeds = sorted(body["seed"] for _, body, _ in stand_in.requests)
     assert len(set(seeds)) == 2
 
@@ -114,7 +114,7 @@ def test_targets_of_packed_rows_stand_at_their_positions(stand_in, kind, form):
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_a_server_without_time_is_asked_again(stand_in, status):
     stand_in.statuses = [status]
-    (completion,) = connected(stand_in).complete([AskedPrompt([1], frozenset(), 0)], SAMPLING)
+    (completion,) = connected(stand_in).complete([AskedPrompt([1], frozenset(), 0)], SAMPLING)()
     assert len(completion.ids) == 5
     assert len(stand_in.requests) == 2
 
@@ -135,7 +135,7 @@ def test_a_server_that_does_not_answer_ends_the_run_in_one_line(stand_in, break_
     server = connected(stand_in, retries=1)
     break_it(stand_in)
     with pytest.raises(DistributedError, match=match) as caught:
-        server.complete([AskedPrompt([1], frozenset(), 0)], SAMPLING)
+        server.complete([AskedPrompt([1], frozenset(), 0)], SAMPLING)()
     assert "teacher.engine" in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -164,7 +164,7 @@ def test_a_server_that_is_gone_or_slow_is_named(stand_in):
 
     stand_in.change = slowly
     with pytest.raises(DistributedError, match="no answer in time"):
-        server.complete([AskedPrompt([1], frozenset(), 0)], SAMPLING)
+        server.complete([AskedPrompt([1], frozenset(), 0)], SAMPLING)()
     stand_in.url = "http://127.0.0.1:9"
     with pytest.raises(DistributedError, match="Connection refused"):
         connected(stand_in, retries=0)
@@ -190,12 +190,12 @@ def test_another_model_or_a_short_one_is_refused(stand_in):
 def test_the_key_comes_from_the_environment(stand_in, monkeypatch):
     monkeypatch.setenv("ITS_KEY", "secret-words")
     server = connected(stand_in, key_variable="ITS_KEY")
-    server.complete([AskedPrompt([1], frozenset(), 0)], SAMPLING)
+    server.complete([AskedPrompt([1], frozenset(), 0)], SAMPLING)()
     ((_, _, headers),) = stand_in.requests
     assert headers["Authorization"] == "Bearer secret-words"
     stand_in.statuses = [401]
     with pytest.raises(DistributedError) as caught:
-        server.complete([AskedPrompt([1], frozenset(), 0)], SAMPLING)
+        server.complete([AskedPrompt([1], frozenset(), 0)], SAMPLING)()
     assert "secret-words" not in str(caught.value)
 
 
@@ -252,7 +252,7 @@ def test_a_real_server_scores_and_samples_as_its_folder_says():
     texts = [[1, 17, 300, 25, 40, 9], [1, 500]]
     completions = server.complete(
         [AskedPrompt(ids, frozenset({2}), place) for place, ids in enumerate(texts)], SAMPLING
-    )
+    )()
     texts += [[*ids, *its.ids] for ids, its in zip(texts, completions, strict=True)]
     for ids, found in zip(texts, server.score(texts, 4)(), strict=True):
         with torch.no_grad():

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import shlex
 from math import prod
 from pathlib import Path
 
@@ -12,11 +13,11 @@ from megatron_ext.huggingface.checkpoint_files import CheckpointFiles
 from megatron_ext.huggingface.families import FAMILIES
 from megatron_ext.huggingface.model_settings import model_settings
 from megatron_ext.huggingface.tensor_map import TensorMap
-from megatron_ext.training.arguments import config_from_arguments
+from megatron_ext.training.arguments import add_config_arguments, config_from_arguments
 from tests.examples.published_models import BILLIONS, CONFIGS, write_config
 
 ROOT = Path(__file__).parents[2]
-RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.yaml"))
+RECIPES = sorted((ROOT / "megatron_ext" / "cli" / "recipes").glob("*.yaml"))
 PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
 
 
@@ -79,5 +80,17 @@ def test_the_shapes_have_as_many_parameters_as_is_published(models, name):
 
 
 def test_the_page_has_every_recipe_and_names_no_other():
-    named = set(re.findall(r"examples/recipes/(\w+\.yaml)", PAGE))
+    named = set(re.findall(r"(\w+\.yaml)\b", PAGE))
     assert named == {file.name for file in RECIPES}
+
+
+def test_the_command_of_the_readme_is_a_run(models, monkeypatch):
+    monkeypatch.chdir(models)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    command = re.search(r"-m megatron_ext distill (.*?[^\\])\n", readme, re.DOTALL)[1]
+    parser = argparse.ArgumentParser()
+    add_config_arguments(parser)
+    config = config_from_arguments(parser.parse_args(shlex.split(command.replace("\\\n", " "))))
+    assert config.tokenizer.model == config.initial_checkpoint == "models/Llama-3.2-1B"
+    assert config.named_teachers["teacher"].checkpoint == "models/Qwen3-4B"
+    config.parallel.layout.replicas(8)

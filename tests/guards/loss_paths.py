@@ -17,6 +17,7 @@ from megatron_ext.losses import (
     NextTokenLoss,
 )
 from megatron_ext.losses.linear import LinearDistillation, no_logits
+from tests.losses.objective_cases import table_of
 
 COUNTS = {"kd": 29, "ce": 41}
 """What a global batch of several microbatches could count."""
@@ -76,8 +77,10 @@ def linear(objective, inputs):
     if not isinstance(objective, NextTokenLoss):
         objectives = {"kd": objective, **objectives}
     form = LinearDistillation(objectives=objectives, tile_rows=TILE_ROWS)
-    known = KnownAhead(labels=inputs.labels, alignment=inputs.alignment)
-    tiles = form.tiles(known, inputs.completions)
+    known = KnownAhead(
+        labels=inputs.labels, alignment=inputs.alignment, teacher_labels=inputs.teacher_labels
+    )
+    tiles = form.tiles(known, table_of(inputs))
     logits = no_logits(inputs.student_hidden, inputs.student_shard)
     weights = {"kd": 0.7, "ce": 0.3}
     scales = {name: weights[name] / COUNTS[name] for name in objectives}

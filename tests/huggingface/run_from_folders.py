@@ -13,8 +13,8 @@ def train_one_step(rank, root, name):
     _trainer(config_from_arguments(argparse.Namespace(config=str(root / f"{name}.yaml")))).train()
 
 
-def train_with_adapters(rank, root, names):
-    """Runs of ``write_adapter_run``, one after the other."""
+def train_runs(rank, root, names):
+    """``train_one_step`` of one run after the other."""
     for name in names:
         train_one_step(rank, root, name)
 
@@ -40,7 +40,9 @@ def write_adapter_run(root, name, *, start, lora=None, training=None, **parallel
     (root / f"{name}.yaml").write_text(yaml.safe_dump(run))
 
 
-def write_run(root, name, *, student, teacher, **parallel):
+def write_run(
+    root, name, *, student, teacher, library="megatron", objective="vocab_kl", **parallel
+):
     """A run at a learning rate that is too small to change a weight."""
     (root / "text.jsonl").write_text('{"text": "the theory of the other thing"}\n' * 8)
     sizes = {"seq_length": 32, "make_vocab_size_divisible_by": 8}
@@ -48,9 +50,13 @@ def write_run(root, name, *, student, teacher, **parallel):
         "run_dir": str(root / name),
         "initial_checkpoint": str(root / student),
         "student": dict(sizes),
-        "teacher": {"checkpoint": str(root / teacher), "model": dict(sizes)},
+        "teacher": {
+            "checkpoint": str(root / teacher),
+            "model": dict(sizes),
+            "library": library,
+        },
         "data": {"train": [str(root / "text.jsonl")]},
-        "loss": {"objective": "vocab_kl"},
+        "loss": {"objective": objective},
         "optimizer": {"lr": 1e-30},
         "training": {"train_iters": 1, "global_batch_size": 2},
         "parallel": parallel,

@@ -11,7 +11,7 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.training.export_adapter import export_adapter
 from megatron_ext.training.export_checkpoint import export_huggingface
 from megatron_ext.training.metrics import read_metrics
-from tests.huggingface.run_from_folders import train_with_adapters, write_adapter_run
+from tests.huggingface.run_from_folders import train_runs, write_adapter_run
 from tests.huggingface.tiny_models import save_model, some_tokens, tensors_of
 from tests.process_group import run_ranks
 
@@ -30,7 +30,7 @@ def root(tmp_path_factory):
     write_adapter_run(root, "adapted", start=MODEL, lora=LORA, **TP2)
     write_adapter_run(root, "next", start="adapted", **TP2)
     write_adapter_run(root, "mixed", start=OTHER, lora=LORA, training=norms, **TP2)
-    run_ranks(2, train_with_adapters, root, ["adapted", "next", "mixed"])
+    run_ranks(2, train_runs, root, ["adapted", "next", "mixed"])
     export_adapter(root / "adapted", root / "peft")
     export_huggingface(root / "adapted", root / "merged")
     export_huggingface(root / "next", root / "after")

@@ -7,25 +7,40 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_ext.huggingface.checkpoint_files import SIDE_FOLDER
 from megatron_ext.training.export_checkpoint import export_huggingface
+from megatron_ext.training.import_checkpoint import import_huggingface
 from megatron_ext.training.metrics import read_metrics
 from megatron_ext.training.model_section import read_config_file
-from tests.huggingface.run_from_folders import train_one_step, write_run
+from tests.huggingface.run_from_folders import train_runs, write_run
 from tests.huggingface.tiny_models import save_model, tensors_of
 from tests.process_group import run_ranks
 
 STUDENT, TEACHER = "gemma3", "qwen3"
+TEACHER_ROWS = 431
+"""More than the student's 301 by other padding, so that two ranks would cut their heads apart."""
+
+
+PAIRS = {
+    "run": (STUDENT, TEACHER),
+    "turned": (TEACHER, STUDENT),
+    "imported": (STUDENT, "checkpoint"),
+    "transformers": (STUDENT, TEACHER, "huggingface"),
+    "chunks": (STUDENT, TEACHER, "megatron", "strict_topk"),
+}
+"""Student and teacher of each run, what runs the teacher, and the objective."""
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
-    for name in (STUDENT, TEACHER):
-        save_model(name, root / name)
-    folders = {"student": STUDENT, "teacher": TEACHER}
-    write_run(root, "alone", **folders)
-    write_run(root, "run", **folders, tensor_model_parallel_size=2, sequence_parallel=True)
-    run_ranks(1, train_one_step, root, "alone")
-    run_ranks(2, train_one_step, root, "run")
+    save_model(STUDENT, root / STUDENT)
+    save_model(TEACHER, root / TEACHER, vocab_size=TEACHER_ROWS)
+    import_huggingface(root / TEACHER, root / "checkpoint")
+    for name, values in PAIRS.items():
+        run = dict(zip(("student", "teacher", "library", "objective"), values, strict=False))
+        write_run(root, f"{name}-alone", **run)
+        write_run(root, name, **run, tensor_model_parallel_size=2, sequence_parallel=True)
+    run_ranks(1, train_runs, root, [f"{name}-alone" for name in PAIRS])
+    run_ranks(2, train_runs, root, list(PAIRS))
     return root
 
 
@@ -38,16 +53,21 @@ def test_models_and_tokenizers_are_those_of_the_folders(root):
     assert values["teacher"]["model"]["qk_layernorm"]
 
 
-def test_the_first_loss_is_that_of_transformers(root):
-    student, teacher = _log_probs(root / STUDENT), _log_probs(root / TEACHER)
+@pytest.mark.parametrize("name", [name for name in PAIRS if name != "chunks"])
+def test_the_first_loss_is_that_of_transformers_over_the_ids_alone(root, name):
+    folders = (STUDENT, TEACHER) if name != "turned" else (TEACHER, STUDENT)
+    student, teacher = (_log_probs(root / folder) for folder in folders)
     divergence = kl_div(student, teacher, log_target=True, reduction="none").sum(-1).mean()
-    (measured,) = read_metrics(root / "run")
-    assert measured["kd"] == pytest.approx(float(divergence), rel=1e-4)
+    for run in (name, f"{name}-alone"):
+        (measured,) = read_metrics(root / run)
+        assert measured["kd"] == pytest.approx(float(divergence), rel=1e-4)
 
 
-def test_the_gradient_is_that_of_one_process(root):
-    (alone,), (sharded,) = read_metrics(root / "alone"), read_metrics(root / "run")
-    assert sharded["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_gradient_is_that_of_one_process(root, name):
+    (alone,), (sharded,) = read_metrics(root / f"{name}-alone"), read_metrics(root / name)
+    for number in ("kd", "grad_norm"):
+        assert sharded[number] == pytest.approx(alone[number], rel=1e-4)
 
 
 def test_an_exported_run_is_the_student_with_all_its_rows(root):

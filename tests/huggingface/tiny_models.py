@@ -56,13 +56,13 @@ MODELS = {
 """transformers' name and what its configuration differs in, by a name of our own."""
 
 
-def hf_model(name):
+def hf_model(name, **sizes):
     """A model with random weights everywhere, norms and biases included."""
     import transformers
 
     kind, options = MODELS[name]
     make_config = getattr(transformers, f"{_CONFIGS.get(kind, kind)}Config")
-    config = make_config(**SIZES, **in_words_of_release(options))
+    config = make_config(**{**SIZES, **in_words_of_release(options), **sizes})
     torch.manual_seed(sorted(MODELS).index(name))
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     with torch.no_grad():
@@ -90,9 +90,9 @@ def in_words_of_release(options):
 _CONFIGS = {"Gemma3": "Gemma3Text"}
 
 
-def save_model(name, folder, *, dtype=torch.float32):
+def save_model(name, folder, *, dtype=torch.float32, **sizes):
     """It as a folder of two safetensors files or more, with a tokenizer and a chat template."""
-    model = hf_model(name).to(dtype)
+    model = hf_model(name, **sizes).to(dtype)
     model.generation_config.max_new_tokens = 8
     model.save_pretrained(folder, max_shard_size="60KB")
     save_tokenizer(folder)

@@ -4,6 +4,7 @@ A row of ``CASES`` is an objective with options, and how its inputs are made of 
 B batch, T tokens, V vocabularies, D hidden, K top-k, N common tokens.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -18,6 +19,8 @@ from megatron_ext.losses import (
     DistillationInputs,
     DskdProjectors,
     Objective,
+    PrefixRows,
+    PrefixTable,
     TargetKind,
     TeacherTargets,
     VocabularyMatch,
@@ -70,10 +73,68 @@ class AnyCompletions(CompletionTable):
 def with_completions(batch: Microbatch, padding: tuple[int, int]) -> DistillationInputs:
     """What ``partition_kl`` looks up where data is loaded."""
     inputs = inputs_of(batch, padding)
-    vocabs = (batch.student_logits.shape[-1], batch.teacher_logits.shape[-1])
-    table = AnyCompletions.from_token_bytes(*([b""] * vocab for vocab in vocabs))
+    table = completion_table((batch.student_logits.shape[-1], batch.teacher_logits.shape[-1]))
     completions = ChunkCompletions.of(inputs.alignment, inputs.labels, inputs.teacher_labels, table)
     return replace(inputs, completions=completions)
+
+
+def completion_table(vocabs: tuple[int, int]) -> AnyCompletions:
+    """Table of two vocabularies whose tokens spell nothing."""
+    return AnyCompletions.from_token_bytes(*([b""] * vocab for vocab in vocabs))
+
+
+def prefix_table(vocabs: tuple[int, int]) -> PrefixTable:
+    """Table of tokens of one to nine letters, the first nine of one letter alone; some are control
+    tokens, of which the lowest have partners."""
+    random = np.random.default_rng(0)
+    sides: list[list[bytes | None]] = []
+    for vocab in vocabs if vocabs[0] != vocabs[1] else vocabs[:1]:
+        letters = [random.integers(97, 99, size=1 + place % 4).tolist() for place in range(vocab)]
+        side: list[bytes | None] = [bytes(text) for text in letters]
+        side[:9] = [b"a" * length for length in range(1, min(vocab, 9) + 1)]
+        side[10::11] = [None] * len(side[10::11])
+        sides.append(side)
+    own, its = sides[0], sides[-1]
+    whole = len(own[10::11]) if own is its else 1
+    control = [10 + 11 * place for place in range(min(whole, len(its[10::11]), len(own[10::11])))]
+    return PrefixTable.from_token_bytes(own, its, (control, control))
+
+
+def table_of(inputs: DistillationInputs) -> CompletionTable | PrefixTable | None:
+    """Table that the completions of some inputs were looked up in."""
+    if inputs.completions is None:
+        return None
+    vocabs = inputs.student_shard.vocab_size, inputs.teacher.shard.vocab_size
+    is_prefix = isinstance(inputs.completions, PrefixRows)
+    return prefix_table(vocabs) if is_prefix else completion_table(vocabs)
+
+
+def spelled(inputs: DistillationInputs) -> DistillationInputs:
+    """The same inputs with labels of ``prefix_table`` that spell one text on both sides of a chunk,
+    and what ``byte_prefix`` looks up for them."""
+    alignment = inputs.alignment
+    labels = [inputs.labels.clone(), inputs.teacher_labels.clone()]
+    ids = alignment.student_chunk_id, alignment.teacher_chunk_id
+    for chunk in range(alignment.chunk_count):
+        counts = [int((side == chunk).sum()) for side in ids]
+        if counts == [1, 1]:
+            continue
+        divisor = math.gcd(*counts)
+        for side, own, other in zip(ids, labels, counts[::-1], strict=True):
+            own[(side == chunk) & (own != IGNORE_INDEX)] = other // divisor - 1
+    table = prefix_table((inputs.student_shard.vocab_size, inputs.teacher.shard.vocab_size))
+    return replace(
+        inputs,
+        labels=labels[0],
+        teacher_labels=labels[1],
+        completions=table.of_batch(alignment, *labels),
+        prefix_columns=table.columns(inputs.student_shard, inputs.teacher.shard),
+    )
+
+
+def with_prefixes(batch: Microbatch, padding: tuple[int, int]) -> DistillationInputs:
+    """What ``byte_prefix`` looks up where data is loaded."""
+    return spelled(inputs_of(batch, padding))
 
 
 def with_hidden_states(batch: Microbatch, padding: tuple[int, int]) -> DistillationInputs:
@@ -154,6 +215,8 @@ HIDDEN: dict[str, Any] = {"kinds": ("hidden",), "build": with_hidden_states}
 CONSTANT_SIGNAL = {"no_finite_difference": "its signal and its ratio are held constant"}
 ONE_TOKENIZER: dict[str, Any] = {"over": "tokens", "same_tokenizer": True}
 COMPLETED: dict[str, Any] = {**TOP_K, "build": with_completions}
+PREFIXES: dict[str, Any] = {"build": with_prefixes}
+SMOOTHED = {"no_identity": "a share of its target is even"}
 UNCOMMON: dict[str, Any] = {"build": with_uncommon_tokens}
 JENSEN_SHANNON: dict[str, Any] = {"direction": "jensen_shannon", "mixture": 0.3}
 PROJECTORS = DskdProjectors(student_hidden=5, teacher_hidden=6)
@@ -201,6 +264,11 @@ CASES: dict[str, ObjectiveCase] = {
     "partition_kl": case("partition_kl", COMPLETED, temperature=1.5),
     "partition_kl reverse": case("partition_kl", COMPLETED, direction="reverse", chain_weight=0.5),
     "partition_kl jensen-shannon": case("partition_kl", COMPLETED, **JENSEN_SHANNON),
+    "byte_prefix": case("byte_prefix", PREFIXES),
+    "byte_prefix reverse": case(
+        "byte_prefix", PREFIXES | SMOOTHED, direction="reverse", smoothing=0.01
+    ),
+    "byte_prefix jensen-shannon": case("byte_prefix", PREFIXES, **JENSEN_SHANNON),
     "sampled_kl": case("sampled_kl", LIKELIHOODS | CONSTANT_SIGNAL),
     "sampled_kl of samples": case(
         "sampled_kl",

@@ -11,10 +11,9 @@ from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.errors import LossError
 from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs, LossOutput, TargetKind
-from megatron_ext.losses.completions import ChunkCompletions
 from tests.losses import microbatch
 from tests.losses.microbatch import Microbatch
-from tests.losses.objective_cases import CASES, AnyCompletions, ObjectiveCase, as_kind
+from tests.losses.objective_cases import CASES, ObjectiveCase, as_kind, table_of
 
 OVER_CHUNKS = [name for name, case in CASES.items() if case.over == "chunks"]
 WITH_TEACHER = [name for name, case in CASES.items() if case.kinds]
@@ -66,8 +65,9 @@ def without_rows(inputs: DistillationInputs) -> DistillationInputs:
     alignment = AlignmentBatch.from_chunk_ids(rows, rows)
     completions = None
     if inputs.completions is not None:
-        table = AnyCompletions.from_token_bytes([], [])
-        completions = ChunkCompletions.of(alignment, rows, rows, table)
+        table = table_of(inputs)
+        assert table is not None
+        completions = table.of_batch(alignment, rows, rows)
     own = ("student_logits", "labels", "student_hidden", "teacher_labels", "sampled_log_probs")
     teacher = inputs.teacher and cut(inputs.teacher, ("logits", "hidden"))
     return replace(

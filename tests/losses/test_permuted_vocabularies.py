@@ -13,9 +13,9 @@ from megatron_ext.losses import (
     ProjectionShard,
     VocabularyMatch,
 )
-from megatron_ext.projection.layout import VocabularyOrder
+from megatron_ext.projection.layout import VocabularyLayout, VocabularyOrder
 from tests.losses.microbatch import Microbatch, csr_arrays
-from tests.losses.objective_cases import CASES
+from tests.losses.objective_cases import CASES, prefix_table
 
 PADDING = (3, 1)
 
@@ -76,6 +76,12 @@ def permuted(
             student=inputs.boundary.student[rows[0]], teacher=inputs.boundary.teacher[rows[1]]
         ),
         completions=inputs.completions and inputs.completions.by_place(*tables),
+        prefix_columns=inputs.prefix_columns
+        and prefix_table((student.vocab_size, teacher.vocab_size)).columns(
+            inputs.student_shard,
+            targets.shard,
+            layout=VocabularyLayout(student=student, teacher=teacher, common_counts=(0,)),
+        ),
         student_head_weight=None if head is None else head[rows[0]],
     )
 

@@ -105,6 +105,46 @@ def test_in_place_the_gradient_is_where_the_logits_were(name: str) -> None:
     assert torch.equal(there, gradient)
 
 
+@pytest.mark.parametrize("name", ["gold", "uld", "vocab_kl", "alm"])
+def test_a_gradient_alone_is_where_the_logits_were(name: str) -> None:
+    """The cross-entropy of weight 0 reads the logits first."""
+    inputs = leaf(CASES[name].build(CASES[name].batch(), PADDING))
+    parts, weights = parts_of(name, inputs), TERMS | {"ce": 0.0}
+    del parts["kd/b"]
+    expected = LossPlan(parts=parts, term_weights=weights).loss(COUNTS)
+    (gradient,) = torch.autograd.grad(expected.total, inputs.student_logits)
+
+    whole = inputs.student_logits * 1.0
+    place = whole.data_ptr()
+    parts = {
+        part: replace(planned, inputs=replace(inputs, student_logits=whole))
+        for part, planned in parts.items()
+    }
+    found = LossPlan(parts=parts, term_weights=weights).loss(COUNTS, in_place=True)
+    (there,) = torch.autograd.grad(found.total, whole)
+    # ``alm`` has a gradient of its own beside them.
+    assert (there.data_ptr() == place) == (name != "alm")
+    assert torch.equal(there, gradient)
+    for part, output in expected.outputs.items():
+        assert_same(found.outputs[part], output)
+
+
+@pytest.mark.parametrize("name", ["gold", "uld", "vocab_kl", "alm"])
+def test_tiles_have_the_gradient_in_place_of_their_logits(name: str) -> None:
+    inputs = CASES[name].build(CASES[name].batch(), PADDING)
+    logits = inputs.student_logits.detach().clone()
+    inputs = replace(inputs, student_logits=logits)
+    objectives = {"kd": CASES[name].objective(), "ce": NextTokenLoss()}
+    scales = {"kd": torch.tensor(0.5), "ce": 0.0}
+    beside = torch.empty_like(logits.flatten(0, 1))
+    expected = evaluate_together(objectives, scales, inputs, gradient=beside)
+    place = logits.flatten(0, 1)
+    found = evaluate_together(objectives, scales, inputs, gradient=place)
+    assert torch.equal(place, beside)
+    for part, output in expected.items():
+        assert_same(found[part], output)
+
+
 @pytest.mark.parametrize("name", ["projected_kl", "alm", "gold"])
 @pytest.mark.parametrize("term", ["ce", "kd"])
 def test_a_term_of_weight_0_is_measured_all_the_same(name: str, term: str) -> None:

@@ -148,6 +148,16 @@ def test_partition_kl():
     compiles("partition_kl.triton_kernels", variants)
 
 
+def test_prefix_masses():
+    types = arguments(
+        "row: *i64; peak log_sum: *fp32; column pointers slot: *i32; out: *fp32; "
+        "row_stride out_stride slots: i32"
+    )
+    rows = [{"logits_ptr": kind, **types} for kind in LOGITS]
+    variants = [("column_masses_kernel", row, {"BLOCK": 512}) for row in rows]
+    compiles("prefix_masses.triton_kernels", variants)
+
+
 def test_matched_divergence():
     shared = "; ".join(
         f"{side}_order {side}_offsets: *i32; {side}_peak {side}_log_sum {side}_used: *fp32"

@@ -7,7 +7,12 @@ from hypothesis import strategies as st
 
 from megatron_ext.distributed import vocab_parallel
 from megatron_ext.ops.sorted_l1 import sorted_l1, sorted_l1_reference
-from megatron_ext.ops.sorted_l1.comparison import select_largest
+from megatron_ext.ops.sorted_l1.comparison import (
+    Candidates,
+    add_signs_,
+    compare_sorted,
+    select_largest,
+)
 from megatron_ext.ops.top_columns import largest_columns
 from tests.ops.kernel_case import kept_for_backward
 
@@ -123,11 +128,41 @@ def test_loops_select_what_a_stable_sort_does(kind, is_cut, count):
     generator = torch.Generator().manual_seed(count)
     values = _wide(kind, generator)
     excluded = torch.rand(WIDE, generator=generator) < 0.1 if is_cut else None
-    found = select_largest(values, count, excluded, by_loops=True)
-    expected = select_largest(values, count, excluded)
-    assert torch.equal(found.values, expected.values)
-    assert torch.equal(found.columns, expected.columns)
+    found = select_largest(values, Candidates.of(count, values.shape[1], excluded, by_loops=True))
+    expected = select_largest(values, Candidates.of(count, values.shape[1], excluded))
+    # What is excluded has no place among the loops' candidates.
+    kept = min(count, WIDE if excluded is None else int((~excluded).sum()))
+    assert found.values.shape == (3, kept)
+    assert torch.equal(found.values, expected.values[:, :kept])
+    assert torch.equal(found.columns, expected.columns[:, :kept])
+    assert (expected.values[:, kept:] == -1).all()
     torch.testing.assert_close(found.rest, expected.rest, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("counts", [(3_000, 4_097), (4_097, 3_000), (700, 700)])
+def test_loops_compare_what_torch_does(counts):
+    pytest.importorskip("numba")
+    generator = torch.Generator().manual_seed(counts[0])
+    excluded = torch.rand(WIDE, generator=generator) < 0.5
+    sides = [
+        select_largest(
+            torch.softmax(torch.randn(5, WIDE, generator=generator), dim=-1),
+            Candidates.of(count, WIDE, excluded, by_loops=True),
+        )
+        for count in counts
+    ]
+    # Places that differ by rounding alone, and one that is no candidate.
+    sides[1].values[2, : min(counts)] = sides[0].values[2, : min(counts)] * (1 + 1e-7)
+    sides[0].values[3, -1] = -1.0
+    found = compare_sorted(*sides, max(counts), None, by_loops=True)
+    expected = compare_sorted(*sides, max(counts), None)
+    torch.testing.assert_close(found.value, expected.value)
+    torch.testing.assert_close(found.left_out, expected.left_out)
+    assert torch.equal(found.signs, expected.signs)
+    slopes = torch.zeros(2, 5, WIDE)
+    for slope, by_loops in zip(slopes, (True, False), strict=True):
+        add_signs_(slope, sides[0], found, 0.7, by_loops=by_loops)
+    assert torch.equal(*slopes)
 
 
 @settings(max_examples=25, deadline=None)

@@ -2,6 +2,7 @@
 
 import importlib
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.errors import CheckpointError, ConfigError
+from megatron_ext.errors import CheckpointError, ConfigError, MissingDependencyError
 from megatron_ext.teachers.base import text_batches
 from megatron_ext.teachers.causal_lm import load_causal_lm
 from megatron_ext.teachers.huggingface_teacher import HuggingFaceTeacher
@@ -125,6 +126,58 @@ def test_short_floats_keep_what_kind_of_head_it_is(folders):
         assert model.scale == pytest.approx(exact.scale, rel=1e-3)
         (targets,) = HuggingFaceTeacher(model, shard=SHARD).targets(microbatches()[:1])
         assert targets.to_logits().dtype == torch.bfloat16
+
+
+ROUNDING = {"int8": (1 / 250, 0.0), "fp8": (0.0, 2**-4)}
+"""Largest error of a weight, as a share of the row's largest weight and as one of its own: half a
+step of 1/127, and half a step of three bits of mantissa."""
+
+
+@pytest.mark.parametrize("precision", ROUNDING)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma 2", "phi"])
+def test_rounded_weights_are_those_of_linear_layers_and_close(folders, name, precision):
+    pytest.importorskip("torchao")
+    model, exact = (
+        load_causal_lm(
+            folders[name],
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            weight_precision=precision_or_none,
+        )
+        for precision_or_none in (precision, None)
+    )
+    assert model.kind == exact.kind
+    layers = {n: m for n, m in exact.module.named_modules() if isinstance(m, torch.nn.Linear)}
+    head = {"lm_head"} & layers.keys()
+    of_row, of_weight = ROUNDING[precision]
+    for layer_name, layer in layers.items():
+        rounded = model.module.get_submodule(layer_name).weight
+        if layer_name in head:
+            assert torch.equal(rounded, layer.weight)
+            continue
+        assert type(rounded).__name__ != "Parameter"
+        used = rounded.dequantize()
+        bound = of_row * layer.weight.abs().amax(-1, keepdim=True) + of_weight * layer.weight.abs()
+        assert ((used - layer.weight).abs() <= bound + 1e-7).all()
+        assert not torch.equal(used, layer.weight)
+        layer.weight.data.copy_(used)
+    # The same numbers as of plain layers with the weights as they are after rounding.
+    found, expected = (
+        HuggingFaceTeacher(each, shard=SHARD).targets(microbatches()) for each in (model, exact)
+    )
+    for one, other in zip(found, expected, strict=True):
+        _assert_close(one.to_logits(), other.to_logits())
+
+
+@pytest.mark.skipif(find_spec("torchao") is not None, reason="torchao is installed")
+def test_rounding_without_torchao_names_what_to_install(folders):
+    with pytest.raises(MissingDependencyError, match=r"torchao.*megatron-ext\[torchao\]"):
+        load_causal_lm(
+            folders["llama"],
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            weight_precision="int8",
+        )
 
 
 def test_a_head_that_is_scaled_stays_a_product(folders):

@@ -8,11 +8,19 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from megatron_ext.errors import CheckpointError
+from megatron_ext.evaluation.megatron_language_model import ModelOptions, open_model
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
-from megatron_ext.training.checkpoint_tokenizer import check_same_tokenizer, tokenizer_doubts
+from megatron_ext.training.checkpoint_tokenizer import (
+    check_same_tokenizer,
+    row_misfit,
+    tokenizer_doubts,
+)
 from megatron_ext.training.config import DistillConfig
 from megatron_ext.training.dry_run import dry_run
+from megatron_ext.training.import_checkpoint import import_huggingface
+from megatron_ext.training.inputs import read_inputs, read_served_teacher
 from megatron_ext.training.model_section import with_huggingface_models
+from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.typed_mapping import build_config
 from tests.examples.published_models import write_hollow_weights
 from tests.training.tiny_run import changed
@@ -113,7 +121,55 @@ def test_a_few_ids_without_a_row_are_a_doubt(tmp_path):
     # Gemma 3 1B: 262,145 ids and 262,144 rows.
     model = write_model(tmp_path / "model", rows=256)
     (doubt,) = doubts(model, model)
-    assert doubt.endswith("those of the last 1 are zero")
+    assert doubt.endswith("no rows for the last 1 ids: theirs are zero")
+
+
+@pytest.mark.parametrize("has_own", [True, False], ids=["own", "none"])
+def test_many_more_rows_than_ids_are_refused_unless_they_are_allowed(tmp_path, has_own):
+    model = write_model(tmp_path / "model", rows=5000)
+    tokenizer = write_tokenizer(tmp_path / "given")
+    if not has_own:
+        _without_tokenizer(model)
+    with pytest.raises(CheckpointError, match=f"{ANOTHER}.* with 5,000 rows, of which 4,743 are"):
+        doubts(model, tokenizer)
+    assert "padding explains 1,024 at most" in doubts(model, tokenizer, allow_other=True)[0]
+
+
+PUBLISHED = {
+    "BLOOM": (250_680, 250_880),
+    "Command R": (255_029, 256_000),
+    "DeepSeekMoE 16B": (100_015, 102_400),
+    "Gemma 3 1B": (262_145, 262_144),
+    "Gemma 3 4B": (262_145, 262_208),
+    "GPT-J": (50_257, 50_400),
+    "gpt-oss": (200_019, 201_088),
+    "Llama 3": (128_256, 128_256),
+    "Phi-4-mini": (200_029, 200_064),
+    "Pythia 12B": (50_277, 50_688),
+    "Qwen2.5 7B": (151_665, 152_064),
+    "Qwen3": (151_669, 151_936),
+}
+"""Ids of published tokenizers and rows of their models."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_models_rows_are_those_of_its_tokenizer(name):
+    assert row_misfit(*PUBLISHED[name]) is None
+
+
+@pytest.mark.parametrize(
+    ("ids", "rows"),
+    [
+        (151_669, 3_072),
+        (50_257, 151_936),
+        # Llama 3's ids on Mistral NeMo's rows.
+        (128_256, 131_072),
+        (131_072, 128_256),
+        (3_072, 5_000),
+    ],
+)
+def test_another_tokenizer_is_told_by_rows_that_padding_does_not_explain(ids, rows):
+    assert f"{ids:,} ids for a model with {rows:,} rows" in row_misfit(ids, rows)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +187,7 @@ def test_added_and_renamed_control_tokens_are_a_doubt(tmp_path, specials, words)
 
 
 def test_what_cannot_be_compared_is_said(tmp_path):
-    model = write_model(tmp_path / "model", rows=5000)
+    model = write_model(tmp_path / "model", rows=300)
     tokenizer = write_tokenizer(tmp_path / "given")
     (model / "tokenizer.json").write_text("{}")
     (unreadable,) = doubts(model, tokenizer)
@@ -139,7 +195,7 @@ def test_what_cannot_be_compared_is_said(tmp_path):
     _without_tokenizer(model)
     (none,) = doubts(model, tokenizer)
     assert none.startswith("no tokenizer comes with the checkpoint: whether the model was trained")
-    assert none.endswith("its 5,000 rows are more than padding explains for 257 ids")
+    assert none.endswith("with this one is not known")
 
 
 def _without_tokenizer(folder):
@@ -165,6 +221,28 @@ def test_a_checkpoint_of_ours_says_which_tokenizer_it_was_saved_with(tmp_path, k
         check_same_tokenizer(checkpoint, _read(longer))
     if keeps:
         assert len(doubts(checkpoint, longer)) == 1
+
+
+@pytest.mark.parametrize("is_import", [True, False], ids=["import", "run"])
+def test_an_import_has_the_rows_of_its_folder(tmp_path, is_import):
+    own = _read(write_tokenizer(tmp_path / "own"))
+    config = {"student": {"vocab_size": 100}} | ({} if is_import else {"training": {}})
+    run = {"tokenizer_fingerprint": own.fingerprint(), "config": config}
+    torch.save({"run": run}, tmp_path / "common.pt")
+    if is_import:
+        with pytest.raises(CheckpointError, match=f"{ANOTHER}.* 257 ids for a model with 100 rows"):
+            doubts(tmp_path, tmp_path / "own")
+    else:
+        # A run's models have a row for each id, whatever the least number.
+        assert doubts(tmp_path, tmp_path / "own") == []
+
+
+def test_a_folder_with_another_models_tokenizer_is_not_imported(tmp_path):
+    model = write_model(tmp_path / "model", rows=100)
+    words = "the tokenizer in the folder is another model's; got 257 ids for a model with 100 rows"
+    with pytest.raises(CheckpointError, match=words):
+        import_huggingface(model, tmp_path / "imported")
+    assert not (tmp_path / "imported").exists()
 
 
 def test_a_checkpoint_that_does_not_say_is_a_doubt(tmp_path):
@@ -208,6 +286,23 @@ def test_a_dry_run_refuses_another_tokenizer_of_a_teacher(run, library):
         page = dry_run(changed(wrong, teacher={"allow_other_tokenizer": True}), world_size=1)
         assert f"checkpoint  {run.teacher.checkpoint}: the model fits\n" in page
         assert f"warning     {run.teacher.checkpoint}: another tokenizer than the model's" in page
+
+
+STARTS = {
+    "distill and cache-teacher": lambda run: read_inputs(run, world_size=1),
+    "distill --dry-run": lambda run: dry_run(run, world_size=1),
+    "serve-teacher": lambda run: read_served_teacher(TeacherPlan.of(run, "teacher")),
+    "evaluate and generate": lambda run: open_model(Path(run.teacher.checkpoint), ModelOptions()),
+}
+
+
+@pytest.mark.parametrize("rows", [100, 5000], ids=["too few rows", "too many rows"])
+@pytest.mark.parametrize("start", STARTS)
+def test_nothing_starts_on_a_folder_with_another_models_tokenizer(run, start, rows):
+    write_model(Path(run.teacher.checkpoint), rows=rows, letters=BYTES[::-1])
+    words = f"teacher: {ANOTHER}.* 257 ids for a model with {rows:,} rows"
+    with pytest.raises(CheckpointError, match=words):
+        STARTS[start](run)
 
 
 def test_a_dry_run_refuses_another_tokenizer_of_the_student(run):

@@ -34,6 +34,7 @@ ON = {
     "teacher.cache": {"teacher": {"cache": "c"}},
     "teacher.offload": {"teacher": {"offload": True}},
     "teacher.library: huggingface": {"teacher": {"library": "huggingface"}},
+    "teacher.weight_precision": {"teacher": {"library": "huggingface", "weight_precision": "int8"}},
     "teacher.placement: own_ranks or teacher.placement: server": {"teacher": OWN_RANKS},
     "teacher.placement other than student_ranks": {"teacher": OWN_RANKS},
     "the option projectors: heads of dskd": {"loss": HEADS},

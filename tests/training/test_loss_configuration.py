@@ -21,7 +21,12 @@ from megatron_ext.losses import (
 from megatron_ext.training.config import DistillConfig, LossConfig
 from megatron_ext.training.objective import make_objective, teacher_objective
 from megatron_ext.training.run_folder import _check_same_run, config_values
-from megatron_ext.training.run_loss import check_loss, make_weighting, with_vocabulary_layout
+from megatron_ext.training.run_loss import (
+    check_loss,
+    make_weighting,
+    with_linear_form,
+    with_vocabulary_layout,
+)
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.typed_mapping import build_config
 from tests.data.readers import student_tokenizer, teacher_tokenizer
@@ -78,6 +83,7 @@ def test_a_written_configuration_is_read_as_it_was():
         ({"teachers": {"a/b": TEACHER}}, "cannot be called so; got 'a/b'"),
         ({"teachers": {"average": TEACHER}}, "cannot be called so"),
         ({"teachers": {"a": TEACHER | {"weight": -1.0}}}, "teachers.a: a teacher's weight"),
+        ({"teachers": {"a": TEACHER | {"weight_precision": "int8"}}}, "teachers.a: torchao rounds"),
         ({"teachers": {"a": TEACHER | {"wait": 1.0}}}, "teachers.a.wait: unknown"),
         ({"teachers": {"a": TEACHER | {"objective": "next_token"}}}, "reads no teacher"),
         ({"teachers": {}}, "needs a teacher"),
@@ -368,6 +374,48 @@ ONE = {"teacher": TEACHER, "teachers": {}, "loss": {"objective": "projected_kl"}
 def test_heads_are_laid_out_where_it_pays_and_they_can_be(changes, on_gpu, layout):
     settled = with_vocabulary_layout(config_of(**changes), on_gpu=on_gpu)
     assert settled.training.vocabulary_layout == layout
+
+
+LARGE = {"training": {"train_iters": 5, "micro_batch_size": 8}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "on_gpu", "tile_rows"),
+    [
+        (ONE | LARGE, False, 262),
+        (
+            ONE | LARGE | {"loss": {"objective": "projected_kl", "linear_tile_rows": 100}},
+            False,
+            100,
+        ),
+        (ONE | LARGE, True, None),
+        (ONE | LARGE | {"student": MODEL | {"seq_length": 8}}, False, None),
+        (ONE | LARGE | loss("alm"), False, None),
+        (ONE | LARGE | {"loss": {"objective": "projected_kl", "linear": False}}, False, None),
+        (ONE | LARGE | {"teacher": None, "loss": {"objective": "next_token"}}, False, None),
+        (
+            ONE | LARGE | {"loss": {"objective": "gold", "weighting": "gradient_magnitude"}},
+            False,
+            None,
+        ),
+    ],
+    ids=[
+        "cpu",
+        "fewer rows",
+        "gpu",
+        "small",
+        "no linear form",
+        "not asked for",
+        "no teacher",
+        "excluded",
+    ],
+)
+def test_a_cpu_takes_tiles_of_large_logits(changes, on_gpu, tile_rows):
+    config = config_of(**changes)
+    settled = with_linear_form(config, on_gpu=on_gpu, vocab_size=128_000)
+    assert settled.loss.linear is (tile_rows is not None)
+    assert settled.loss.linear_tile_rows == (tile_rows or config.loss.linear_tile_rows)
+    assert with_linear_form(settled, on_gpu=on_gpu, vocab_size=128_000) == settled
 
 
 def test_ranks_that_share_sequences_are_of_one_replica():

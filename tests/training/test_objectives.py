@@ -30,22 +30,23 @@ OBJECTIVES = {
     "dskd": ("dskd", {"target": "teacher"}),
     "dskd-heads": ("dskd", {"projectors": "heads"}),
     "partition_kl": ("partition_kl", {}),
+    "byte_prefix": ("byte_prefix", {"direction": "jensen_shannon"}),
     "vocab_kl": ("vocab_kl", {}),
     "added": ("brier", {"weight": 2.0}),
 }
 """Folder -> objective and options; ``vocab_kl`` learns from the first; the last is a user's."""
 
 LAYOUTS = [("tp2", TP2), ("pp2", PP2), ("dp2", {})]
-SHARDED = ("partition_kl", "hybrid_kl", "dskd-heads")
+SHARDED = ("partition_kl", "byte_prefix", "hybrid_kl", "dskd-heads")
 CONTEXT = ("cp2", CP2)
 OVER_CONTEXT = ("hybrid_kl", "dskd")
 """Sums over chunks, and with parameters of its own; rows of 41 and 53 positions, which are filled
 up to divide. Sums over labels too with MEGATRON_EXT_ALL_TEXT."""
-OF_LAYOUT = {"tp2": ("partition_kl", "dskd-heads"), "pp2": ("hybrid_kl",)}
+OF_LAYOUT = {"tp2": ("partition_kl", "byte_prefix", "dskd-heads"), "pp2": ("hybrid_kl",)}
 """What each layout runs; all that is sharded with MEGATRON_EXT_ALL_TEXT."""
 if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
     OF_LAYOUT = {name: SHARDED for name, _ in LAYOUTS}
-    OVER_CONTEXT = ("next_token", *OVER_CONTEXT)
+    OVER_CONTEXT = ("next_token", "byte_prefix", *OVER_CONTEXT)
 CASES = [
     *((name, layout) for layout, names in OF_LAYOUT.items() for name in names),
     *((name, CONTEXT[0]) for name in OVER_CONTEXT),
@@ -81,6 +82,9 @@ def test_an_objective_has_a_finite_loss_over_what_it_counts(runs, name):
         if name == "alm":
             # Chunks are merged up to words.
             assert 0 < row["compared"] < chunks
+        elif name == "byte_prefix":
+            # Rows of chunks, of which longer ones have several.
+            assert chunks < row["compared"] <= row["tokens"]
         else:
             assert row["compared"] == (row["tokens"] if name in ("vocab_kl", "added") else chunks)
 

@@ -17,7 +17,11 @@ THREE = {
     "again": {"objective": "partition_kl", "weight": 0.5},
     "own": {"objective": "alm", "options": {"debias": False}, "weight": 2.0, "temperature": 2.0},
 }
-ALIKE = {"own-a": {"weight": 0.5}, "own-b": {"weight": 2.0}}
+ALIKE = {
+    "own-a": {"weight": 0.5},
+    "own-b": {"weight": 2.0, "model": {"make_vocab_size_divisible_by": 128}},
+}
+"""With other padding than each other's."""
 DYNAMIC = {
     "teacher_weights": "bits_per_byte",
     "teacher_weights_alpha": 0.5,

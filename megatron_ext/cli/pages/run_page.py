@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +17,7 @@ from megatron_ext.cli.pages.audit_page import coverage_table
 from megatron_ext.cli.pages.audit_ribbon import Ribbon, ribbons
 from megatron_ext.cli.pages.audit_source import AuditSource
 from megatron_ext.cli.pages.frame import BarPart, TableRow, bar, html_page, swatch
+from megatron_ext.cli.pages.rollout_view import completions
 from megatron_ext.cli.pages.run_charts import COLOURS, SMOOTHING, other_panels, panels
 from megatron_ext.cli.pages.run_record import RunRecord
 from megatron_ext.cli.pages.token_view import duration, share, with_short_paths
@@ -156,6 +157,7 @@ def _tokenizer(saved: Path, section: Mapping[str, Any], where: str) -> MegatronT
 
 
 _PREFIX: Final = "seconds/"
+_ROLLOUTS: Final = "rollouts"
 _WAITING: Final = "seconds/waiting"
 _WITHIN_OTHERS: Final = frozenset({_WAITING, "seconds/teacher_waiting"})
 """Times that are parts of the phases ``data`` and ``teacher``."""
@@ -174,7 +176,9 @@ def report_page(runs: Sequence[RunRecord], samples: Sequence[PairSample]) -> str
         "state": run_tables.state,
         "totals": run_tables.totals(runs),
         "panels": panels(runs),
-        "others": [panel for panel in others if panel.title != _PREFIX.rstrip("/")],
+        "others": [p for p in others if p.title not in (_PREFIX.rstrip("/"), _ROLLOUTS)],
+        "rollout_panels": [replace(p, title="Each step") for p in others if p.title == _ROLLOUTS],
+        "completions": [(run.name, completions(run)) for run in runs if run.completions],
         "phase_panels": [panel for panel in others if panel.title == _PREFIX.rstrip("/")],
         "shares": _time_shares(runs),
         "held_out": [(run.name, *run_tables.held_out(run)) for run in runs],

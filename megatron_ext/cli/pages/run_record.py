@@ -12,10 +12,17 @@ from megatron_ext.cli.pages.token_view import with_short_paths
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import parse_json, read_json, whole_lines
 from megatron_ext.training.model_section import read_config_file
-from megatron_ext.training.run_folder import CONFIG_FILE, DATA_FILE, METRICS_FILE, QUARANTINE_FILE
+from megatron_ext.training.run_folder import (
+    CONFIG_FILE,
+    DATA_FILE,
+    METRICS_FILE,
+    QUARANTINE_FILE,
+    ROLLOUTS_FILE,
+)
 
 EVALUATIONS: Final = "evaluation"
 _MOST_REFUSED: Final = 10
+_MOST_COMPLETIONS: Final = 16
 _MOST_ITERATIONS: Final = 1 << 53
 """Largest integer below which all are exact as floats."""
 
@@ -39,6 +46,8 @@ class RunRecord:
     """Descriptions of the first documents left out."""
     refused_count: int
     """Number of all documents left out."""
+    completions: tuple[Mapping[str, Any], ...]
+    """Some logged completions, from the first step to the last; none in a run without rollouts."""
     problems: tuple[str, ...]
     """Problems of the folder, a sentence each."""
 
@@ -118,6 +127,7 @@ def read_run(folder: Path, *, name: str) -> RunRecord:
         evaluations={path.stem: _read_object(path, problems) for path in results},
         refused=tuple(with_short_paths(_row_in_words(line)) for line in refused[:_MOST_REFUSED]),
         refused_count=len(refused),
+        completions=tuple(_read_completions(folder / ROLLOUTS_FILE, problems)),
         problems=tuple(map(with_short_paths, problems)),
     )
 
@@ -171,6 +181,17 @@ def _read_rows(path: Path, problems: list[str]) -> dict[int, Mapping[str, Any]]:
         )
     problems.extend(_not_finite(rows))
     return rows
+
+
+def _read_completions(path: Path, problems: list[str]) -> Iterator[Mapping[str, Any]]:
+    """Completions of about equally many steps apart, the first and the last among them."""
+    lines = _lines(path, problems)
+    last, count = len(lines) - 1, min(len(lines), _MOST_COMPLETIONS)
+    chosen = [lines[last * place // max(count - 1, 1)] for place in range(count)]
+    rows = [_row(line) for line in chosen]
+    if None in rows:
+        problems.append(f"{path.name}: a line is no completion and is left out")
+    return (row for row in rows if row is not None)
 
 
 def _lines(path: Path, problems: list[str]) -> list[bytes]:

@@ -115,6 +115,7 @@ class AlmLoss(Objective):
     """
 
     name: ClassVar[str] = "alm"
+    summary: ClassVar[str] = "likelihoods of chunks; needs two numbers a token from the teacher"
 
     difference: Difference = "binary_kl"
     """D. tokenkit's default is ``binary_ce``, which has the same gradient."""

@@ -79,6 +79,7 @@ class DskdLoss(Objective):
     """
 
     name: ClassVar[str] = "dskd"
+    summary: ClassVar[str] = "hidden states under both heads, by trained projectors"
 
     projectors: DskdProjectors
     """A and B, which a trainer registers as parameters of its own."""

@@ -64,6 +64,7 @@ class GoldLoss(Objective):
     """
 
     name: ClassVar[str] = "gold"
+    summary: ClassVar[str] = "tokens that both vocabularies have, and the rest sorted"
 
     temperature: float = 1.0
     """tau, at which both models are compared."""
@@ -143,6 +144,7 @@ class GoldLoss(Objective):
             # So that the gradient is rounded once.
             grad_scale=torch.full((count,), weight, device=inputs.student_logits.device)
             * inputs.grad_scale,
+            in_place=inputs.in_place,
             implementation=self.implementation,
         )
         return chunk_output(
@@ -190,6 +192,7 @@ class HybridKLLoss(GoldLoss):
     """
 
     name: ClassVar[str] = "hybrid_kl"
+    summary: ClassVar[str] = "as gold, with tokens that mostly correspond among the common ones"
 
     min_share: float = 0.6
     """Least share of a student token's largest teacher token for the two to be common."""

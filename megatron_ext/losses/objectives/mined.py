@@ -51,6 +51,9 @@ class MinedLoss(Objective):
     """
 
     name: ClassVar[str] = "mined"
+    summary: ClassVar[str] = (
+        "one-to-one chunks, each student token with the nearest spelling; a baseline"
+    )
 
     temperature: float = 1.0
     """tau, at which both distributions are compared."""

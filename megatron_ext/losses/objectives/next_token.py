@@ -35,6 +35,9 @@ class NextTokenLoss(FusedObjective):
     """
 
     name: ClassVar[str] = "next_token"
+    summary: ClassVar[str] = (
+        "no teacher: next-token cross-entropy alone, for teachers and baselines"
+    )
 
     implementation: Implementation = "auto"
     """``auto``, ``triton`` or ``torch``, see ``ops/launch``."""

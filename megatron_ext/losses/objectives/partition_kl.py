@@ -82,6 +82,9 @@ class PartitionKLLoss(FusedObjective):
     """
 
     name: ClassVar[str] = "partition_kl"
+    summary: ClassVar[str] = (
+        "events that both models can name, exactly; follows the teacher through cut tokens"
+    )
 
     temperature: float = 1.0
     """tau: masses of the events to the power of 1 / tau, normalised again. It acts on the events
@@ -229,7 +232,7 @@ class PartitionKLLoss(FusedObjective):
     @property
     def needs(self) -> Needs:
         """The match and the completions."""
-        return Needs(projection="retokenized", match=True, completions=True)
+        return Needs(projection="retokenized", match=True, completions="chunks")
 
     @property
     def target_forms(self) -> tuple[TargetForm, ...]:
@@ -250,11 +253,11 @@ def _check_completions(
     inputs: DistillationInputs, alignment: AlignmentBatch
 ) -> tuple[VocabularyMatch, ChunkCompletions]:
     match, completions = inputs.match, inputs.completions
-    if match is None or completions is None:
+    if match is None or not isinstance(completions, ChunkCompletions):
         raise LossError(
             "the objective partition_kl needs the common vocabulary and the chunks' completions",
             got="no match" if match is None else "no completions",
-            fix="make ChunkCompletions.of each batch where it is loaded",
+            fix="call CompletionTable.of_batch for each batch where it is loaded",
         )
     if completions.chunk_count != alignment.chunk_count:
         raise LossError(

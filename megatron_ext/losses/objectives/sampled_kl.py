@@ -51,6 +51,7 @@ class SampledKLLoss(Objective):
     """
 
     name: ClassVar[str] = "sampled_kl"
+    summary: ClassVar[str] = "likelihoods of chunks that the student sampled, as a policy gradient"
 
     most_signal: float = 10.0
     """Largest size of a signal, in nats."""

@@ -57,6 +57,7 @@ class StrictTopKLoss(Objective):
     """
 
     name: ClassVar[str] = "strict_topk"
+    summary: ClassVar[str] = "shared tokens of one-to-one chunks; the cheapest"
 
     temperature: float = 1.0
     """tau, at which both distributions are compared."""

@@ -62,6 +62,9 @@ class ULDLoss(Objective):
     """
 
     name: ClassVar[str] = "uld"
+    summary: ClassVar[str] = (
+        "sorted probabilities, whatever the tokens; for vocabularies without common tokens"
+    )
 
     temperature: float = 1.0
     """tau, at which both models are compared."""
@@ -131,6 +134,7 @@ class ULDLoss(Objective):
                 (count,), self.temperature**2, device=inputs.student_logits.device
             )
             * inputs.grad_scale,
+            in_place=inputs.in_place,
             implementation=self.implementation,
         )
 

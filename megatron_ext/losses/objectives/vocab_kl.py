@@ -36,16 +36,16 @@ from megatron_ext.ops.vocab_kl import evaluate_vocab_kl
 class VocabKLLoss(FusedObjective):
     """``tau^2 * sum_t D(P_t || Q_t)`` over positions with a label, in nats, counting them.
 
-    P is the teacher's and Q the student's softmax over their common vocabulary at the temperature
-    tau; D is a KL in one direction or the Jensen-Shannon divergence (``ops/divergence``). No
-    alignment and no projection: both models read the same tokens. Zero, with zero gradient, where
-    they agree.
+    P is the teacher's and Q the student's softmax over the ids of their tokenizer at the
+    temperature tau; padding of either model, of whatever size, takes no probability. D is a KL in
+    one direction or the Jensen-Shannon divergence (``ops/divergence``). No alignment and no
+    projection: both models read the same tokens. Zero, with zero gradient, where they agree.
 
     Teacher targets: ``logits`` and ``hidden`` are compared on every token (``ops/vocab_kl``: four
-    all-reduces, 52 T bytes a rank). ``topk`` is compared on its K tokens and all others as one,
-    which never exceeds the divergence on every token (``ops/token_log_prob``: three all-reduces,
-    4 T (K + 2) bytes, and two of the metrics); at temperature 1 only, since the mass of
-    the tail is not known at another. ``label`` is refused.
+    all-reduces, 52 T bytes a rank; before them ``TeacherTargets.logits_over``). ``topk`` is
+    compared on its K tokens and all others as one, which never exceeds the divergence on every
+    token (``ops/token_log_prob``: three all-reduces, 4 T (K + 2) bytes, and two of the metrics); at
+    temperature 1 only, since the mass of the tail is not known at another. ``label`` is refused.
 
     Metrics: ``teacher_entropy`` (nats a token; with ``topk``, of the K + 1 entries),
     ``top1_agreement`` and with ``topk`` ``rest_mass``, the teacher's outside its K tokens. Chunk
@@ -57,6 +57,7 @@ class VocabKLLoss(FusedObjective):
     """
 
     name: ClassVar[str] = "vocab_kl"
+    summary: ClassVar[str] = "every token; for a teacher with the student's own tokenizer"
 
     temperature: float = 1.0
     """tau, at which both distributions are compared."""
@@ -96,9 +97,9 @@ class VocabKLLoss(FusedObjective):
             labels, label_weight = inputs.labels.flatten(), label_scales(inputs, ce_scale)
         values = evaluate_vocab_kl(
             inputs.student_logits.flatten(0, 1),
-            teacher.to_logits().flatten(0, 1),
+            teacher.logits_over(inputs.student_shard).flatten(0, 1),
             student_shard=inputs.student_shard,
-            teacher_shard=teacher.shard,
+            teacher_shard=inputs.student_shard,
             options=DivergenceOptions(
                 temperature=self.temperature, direction=self.direction, mixture=self.mixture
             ),

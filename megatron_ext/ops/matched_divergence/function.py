@@ -43,7 +43,14 @@ from megatron_ext.ops.model_rows import (
     row_scale,
     write_row_gradients,
 )
-from megatron_ext.ops.sorted_l1.comparison import Compared, Largest, compare_sorted, select_largest
+from megatron_ext.ops.sorted_l1.comparison import (
+    Candidates,
+    Compared,
+    Largest,
+    add_signs_,
+    compare_sorted,
+    select_largest,
+)
 from megatron_ext.ops.unit_gradient import kept_gradient
 
 
@@ -172,14 +179,14 @@ def evaluate_by_torch(task: MatchedTask) -> MatchedValues:
         (task.student, task.teacher),
     )
     shard, ends = task.student.shard, host_offsets(*models)
-    excluded = task.matching.excluded(*(model.shard for model in models))
+    candidates = _candidates(task)
     pairs = _pairs(task)
-    for chunks in row_slices(len(task.scale), _widest(task), device=task.scale.device):
+    for chunks in row_slices(len(task.scale), _widest(task, candidates), device=task.scale.device):
         q, p = (
             chunk_means(model, offsets, chunks).to(task.scale.dtype)
             for model, offsets in zip(models, ends, strict=True)
         )
-        tops, compared = _uncommon(task, q, p, excluded)
+        top, compared = _uncommon(task, q, p, candidates)
         results.uncommon[chunks], results.discarded[chunks] = compared.value, compared.left_out
 
         if task.student.by_loops:
@@ -190,8 +197,9 @@ def evaluate_by_torch(task: MatchedTask) -> MatchedValues:
         if gradient is None:
             continue
         slope = _centred(task, chunks, slope, centre)
-        signs = compared.signs.to(slope.dtype).mul_(task.options.uncommon_weight)
-        slope.scatter_add_(1, tops.columns, signs)
+        add_signs_(
+            slope, top, compared, task.options.uncommon_weight, by_loops=task.student.by_loops
+        )
         write_row_gradients(task.student, ends[0], chunks, slope, task.scale, gradient)
     return results
 
@@ -289,31 +297,42 @@ def _centred_by_loops(
     return slope
 
 
-def _widest(task: MatchedTask) -> int:
+def _candidates(task: MatchedTask) -> tuple[Candidates, Candidates]:
+    """Student's and teacher's columns that the sorted L1 compares."""
+    shards = task.student.shard, task.teacher.shard
+    student, teacher = (
+        Candidates.of(
+            task.options.top_u,
+            shard.width,
+            excluded,
+            group=shard.group,
+            by_loops=task.student.by_loops,
+        )
+        for shard, excluded in zip(shards, task.matching.excluded(*shards), strict=True)
+    )
+    return student, teacher
+
+
+def _widest(task: MatchedTask, candidates: tuple[Candidates, Candidates]) -> int:
     """Columns of the largest temporary of a chunk, the same on every rank."""
     student, teacher = (model.shard.width for model in (task.student, task.teacher))
     ranks = group_size(task.student.shard.group)
-    return max(student * ranks, (_kept(task, student) + _kept(task, teacher) + 2) * ranks, teacher)
-
-
-def _kept(task: MatchedTask, width: int) -> int:
-    places = task.options.top_u
-    return width if places is None else min(places, width)
+    compared = sum(side.kept for side in candidates) + 2
+    return max(student * ranks, compared * ranks, teacher)
 
 
 def _uncommon(
     task: MatchedTask,
     q: torch.Tensor,
     p: torch.Tensor,
-    excluded: tuple[torch.Tensor, torch.Tensor],
+    candidates: tuple[Candidates, Candidates],
 ) -> tuple[Largest, Compared]:
     """The student's candidates of the sorted L1, and the comparison."""
-    shards = task.student.shard, task.teacher.shard
-    tops = [
-        select_largest(side, _kept(task, shard.width), without, by_loops=task.student.by_loops)
-        for side, shard, without in zip((q, p), shards, excluded, strict=True)
-    ]
-    return tops[0], compare_sorted(tops[0], tops[1], task.options.top_u, shards[0].group)
+    student, teacher = (
+        select_largest(side, of_side) for side, of_side in zip((q, p), candidates, strict=True)
+    )
+    group, by_loops = task.student.shard.group, task.student.by_loops
+    return student, compare_sorted(student, teacher, task.options.top_u, group, by_loops=by_loops)
 
 
 def _onto_student(p: torch.Tensor, matching: Matching, shard: VocabShard) -> torch.Tensor:

@@ -53,6 +53,12 @@ class ChosenColumns(NamedTuple):
             ),
         )
 
+    @classmethod
+    def none(cls, rows: ChainRows) -> ChosenColumns:
+        """No row and no column, on the device of ``rows``."""
+        nothing = rows.last_row[:0]
+        return cls(nothing, nothing, nothing, nothing, (0,))
+
     def at_rows(self) -> torch.Tensor:
         """Row of the logits of each chosen column, int64 [N]."""
         return self.row[self.place]

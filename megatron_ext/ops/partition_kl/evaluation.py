@@ -60,6 +60,7 @@ def evaluate_partition_kl(
     labels: torch.Tensor | None = None,
     ce_weight: torch.Tensor | None = None,
     gradient: torch.Tensor | None = None,
+    chain_masses: RowMasses | None = None,
     implementation: Implementation = "auto",
 ) -> PartitionValues:
     """D(P_c || Q_c) of each chunk, and d(sum grad_scale * D + sum ce_weight * CE)/d student_logits.
@@ -76,6 +77,8 @@ def evaluate_partition_kl(
             without ``labels``.
         gradient: [Ts, Vps], overwritten in its dtype; can be ``student_logits`` itself. None: no
             gradient is computed.
+        chain_masses: The teacher's log-masses at the rows of the chains, where its logits are
+            those of the singles alone.
         implementation: See ``ops.launch``.
 
     Accumulates in fp32 (fp64 for fp64 logits). No fp32 tensor is as large as the logits.
@@ -98,9 +101,11 @@ def evaluate_partition_kl(
         by = "triton"
     elif uses_compiled(implementation, *given):
         by = "cpu"
-    models = [
-        _Model.read(logits, plan, is_student=number == 0, labels=labels, by=by)
-        for number, logits in enumerate(given)
+    masses = teacher if isinstance(teacher, RowMasses) else chain_masses
+    models = [_Model.read(given[0], plan, is_student=True, labels=labels, by=by)]
+    models += [
+        _Model.read(logits, plan, is_student=False, has_chains=masses is None, labels=None, by=by)
+        for logits in given[1:]
     ]
     merged = _merge(models, plan)
     tokens, token_loss = _token_term(models[0], merged[0], labels, ce_weight, plan.student_shard)
@@ -140,7 +145,7 @@ def evaluate_partition_kl(
     ]
     chain, grads = compare_chains(
         chosen[0],
-        teacher if isinstance(teacher, RowMasses) else chosen[1],
+        chosen[1] if masses is None else masses,
         plan,
         second,
         with_gradient=gradient is not None,
@@ -187,11 +192,14 @@ class _Model(NamedTuple):
         is_student: bool,
         labels: torch.Tensor | None,
         by: Implementation,
+        has_chains: bool = True,
     ) -> _Model:
         side = 0 if is_student else 1
         shard = (plan.student_shard, plan.teacher_shard)[side]
         rows = (plan.chains.student, plan.chains.teacher)[side]
-        chosen = ChosenColumns.of(rows, plan.chains, shard)
+        chosen = (
+            ChosenColumns.of(rows, plan.chains, shard) if has_chains else ChosenColumns.none(rows)
+        )
         shared = (plan.shared.student, plan.shared.teacher)[side]
         split = RowSplit.of(len(logits), plan.singles[side], shared, chosen)
         has_labels = is_student and labels is not None

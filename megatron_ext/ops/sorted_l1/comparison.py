@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from megatron_ext.distributed.shard_collectives import gather_columns, group_size
 from megatron_ext.ops.top_columns import largest_columns
@@ -37,12 +38,50 @@ class Largest(NamedTuple):
     """Whether ``values`` are in descending order."""
 
 
-def select_largest(
-    values: torch.Tensor, count: int, excluded: torch.Tensor | None, *, by_loops: bool = False
-) -> Largest:
-    """``largest_columns``, with the sum of the other columns."""
-    if by_loops and values.dtype == torch.float32:
-        return _select_by_loops(values, count, excluded)
+class Candidates(NamedTuple):
+    """Columns of one side among which the largest are looked for."""
+
+    kept: int
+    """K, how many of them."""
+
+    excluded: torch.Tensor | None
+    """bool [Vp]: columns that come last, with the value -1; None: no column does."""
+
+    lists: tuple[NDArray[np.int32], NDArray[np.int32]] | None
+    """The other columns and these, for compiled loops; empty where none is excluded. None: torch
+    looks for the largest."""
+
+    @classmethod
+    def of(
+        cls,
+        places: int | None,
+        width: int,
+        excluded: torch.Tensor | None,
+        *,
+        group: ProcessGroup | None = None,
+        by_loops: bool = False,
+    ) -> Candidates:
+        """Candidates for ``places`` of ``width`` columns; None: for all of them.
+
+        For loops on one rank no more than the columns that are not excluded: several ranks gather
+        equally many.
+        """
+        count = width if places is None else min(places, width)
+        if not by_loops:
+            return cls(count, excluded, None)
+        if excluded is None:
+            none: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
+            return cls(count, None, (none, none))
+        mask = excluded.numpy()
+        allowed, others = (np.flatnonzero(x).astype(np.int32) for x in (~mask, mask))
+        return cls(count if group else min(count, len(allowed)), excluded, (allowed, others))
+
+
+def select_largest(values: torch.Tensor, candidates: Candidates) -> Largest:
+    """``largest_columns`` of ``values`` [C, Vp], with the sum of the other columns."""
+    count, excluded, lists = candidates
+    if lists is not None and values.dtype == torch.float32:
+        return _select_by_loops(values, count, lists)
     chosen, columns = largest_columns(values, count, excluded)
     rest = values.scatter(-1, columns, 0.0)
     if excluded is not None:
@@ -50,7 +89,9 @@ def select_largest(
     return Largest(chosen, columns, rest.sum(dim=-1, keepdim=True), is_descending=True)
 
 
-def _select_by_loops(values: torch.Tensor, count: int, excluded: torch.Tensor | None) -> Largest:
+def _select_by_loops(
+    values: torch.Tensor, count: int, lists: tuple[NDArray[np.int32], NDArray[np.int32]]
+) -> Largest:
     from megatron_ext.ops import selection_loops as loops
     from megatron_ext.ops.row_loops import in_threads
 
@@ -61,16 +102,9 @@ def _select_by_loops(values: torch.Tensor, count: int, excluded: torch.Tensor | 
         values.new_empty(rows, 1),
         is_descending=True,
     )
-    none = np.zeros(0, dtype=np.int32)
-    arguments = (
-        values.contiguous().numpy(),
-        none if excluded is None else np.flatnonzero(~excluded.numpy()).astype(np.int32),
-        none if excluded is None else np.flatnonzero(excluded.numpy()).astype(np.int32),
-        out.values.numpy(),
-        out.columns.numpy(),
-        out.rest[:, 0].numpy(),
-    )
-    in_threads(lambda a, b: loops.largest_places(a, b, *arguments), rows)
+    found = out.values.numpy(), out.columns.numpy(), out.rest[:, 0].numpy()
+    given = values.contiguous().numpy(), *lists
+    in_threads(lambda a, b: loops.largest_places(a, b, *given, *found), rows)
     return out
 
 
@@ -88,12 +122,23 @@ class Compared(NamedTuple):
 
 
 def compare_sorted(
-    student: Largest, teacher: Largest, places: int | None, group: ProcessGroup | None
+    student: Largest,
+    teacher: Largest,
+    places: int | None,
+    group: ProcessGroup | None,
+    *,
+    by_loops: bool = False,
 ) -> Compared:
     """L1 of the ``places`` largest of all ranks' candidates; None: of all of them.
 
     One all-gather of [C, Ks + Kt + 2].
+
+    Args:
+        by_loops: Compare in compiled loops what one rank has in descending order, no more than
+            ``places`` of it.
     """
+    if by_loops and group is None:
+        return _compare_by_loops(student, teacher)
     ranks = group_size(group)
     widths = [side.values.shape[1] for side in (student, teacher)]
     packed = torch.cat([student.values, teacher.values, student.rest, teacher.rest], dim=-1)
@@ -107,6 +152,31 @@ def compare_sorted(
     start = 0 if group is None else dist.get_rank(group) * widths[0]
     mine = spread[:, start : start + widths[0]]
     return Compared(value, left_out, mine.masked_fill(student.values < 0, 0))
+
+
+def _compare_by_loops(student: Largest, teacher: Largest) -> Compared:
+    from megatron_ext.ops import selection_loops as loops
+    from megatron_ext.ops.row_loops import in_threads
+
+    value = student.values.new_empty(len(student.values))
+    signs = torch.empty_like(student.values, dtype=torch.int8)
+    given = student.values.numpy(), teacher.values.numpy(), value.numpy(), signs.numpy()
+    in_threads(lambda a, b: loops.compare_places(a, b, *given), len(value))
+    return Compared(value, (student.rest + teacher.rest)[:, 0], signs)
+
+
+def add_signs_(
+    slope: torch.Tensor, student: Largest, compared: Compared, weight: float, *, by_loops: bool
+) -> None:
+    """Add ``weight dL1/dq`` to ``slope`` [C, Vp] at the student's candidates, in place."""
+    if by_loops and slope.dtype == torch.float32:
+        from megatron_ext.ops import selection_loops as loops
+        from megatron_ext.ops.row_loops import in_threads
+
+        given = student.columns.numpy(), compared.signs.numpy(), np.float32(weight), slope.numpy()
+        in_threads(lambda a, b: loops.spread_signs(a, b, *given), len(slope))
+        return
+    slope.scatter_add_(1, student.columns, compared.signs.to(slope.dtype).mul_(weight))
 
 
 def _merged(

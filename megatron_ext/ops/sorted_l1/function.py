@@ -29,7 +29,14 @@ from megatron_ext.ops.model_rows import (
     row_scale,
     write_row_gradients,
 )
-from megatron_ext.ops.sorted_l1.comparison import compare_sorted, select_largest
+from megatron_ext.ops.sorted_l1.comparison import (
+    Candidates,
+    Compared,
+    Largest,
+    add_signs_,
+    compare_sorted,
+    select_largest,
+)
 from megatron_ext.ops.sorted_l1.kernel_steps import (
     capacity_of,
     keep_chosen,
@@ -111,27 +118,65 @@ def _by_torch(
     out = ChunkSortedL1(torch.empty_like(scale), torch.empty_like(scale))
     models = (student, teacher)
     ends, group = host_offsets(*models), student.shard.group
-    widths = [model.shard.width for model in models]
-    counts = [width if top_u is None else min(top_u, width) for width in widths]
-    widest = max(*widths, (sum(counts) + 2) * group_size(group))
-    for chunks in row_slices(len(scale), widest, device=scale.device):
-        parts = [
-            select_largest(
-                chunk_means(model, offsets, chunks).to(scale.dtype),
-                count,
-                model.shard.excluded_columns(scale.device),
-                by_loops=model.by_loops,
-            )
-            for model, offsets, count in zip(models, ends, counts, strict=True)
-        ]
-        out.chunk_loss[chunks], out.discarded_mass[chunks], signs = compare_sorted(
-            parts[0], parts[1], top_u, group
+    widths, by_loops = [model.shard.width for model in models], student.by_loops
+    candidates = [
+        Candidates.of(
+            top_u,
+            model.shard.width,
+            model.shard.excluded_columns(scale.device),
+            group=group,
+            by_loops=by_loops,
         )
-        if gradient is not None:
-            slope = scale.new_zeros(len(signs), widths[0])
-            slope.scatter_(1, parts[0].columns, signs.to(slope.dtype))
+        for model in models
+    ]
+    widest = max(*widths, (sum(side.kept for side in candidates) + 2) * group_size(group))
+    for chunks in row_slices(len(scale), widest, device=scale.device):
+        student_top, teacher_top = (
+            select_largest(chunk_means(model, offsets, chunks).to(scale.dtype), side)
+            for model, offsets, side in zip(models, ends, candidates, strict=True)
+        )
+        compared = compare_sorted(student_top, teacher_top, top_u, group, by_loops=by_loops)
+        out.chunk_loss[chunks], out.discarded_mass[chunks] = compared.value, compared.left_out
+        if gradient is not None and by_loops and gradient.stride(-1) == 1:
+            _write_by_loops(student, ends[0], chunks, student_top, compared, scale, gradient)
+        elif gradient is not None:
+            slope = scale.new_zeros(len(compared.signs), widths[0])
+            add_signs_(slope, student_top, compared, 1.0, by_loops=False)
             write_row_gradients(student, ends[0], chunks, slope, scale, gradient)
     return out
+
+
+def _write_by_loops(
+    model: ModelRows,
+    ends: list[int],
+    chunks: slice,
+    top: Largest,
+    compared: Compared,
+    scale: torch.Tensor,
+    gradient: torch.Tensor,
+) -> None:
+    """``write_row_gradients`` of slopes that are the signs at the candidates and 0 elsewhere.
+
+    One all-reduce of [T'].
+    """
+    from megatron_ext.ops import row_loops
+    from megatron_ext.ops import selection_loops as loops
+
+    order = model.rows.order[ends[chunks.start] : ends[chunks.stop]]
+    slot = model.rows.slots[order.long()]
+    places = (
+        *model.for_loops(),
+        order.numpy(),
+        (slot - chunks.start).numpy(),
+        (top.columns.numpy(), compared.signs.numpy()),
+    )
+    centre = torch.empty(len(order))
+    row_loops.in_threads(
+        lambda a, b: loops.sign_products(a, b, *places, centre.numpy()), len(order)
+    )
+    centre = all_reduce_sum(centre, model.shard.group)
+    last = (centre.numpy(), scale[slot].float().numpy()), row_loops.flat_rows(gradient)
+    row_loops.in_threads(lambda a, b: loops.sign_gradients(a, b, *places, *last), len(order))
 
 
 def _by_kernel(
@@ -213,9 +258,11 @@ class _SortedL1(torch.autograd.Function):
         group: ProcessGroup | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         sides = (student.detach(), teacher.to(student.dtype))
-        counts = [
-            min(side.shape[1] if largest is None else largest, side.shape[1]) for side in sides
+        candidates = [
+            Candidates.of(largest, side.shape[1], without)
+            for side, without in zip(sides, excluded, strict=True)
         ]
+        counts = [side.kept for side in candidates]
         count = student.shape[0]
         value, left_out = student.new_empty(2, count)
         columns = torch.empty(count, counts[0], dtype=torch.int32, device=student.device)
@@ -223,8 +270,8 @@ class _SortedL1(torch.autograd.Function):
         widest = max(*(side.shape[1] for side in sides), (sum(counts) + 2) * group_size(group))
         for rows in row_slices(count, widest, device=student.device):
             parts = [
-                select_largest(side[rows], *options)
-                for side, options in zip(sides, zip(counts, excluded, strict=True), strict=True)
+                select_largest(side[rows], of_side)
+                for side, of_side in zip(sides, candidates, strict=True)
             ]
             value[rows], left_out[rows], signs[rows] = compare_sorted(
                 parts[0], parts[1], largest, group

@@ -23,11 +23,12 @@ from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_chec
 from megatron_ext.training.checkpoint_tokenizer import checkpoint_record
 from megatron_ext.training.config import DistillConfig, ModelConfig
 from megatron_ext.training.dry_run.plan import Plan, pair_cost
-from megatron_ext.training.dry_run.report import report
+from megatron_ext.training.dry_run.report import report, summary
 from megatron_ext.training.inputs import Inputs, read_inputs
 from megatron_ext.training.model_check import check_if_huggingface
+from megatron_ext.training.objective import head_rows, teacher_objective
 from megatron_ext.training.run_folder import CHECKPOINTS
-from megatron_ext.training.run_loss import with_vocabulary_layout
+from megatron_ext.training.run_loss import with_linear_form, with_vocabulary_layout
 from megatron_ext.training.run_plan import RunPlan, TeacherPlan
 
 _SHAPES: Final = (
@@ -97,30 +98,51 @@ def dry_run(config: DistillConfig, *, world_size: int, has_flash: bool | None = 
     with tempfile.TemporaryDirectory() as folder:
         data = dataclasses.replace(config.data, index_cache=folder, alignment_cache=None)
         inputs = read_inputs(dataclasses.replace(config, data=data), world_size=world_size)
-        summary = inputs.data.summary()
-    config = with_vocabulary_layout(config, on_gpu=has_flash or torch.cuda.is_available())
-    run = RunPlan.of(config)
-    plan = Plan.of(
-        run,
-        world_size=world_size,
-        vocab_size=inputs.tokenizer.vocab_size,
-        teacher_vocab_sizes={
-            name: teacher.tokenizer.vocab_size for name, teacher in inputs.teachers.items()
-        },
-        forms=_forms(run.teachers, inputs),
-        has_flash=has_flash,
-    )
+        data_summary = inputs.data.summary()
+    plan = _plan(config, inputs, world_size=world_size, has_flash=has_flash)
+    run = plan.run
     compared = _check_checkpoints(run, config.initial_checkpoint)
     pairs = {
         name: pair_cost(
             projection,
             plan.student,
             plan.teachers[name],
-            is_laid_out=config.training.vocabulary_layout == "co_sharded",
+            is_laid_out=run.training.vocabulary_layout == "co_sharded",
         )
         for name, projection in _projections(run.teachers, inputs).items()
     }
-    return report(dataclasses.replace(plan, pairs=pairs), summary, compared, inputs.doubts)
+    return report(dataclasses.replace(plan, pairs=pairs), data_summary, compared, inputs.doubts)
+
+
+def start_summary(config: DistillConfig, inputs: Inputs, *, world_size: int) -> str:
+    """The run that is about to start, in about ten lines.
+
+    Args:
+        world_size: Number of the student's processes.
+    """
+    has_flash = find_spec("transformer_engine") is not None
+    plan = _plan(config, inputs, world_size=world_size, has_flash=has_flash)
+    latest = latest_checkpoint(plan.run.run_dir / CHECKPOINTS)
+    start = config.initial_checkpoint if latest is None else f"{latest}, where the run goes on"
+    return summary(plan, inputs.data.summary(), start=start)
+
+
+def _plan(config: DistillConfig, inputs: Inputs, *, world_size: int, has_flash: bool) -> Plan:
+    on_gpu, vocab_size = has_flash or torch.cuda.is_available(), inputs.tokenizer.vocab_size
+    config = with_vocabulary_layout(config, on_gpu=on_gpu)
+    config = with_linear_form(config, on_gpu=on_gpu, vocab_size=vocab_size)
+    run = RunPlan.of(config)
+    return Plan.of(
+        run,
+        world_size=world_size,
+        vocab_size=inputs.tokenizer.vocab_size,
+        teacher_rows={
+            name: head_rows(teacher, inputs.teachers[name].tokenizer.vocab_size)
+            for name, teacher in run.teachers.items()
+        },
+        forms=_forms(run.teachers, inputs),
+        has_flash=has_flash,
+    )
 
 
 def _check_checkpoints(run: RunPlan, initial_checkpoint: str | None) -> dict[str, bool]:
@@ -159,8 +181,6 @@ def _forms(teachers: Mapping[str, TeacherPlan], inputs: Inputs) -> dict[str, Tar
 
 def _projections(plans: Mapping[str, TeacherPlan], inputs: Inputs) -> dict[str, SparseProjection]:
     """Configured projections, and those that the run would build, built in memory."""
-    from megatron_ext.training.objective import teacher_objective
-
     projections = {}
     for name, plan in plans.items():
         teacher, method = inputs.teachers[name], teacher_objective(plan).needs.projection

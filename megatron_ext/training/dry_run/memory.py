@@ -214,10 +214,8 @@ def rank_memory(plan: Plan, stage: int) -> RankMemory:
         student_weights=plan.student_parameters(stage) * plan.element,
         gradients=learning * FP32,
         optimizer_state=_optimizer_state(plan, learning),
-        teacher_weights=(
-            sum(teacher.parameters(stage) for teacher in local) + (_heads(plan) if is_last else 0)
-        )
-        * plan.element,
+        teacher_weights=sum(_weights(plan, name, stage) for name in plan.teachers)
+        + (_heads(plan) * plan.element if is_last else 0),
         teacher_targets=sum(_targets(plan, name) for name in plan.teachers) if is_last else 0,
         batch=sum(_batch(plan, shape) for shape in (plan.student, *teachers)),
         activations=max(
@@ -227,6 +225,18 @@ def rank_memory(plan: Plan, stage: int) -> RankMemory:
         ),
         loss=_loss(plan) if is_last else 0,
     )
+
+
+def _weights(plan: Plan, name: str, stage: int) -> int:
+    """Bytes of one teacher's weights, which are 0 where its model is elsewhere."""
+    if name in plan.forms:
+        return 0
+    teacher = plan.teachers[name]
+    weights = teacher.parameters(stage) * plan.element
+    if plan.run.teachers[name].config.weight_precision is None:
+        return weights
+    # A byte of each; the scale of a row is left out.
+    return weights - teacher.layers * teacher.layer_products * (plan.element - 1)
 
 
 def _optimizer_state(plan: Plan, parameters: int) -> int:

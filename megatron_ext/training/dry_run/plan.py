@@ -166,22 +166,28 @@ class Plan:
         *,
         world_size: int,
         vocab_size: int,
-        teacher_vocab_sizes: Mapping[str, int],
+        teacher_rows: Mapping[str, int],
         forms: Mapping[str, TargetForm] | None = None,
         has_flash: bool = False,
     ) -> Plan:
         """The plan of a checked configuration.
 
+        Args:
+            vocab_size: Number of the student's ids.
+            teacher_rows: Rows of each teacher's head by name, from ``objective.head_rows``.
+
         Raises:
             ConfigError: The processes do not divide into replicas.
         """
+        layout = run.parallel.layout
+        rows = run.student.head_rows(vocab_size, tensor_ranks=layout.tensor_model_parallel_size)
         return cls(
             run=run,
             world_size=world_size,
-            dp=run.parallel.layout.replicas(world_size),
-            student=_shape(run.student, vocab_size, run.parallel.layout),
+            dp=layout.replicas(world_size),
+            student=_shape(run.student, rows, layout),
             teachers={
-                name: _shape(teacher.config.model, teacher_vocab_sizes[name], run.parallel.layout)
+                name: _shape(teacher.config.model, teacher_rows[name], layout)
                 for name, teacher in run.teachers.items()
             },
             forms=forms or {},
@@ -272,12 +278,11 @@ class Plan:
         return -(-shape.model.seq_length // multiple) * multiple
 
 
-def _shape(model: ModelConfig, vocab_size: int, layout: Layout) -> ModelShape:
-    tp = layout.tensor_model_parallel_size
+def _shape(model: ModelConfig, rows: int, layout: Layout) -> ModelShape:
     return ModelShape(
         model=model,
-        padded_vocab_size=model.head_rows(vocab_size, tensor_ranks=tp),
-        tp=tp,
+        padded_vocab_size=rows,
+        tp=layout.tensor_model_parallel_size,
         pp=layout.pipeline_model_parallel_size,
     )
 

@@ -52,6 +52,32 @@ def report(
     return "\n\n".join(parts) + "\n"
 
 
+def summary(plan: Plan, data: Mapping[str, Any], *, start: str | None) -> str:
+    """The run in about ten lines, for its start.
+
+    Args:
+        data: The summary of ``RunData``.
+        start: Checkpoint that the student's weights are from; None for random ones.
+    """
+    loss, training, optimizer = plan.run.loss, plan.run.training, plan.run.optimizer
+    weights = f"kd_weight {loss.kd_weight:g}, " if plan.teachers else ""
+    options = f" {dict(loss.options)}" if loss.options else ""
+    peak = max(rank_memory(plan, stage).total for stage in range(plan.stages))
+    sources = {name: plan.run.teachers[name].config.checkpoint for name in plan.teachers}
+    lines = [
+        _run(plan),
+        f"weights     student: {start or 'random'}"
+        + "".join(f"; {name}: {source}" for name, source in sources.items() if source),
+        _text(data),
+        f"objective   {loss.objective}{options}, {weights}ce_weight {loss.ce_weight:g}",
+        f"training    {training.train_iters:,} iterations, learning rate {optimizer.lr:g}, "
+        f"{optimizer.lr_decay_style}",
+        f"memory      about {_bytes(peak)} a rank at the peak of a step, by estimate",
+        f"run         {plan.run.run_dir}; config.yaml there has every setting",
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def _shown_stages(plan: Plan) -> list[int]:
     """The first, the second and the last stage: all between are like the second."""
     return sorted({0, min(1, plan.stages - 1), plan.stages - 1})

@@ -94,6 +94,8 @@ def open_cached_teacher(
 ) -> CachedTeacher:
     """Open a teacher's cache on this rank, after a check that it is of the configured weights.
 
+    Nothing says of which weights an imported cache is: that is said instead.
+
     Collectives: that of ``ProcessGroups.on_main``, in which the main rank reads the checkpoint.
 
     Raises:
@@ -103,6 +105,14 @@ def open_cached_teacher(
     cache = TargetCache(teacher.config.cache)
 
     def check_weights() -> None:
+        imported = cache.manifest.imported
+        if imported is not None:
+            print(
+                f"teacher {teacher.name} (cache): imported from recordings of "
+                f"{imported['format']}, of which weights is not known",
+                flush=True,
+            )
+            return
         identity = {**cache.manifest.identity, WEIGHTS: weights_identity(teacher.checkpoint)}
         cache.manifest.check_same(identity, cache.folder)
 

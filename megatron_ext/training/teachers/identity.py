@@ -25,7 +25,7 @@ from megatron_ext.huggingface.checkpoint_files import (
 )
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.identity import tokenizer_identity
-from megatron_ext.training.config import DistillConfig, ModelConfig
+from megatron_ext.training.config import DistillConfig, TeacherConfig
 from megatron_ext.training.run_plan import TeacherPlan
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def cache_identity(config: DistillConfig, inputs: Inputs, teacher: str) -> dict[
     others = {name: inputs.teachers[name].tokenizer for name in inputs.teachers if name != teacher}
     cut_by = [inputs.tokenizer, *others.values()]
     return {
-        "teacher model": _model(config.named_teachers[teacher].model),
+        "teacher model": _model(config.named_teachers[teacher]),
         "training.precision": config.training.precision,
         "teacher tokenizer": _tokenizer(inputs.teachers[teacher].tokenizer),
         "other tokenizers": sorted(_tokenizer(tokenizer) for tokenizer in cut_by),
@@ -132,7 +132,7 @@ def weights_identity(checkpoint: Path) -> str:
     files = _files(checkpoint)
     try:
         with ThreadPoolExecutor() as pool:
-            hashes = list(pool.map(_hash_of_file, files))
+            hashes = list(pool.map(hash_of_file, files))
     except OSError as error:
         raise CheckpointError(
             "the teacher's checkpoint cannot be read", where=checkpoint, got=str(error)
@@ -141,17 +141,33 @@ def weights_identity(checkpoint: Path) -> str:
     return _hash(dict(zip(names, hashes, strict=True)))
 
 
+def hash_of_file(path: Path) -> str:
+    """SHA-256 of a file.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
 def _served(teacher: TeacherPlan, tokenizer: MegatronTokenizerText) -> dict[str, str | int]:
     return {
-        "model": _model(teacher.config.model),
+        "model": _model(teacher.config),
         "tokenizer": _tokenizer(tokenizer),
         "precision": teacher.training.precision,
     }
 
 
-def _model(model: ModelConfig) -> str:
-    values = dataclasses.asdict(model)
-    return _hash({key: value for key, value in values.items() if key not in _WITHOUT_INFLUENCE})
+def _model(teacher: TeacherConfig) -> str:
+    values = dataclasses.asdict(teacher.model)
+    values = {key: value for key, value in values.items() if key not in _WITHOUT_INFLUENCE}
+    if teacher.weight_precision is not None:
+        values["weight_precision"] = teacher.weight_precision
+    return _hash(values)
 
 
 def _tokenizer(tokenizer: MegatronTokenizerText) -> str:
@@ -163,14 +179,6 @@ def _files(checkpoint: Path) -> list[Path]:
         return sorted(path for path in checkpoint.rglob("*") if path.is_file())
     weights = {stored.file for stored in CheckpointFiles(checkpoint).tensors.values()}
     return sorted({checkpoint / CONFIG_FILE, *weights})
-
-
-def _hash_of_file(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _hash(values: Mapping[str, Any]) -> str:

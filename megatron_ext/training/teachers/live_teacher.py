@@ -182,6 +182,7 @@ def _of_huggingface(
         dtype=DTYPES[teacher.training.precision],
         device=groups.device,
         vocab_size=tokenizer.vocab_size,
+        weight_precision=teacher.config.weight_precision,
     )
     offload = teacher.config.offload
     live = HuggingFaceTeacher(

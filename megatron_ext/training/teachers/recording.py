@@ -130,7 +130,7 @@ def record(
         shards=tuple(block.name for block in blocks),
         block_bytes=text_bytes,
     )
-    groups.on_main(lambda: _start(folder, manifest))
+    groups.on_main(lambda: begin_cache(folder, manifest))
     missing = _missing(folder, manifest, blocks, groups)
     has_head = recording.form.kind != "hidden" or (folder / HEAD_FILE).exists()
     if missing or not has_head:
@@ -162,7 +162,7 @@ def record(
         )
         _record_blocks(recorder, missing, done=len(blocks) - len(missing), groups=groups)
     dist.barrier()
-    groups.on_main(lambda: _finish(folder, manifest))
+    groups.on_main(lambda: finish_cache(folder, manifest))
     return Manifest.load(folder)
 
 
@@ -184,14 +184,26 @@ def _record_blocks(
                 shown.update(len(blocks))
 
 
-def _start(folder: Path, manifest: Manifest) -> None:
-    """Save the manifest, or check that it is that of the recording that was begun."""
+def begin_cache(folder: Path, manifest: Manifest) -> None:
+    """Save the manifest, or check that it is that of the recording that was begun.
+
+    An import that was not finished has nothing of its own: another one takes its place.
+
+    Raises:
+        ConfigError: The folder holds another cache.
+    """
     for partial in folder.glob(".targets-*"):
         partial.unlink(missing_ok=True)
     if not (folder / MANIFEST_FILE).exists():
         manifest.save(folder)
         return
     before = Manifest.load(folder)
+    is_import = before.imported is not None and manifest.imported is not None
+    if is_import and not before.is_complete and before.digest != manifest.digest:
+        for name in before.shards:
+            (folder / name).unlink(missing_ok=True)
+        manifest.save(folder)
+        return
     before.check_same(manifest.identity, folder)
     if before.digest != manifest.digest:
         raise ConfigError(
@@ -207,29 +219,40 @@ def _missing(
     folder: Path, manifest: Manifest, blocks: list[Block], groups: ProcessGroups
 ) -> list[Block]:
     """Blocks without a whole file, as the main rank sees them. One all-gather of objects."""
-    local = {block.name for block in blocks if not _is_whole(folder, manifest, block.name)}
+    local = {block.name for block in blocks if not is_whole(folder, manifest, block.name)}
     of_ranks: list[set[str] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, local if groups.is_main else None)
     (missing,) = (names for names in of_ranks if names is not None)
     return [block for block in blocks if block.name in missing]
 
 
-def _is_whole(folder: Path, manifest: Manifest, name: str) -> bool:
+def is_whole(folder: Path, manifest: Manifest, name: str) -> bool:
+    """Whether a file of the cache is there, whole and of the cache."""
     try:
-        _head(folder, manifest, name)
+        shard_head(folder, manifest, name)
     except CheckpointError:
         return False
     return True
 
 
-def _head(folder: Path, manifest: Manifest, name: str) -> ShardHead:
+def shard_head(folder: Path, manifest: Manifest, name: str) -> ShardHead:
+    """The head of a file of the cache.
+
+    Raises:
+        CheckpointError: As ``read_head``.
+    """
     return read_head(
         folder / name, bytes_per_token=manifest.form.bytes_per_token, digest=manifest.digest
     )
 
 
-def _finish(folder: Path, manifest: Manifest) -> None:
-    heads = [_head(folder, manifest, name) for name in manifest.shards]
+def finish_cache(folder: Path, manifest: Manifest) -> None:
+    """Save the manifest of the complete cache.
+
+    Raises:
+        CheckpointError: A file is missing or not whole.
+    """
+    heads = [shard_head(folder, manifest, name) for name in manifest.shards]
     manifest.completed(
         windows=sum(len(head.windows) for head in heads),
         tokens=sum(head.tokens for head in heads),

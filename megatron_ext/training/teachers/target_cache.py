@@ -55,6 +55,10 @@ class Manifest:
     block_bytes: int
     """Least bytes of text of a file."""
 
+    imported: Mapping[str, Any] | None = None
+    """Format, hashes and tail of the recordings of another program; None for a recording of the
+    teacher itself."""
+
     is_complete: bool = False
 
     windows: int = 0
@@ -110,6 +114,7 @@ class Manifest:
                 identity=values["identity"],
                 shards=tuple(values["shards"]),
                 block_bytes=values["block_bytes"],
+                imported=values.get("imported"),
                 is_complete=values["is_complete"],
                 windows=values["windows"],
                 tokens=values["tokens"],
@@ -166,13 +171,14 @@ class Manifest:
             )
 
     def _of(self) -> dict[str, Any]:
-        return {
+        values = {
             "format": _FORMAT,
             "form": self.form.values(),
             "identity": dict(self.identity),
             "shards": list(self.shards),
             "block_bytes": self.block_bytes,
         }
+        return values if self.imported is None else {**values, "imported": dict(self.imported)}
 
 
 def _short(value: Any) -> str:
@@ -289,13 +295,15 @@ class TargetCache:
         return torch.nn.functional.pad(local, (0, 0, 0, shard.width - len(local)))
 
     def _entry(self, key: bytes) -> int | None:
+        """The last entry of a key, in the order of the files."""
         first, second = np.frombuffer(key, np.uint64)
         place = int(np.searchsorted(self._keys[:, 0], first))
+        found = None
         while place < len(self._keys) and self._keys[place, 0] == first:
             if self._keys[place, 1] == second:
-                return place
+                found = place
             place += 1
-        return None
+        return found
 
     def _map(self, shard: int) -> NDArray[np.uint8]:
         if shard not in self._maps:

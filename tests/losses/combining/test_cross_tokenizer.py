@@ -12,7 +12,7 @@ from megatron_ext.losses.nemo_rl import CrossTokenizerDistillationLossFn, object
 from megatron_ext.losses.nemo_rl_config import CrossTokenizerLossConfig, TeacherLossConfig
 from megatron_ext.losses.weighting import FixedWeighting, MatchedWeighting
 from tests.losses.microbatch import Microbatch
-from tests.losses.objective_cases import CASES, ObjectiveCase
+from tests.losses.objective_cases import CASES, ObjectiveCase, table_of
 from tests.losses.teacher_pair import known_of, pair_inputs, teacher_pair
 
 FIXED = {"dynamic_loss_scaling": False, "kl_loss_weight": 0.8, "ce_loss_scale": 0.3}
@@ -173,7 +173,16 @@ def test_what_an_objective_counts_is_known_ahead(name: str) -> None:
     mask = torch.arange(12) % 4 != 2 if case.over == "chunks" else None
     if case.over == "chunks":
         inputs = replace(inputs, alignment=alignment, chunk_mask=mask)
-    known = KnownAhead(labels=inputs.labels, alignment=alignment, chunk_mask=mask)
+    table = table_of(inputs)
+    if table is not None:
+        labels = inputs.labels, inputs.teacher_labels
+        inputs = replace(inputs, completions=table.of_batch(alignment, *labels))
+    known = KnownAhead(
+        labels=inputs.labels,
+        alignment=alignment,
+        chunk_mask=mask,
+        teacher_labels=inputs.teacher_labels,
+    )
     count = case.objective().count_ahead(known)
     assert int(count) == int(case.objective()(inputs).count) > 0
 

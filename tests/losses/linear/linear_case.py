@@ -12,7 +12,7 @@ from megatron_ext.losses import DistillationInputs, KnownAhead, LossOutput, Teac
 from megatron_ext.losses.linear import LinearDistillation, no_logits
 from megatron_ext.losses.objective import Objective
 from tests.losses.microbatch import Microbatch
-from tests.losses.objective_cases import ObjectiveCase
+from tests.losses.objective_cases import ObjectiveCase, table_of
 
 HIDDEN = 6
 
@@ -109,8 +109,10 @@ def by_tiles(
     """Without whole logits."""
     hidden, weight = leaves(inputs)
     form = LinearDistillation(objectives=objectives, tile_rows=rows)
-    known = KnownAhead(labels=inputs.labels, alignment=inputs.alignment)
-    tiles = form.tiles(known, inputs.completions)
+    known = KnownAhead(
+        labels=inputs.labels, alignment=inputs.alignment, teacher_labels=inputs.teacher_labels
+    )
+    tiles = form.tiles(known, table_of(inputs))
     whole = replace(inputs, student_logits=no_logits(hidden, inputs.student_shard))
     output = form(whole, tiles, scales)
     d_hidden, d_weight = torch.autograd.grad(output.total, [hidden, weight])

@@ -62,20 +62,26 @@ def _batch() -> Microbatch:
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_it_sums_the_reference_over_labels_with_the_temperature_squared_once(
+def test_it_sums_the_reference_over_the_ids_of_labels_with_the_temperature_squared_once(
     direction: str,
 ) -> None:
     batch = _batch()
-    output = VocabKLLoss(direction=direction, temperature=2.0)(batch.inputs(padding=(3, 1)))
+    inputs = batch.inputs(padding=(3, 1))
+    output = VocabKLLoss(direction=direction, temperature=2.0)(inputs)
+    (grad,) = torch.autograd.grad(output.loss_sum, inputs.student_logits)
     used = batch.labels != IGNORE_INDEX
+    student = batch.student_logits.double().requires_grad_()
     truth = vocab_kl_reference(
-        batch.student_logits.double()[used],
+        student[used],
         batch.teacher_logits.double()[used],
         direction=direction,
         temperature=2.0,
     )
+    (true_grad,) = torch.autograd.grad(truth.sum(), student)
     assert output.loss_sum.item() == pytest.approx(truth.sum().item(), rel=1e-6)
     assert int(output.count) == int(used.sum()) == 18
+    torch.testing.assert_close(grad[..., :37].double(), true_grad, rtol=0, atol=2e-6)
+    assert not grad[..., 37:].any(), "padding has a gradient"
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

@@ -11,6 +11,7 @@ from megatron_ext.training.config import (
     TrainingConfig,
 )
 from megatron_ext.training.dry_run.plan import Plan
+from megatron_ext.training.objective import head_rows
 from megatron_ext.training.run_plan import RunPlan
 
 BATCH = 2
@@ -52,10 +53,11 @@ def planned_run(
 
 def plan_of(config, world_size=1, *, has_flash=False):
     """With vocabularies of 64 and 128: heads of 128 rows, of 256 over two ranks."""
+    run = RunPlan.of(config)
     return Plan.of(
-        RunPlan.of(config),
+        run,
         world_size=world_size,
         vocab_size=64,
-        teacher_vocab_sizes={"teacher": 128},
+        teacher_rows={name: head_rows(teacher, 128) for name, teacher in run.teachers.items()},
         has_flash=has_flash,
     )

@@ -50,7 +50,8 @@ def _without_repeats(documents: list[str]) -> list[str]:
 def _take(documents: list[str], share: float) -> tuple[list[str], list[str]]:
     """Documents up to ``share`` of all characters, each at most a third of it, and the rest."""
     budget = share * sum(map(len, documents))
-    taken, rest = [], []
+    taken: list[str] = []
+    rest: list[str] = []
     for document in documents:
         if len(document) <= budget / 3 and sum(map(len, taken)) + len(document) <= budget:
             taken.append(document)

@@ -1,4 +1,6 @@
-"""Distil across two real tokenizers, end to end: ``make demo``.
+"""Distil across two real tokenizers, end to end, in minutes on a CPU.
+
+    megatron-ext demo
 
 Three runs, each resumed if it was interrupted and skipped if it is finished:
 
@@ -18,69 +20,84 @@ import os
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-import torch
 import yaml
-from corpus import write_corpus
 
-HERE = Path(__file__).parent
-TEACHER_TOKENIZER = "mistral_instruct_tokenizer_240323.model.v3"
-STUDENT_TOKENIZER = "tekken_240911.json"
+from megatron_ext.cli.demo.corpus import write_corpus
+from megatron_ext.errors import MegatronExtError
+from megatron_ext.files import write_text
+from megatron_ext.imports import missing_package
+
+_HERE: Final = Path(__file__).parent
+TEACHER_TOKENIZER: Final = "mistral_instruct_tokenizer_240323.model.v3"
+STUDENT_TOKENIZER: Final = "tekken_240911.json"
 
 
-def main() -> None:
+class DemoError(MegatronExtError):
+    """A run of the demo failed, or its result is not what it should be."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flag of the verb."""
+    parser.add_argument("--run-dir", default="runs/demo", help="folder for everything it makes")
+
+
+def run(arguments: argparse.Namespace) -> None:
     """Run what is not done yet and print the table."""
-    arguments = _arguments()
+    for package in ("torch", "mistral_common"):
+        if find_spec(package) is None:
+            raise missing_package(package, feature="megatron-ext demo", extra="demo")
     root = Path(arguments.run_dir)
     started = time.perf_counter()
-    data = root / "data"
-    if not (data / "validation.jsonl").exists():
-        write_corpus(data)
-    with importlib.resources.as_file(importlib.resources.files("mistral_common") / "data") as files:
-        teacher_tokenizer = ["--tokenizer-model", str(files / TEACHER_TOKENIZER)]
-        student_tokenizers = [
-            *("--tokenizer-model", str(files / STUDENT_TOKENIZER)),
-            *("--teacher-tokenizer-model", str(files / TEACHER_TOKENIZER)),
-            *("--teacher-checkpoint", str(root / "teacher" / "checkpoints")),
-        ]
-        _train("1/3 teacher", root / "teacher", "teacher.yaml", data, teacher_tokenizer)
-        _train(
-            "2/3 student, distilled", root / "distilled", "distill.yaml", data, student_tokenizers
-        )
-        _train(
-            "3/3 student, no teacher",
-            root / "undistilled",
-            "distill.yaml",
-            data,
-            [*student_tokenizers, "--loss-objective", "next_token"],
-        )
+    if not (root / "data" / "validation.jsonl").exists():
+        write_corpus(root / "data")
+    vocabularies = importlib.resources.files("mistral_common") / "data"
+    with importlib.resources.as_file(vocabularies) as files:
+        teacher, student = _write_configs(root, files)
+        _train("1/3 teacher", teacher, root / "teacher")
+        _train("2/3 student, distilled", student, root / "distilled")
+        flags = ["--loss-objective", "next_token"]
+        _train("3/3 student, no teacher", student, root / "undistilled", *flags)
     _print_table(root, time.perf_counter() - started)
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--run-dir", default="runs/demo", help="folder for everything it makes")
-    return parser.parse_args()
+def _write_configs(root: Path, vocabularies: Path) -> tuple[Path, Path]:
+    """Write the complete configurations of the teacher and of the student."""
+    paths = []
+    for name, text, model in (
+        ("teacher", "train", TEACHER_TOKENIZER),
+        ("distill", "student", STUDENT_TOKENIZER),
+    ):
+        values = yaml.safe_load((_HERE / f"{name}.yaml").read_text(encoding="utf-8"))
+        values["run_dir"] = str(root / ("teacher" if name == "teacher" else "distilled"))
+        values["tokenizer"]["model"] = str(vocabularies / model)
+        if "teacher" in values:
+            values["teacher"]["tokenizer"]["model"] = str(vocabularies / TEACHER_TOKENIZER)
+            values["teacher"]["checkpoint"] = str(root / "teacher" / "checkpoints")
+        data = root / "data"
+        files = {"train": f"{text}.jsonl", "validation": "validation.jsonl"}
+        values["data"] = {split: [str(data / file)] for split, file in files.items()}
+        paths.append(root / f"{name}.yaml")
+        write_text(paths[-1], yaml.safe_dump(values, sort_keys=False))
+    return paths[0], paths[1]
 
 
-def _train(title: str, run_dir: Path, config: str, data: Path, flags: list[str]) -> None:
+def _train(title: str, config: Path, run_dir: Path, *flags: str) -> None:
     """One run of ``megatron-ext distill`` under torchrun, unless it is finished."""
     if _is_finished(run_dir, config):
         print(f"{title}: finished already in {run_dir}", flush=True)
         return
     print(f"{title}: {'resuming' if run_dir.exists() else 'starting'} in {run_dir}", flush=True)
-    is_teacher = config == "teacher.yaml"
-    processes, layout = _layout(is_teacher)
+    processes, layout = _layout(is_teacher=config.stem == "teacher")
     run_dir.mkdir(parents=True, exist_ok=True)
     log = run_dir / "log.txt"
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)),
         *("--log-dir", str(run_dir / "torchrun"), "-m", "megatron_ext", "distill"),
-        *("--config", str(HERE / config), "--run-dir", str(run_dir)),
-        *("--data-train", str(data / ("train.jsonl" if is_teacher else "student.jsonl"))),
-        *("--data-validation", str(data / "validation.jsonl")),
+        *("--config", str(config), "--run-dir", str(run_dir)),
         *flags,
         *layout,
     ]
@@ -90,18 +107,25 @@ def _train(title: str, run_dir: Path, config: str, data: Path, flags: list[str])
         # Standard error carries the progress bar; what the ranks print besides goes to the log.
         finished = subprocess.run(command, stdout=output, env=_environment(processes), check=False)
     if finished.returncode:
-        sys.exit(f"{title} failed with exit code {finished.returncode}; see {log}")
+        raise DemoError(
+            "a run of the demo failed",
+            where=title,
+            got=f"exit code {finished.returncode}",
+            fix=f"see {log}; megatron-ext demo goes on from there",
+        )
 
 
-def _is_finished(run_dir: Path, config: str) -> bool:
+def _is_finished(run_dir: Path, config: Path) -> bool:
     latest = run_dir / "checkpoints" / "latest"
-    settings = yaml.safe_load((HERE / config).read_text(encoding="utf-8"))
+    settings = yaml.safe_load(config.read_text(encoding="utf-8"))
     final = settings["training"]["train_iters"]
     return latest.exists() and latest.read_text(encoding="utf-8").strip() == f"iter_{final:07d}"
 
 
-def _layout(is_teacher: bool) -> tuple[int, list[str]]:
+def _layout(*, is_teacher: bool) -> tuple[int, list[str]]:
     """Processes to start and the flags of their layout, on GPUs where there are any."""
+    import torch
+
     gpus = torch.cuda.device_count()
     if gpus in (1, 2, 3):
         return 1, []
@@ -131,11 +155,15 @@ def _print_table(root: Path, seconds: float) -> None:
     print()
     for line in _coverage(root / "distilled"):
         print(line)
-    for name in ("checkpoints", "metrics.jsonl", "loss_curve.png"):
-        print(f"{name:<16}{root / 'distilled' / name}")
+    print(f"{'student':<16}{root / 'distilled'}")
     print(f"{'this call took':<16}{seconds / 60:.1f} minutes")
+    print(f"{'next':<16}megatron-ext report {root / 'distilled'} {root / 'undistilled'}")
     if with_teacher >= without:
-        sys.exit("the distilled student is not better than the undistilled one")
+        raise DemoError(
+            "the distilled student is not better than the one without a teacher",
+            got=f"{with_teacher:.3f} bits per byte",
+            expected=f"less than {without:.3f}",
+        )
 
 
 def _rows(run_dir: Path) -> list[dict[str, Any]]:
@@ -158,7 +186,3 @@ def _coverage(run_dir: Path) -> list[str]:
     shares = {name: sum(row[name] for row in rows) / chunks for name in sizes}
     listed = ", ".join(f"{share:.1%} {name}" for name, share in shares.items())
     return [f"{'chunks':<16}{listed}"]
-
-
-if __name__ == "__main__":
-    main()

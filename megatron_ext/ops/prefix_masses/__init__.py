@@ -1,0 +1,19 @@
+from megatron_ext.ops.prefix_masses.function import PrefixTargets, on_device, start_columns
+from megatron_ext.ops.prefix_masses.operands import (
+    PrefixColumns,
+    PrefixSums,
+    Spans,
+    StartColumns,
+    TargetRows,
+)
+
+__all__ = [
+    "PrefixColumns",
+    "PrefixSums",
+    "PrefixTargets",
+    "Spans",
+    "StartColumns",
+    "TargetRows",
+    "on_device",
+    "start_columns",
+]

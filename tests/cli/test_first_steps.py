@@ -1,0 +1,141 @@
+"""What a newcomer calls first: help, lists, recipes, the doctor, and the start of a run."""
+
+import re
+from importlib.metadata import version
+
+import pytest
+import yaml
+
+from megatron_ext.cli.demo import _write_configs
+from megatron_ext.cli.ls import LISTS
+from megatron_ext.cli.main import main
+from megatron_ext.conversation import PROMPT_FORMAT_REGISTRY
+from megatron_ext.evaluation.tasks import TASKS
+from megatron_ext.huggingface.families import FAMILIES
+from megatron_ext.losses import LOSS_REGISTRY
+from megatron_ext.training.arguments import BASIC, config_flags
+from megatron_ext.training.run_folder import config_values
+from megatron_ext.typed_mapping import build_config
+from tests.cli.run_files import refusal
+from tests.training.tiny_run import student_run
+
+
+@pytest.fixture
+def printed(capsys):
+    """Call a verb; what it prints and its exit code."""
+
+    def printed(*words):
+        try:
+            main(list(words))
+            code = 0
+        except SystemExit as stopped:
+            code = stopped.code
+        return capsys.readouterr().out, code
+
+    return printed
+
+
+def names_in(text):
+    return [line.split()[0] for line in text.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("what", "names"),
+    [
+        ("objectives", sorted(LOSS_REGISTRY)),
+        ("formats", list(PROMPT_FORMAT_REGISTRY)),
+        ("tasks", [*TASKS, "lm_eval:NAME"]),
+    ],
+)
+def test_a_list_has_every_name_that_a_flag_takes(printed, what, names):
+    text, code = printed("ls", what)
+    assert (names_in(text), code) == (names, 0)
+    assert all(len(line.split(maxsplit=1)) == 2 for line in text.splitlines()), text
+
+
+def test_the_list_of_families_says_which_are_not_supported(printed):
+    lines = printed("ls", "families")[0].splitlines()
+    supported = [line for line in lines if "not supported: " not in line]
+    assert names_in("\n".join(supported)) == list(FAMILIES)
+    assert len(lines) > len(supported)
+
+
+def test_the_help_of_the_objective_names_every_objective():
+    (words,) = (flag.help for flag in config_flags() if flag.name == "--loss-objective")
+    assert set(re.findall("``([a-z_]+)``", words)) == set(LOSS_REGISTRY)
+
+
+def test_every_recipe_can_be_copied_once(printed, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text, _ = printed("recipes", "ls")
+    assert text == printed("ls", "recipes")[0]
+    for name in names_in(text):
+        assert printed("recipes", "cp", name) == (f"{name}.yaml\n", 0)
+        assert "teacher" in str(yaml.safe_load((tmp_path / f"{name}.yaml").read_text()))
+    copied = tmp_path / f"{name}.yaml"
+    copied.write_text("edited")
+    assert "the file exists" in refusal(capsys, "recipes", "cp", name)
+    assert copied.read_text() == "edited"
+    assert f"did you mean '{name}'?" in refusal(capsys, "recipes", "cp", name[:-1])
+
+
+@pytest.mark.parametrize("verb", ["distill", "cache-teacher", "align", "inspect", "tokenize"])
+def test_the_short_help_is_a_part_of_the_whole(printed, verb):
+    short, code = printed(verb, "--help")
+    whole, _ = printed(verb, "--help-all")
+    assert code == 0
+    hidden = int(re.search(r"^(\d+) more flags: .* --help-all$", short, re.MULTILINE)[1])
+    flags = [set(re.findall(r"^  (--[\w-]+)", text, re.MULTILINE)) for text in (short, whole)]
+    assert flags[0] < flags[1]
+    # One line may have several flags.
+    assert len(flags[1] - flags[0]) <= hidden
+    assert len(short.splitlines()) < min(190, len(whole.splitlines()))
+
+
+def test_help_is_asked_for_as_a_verb_too(printed):
+    assert printed("help", "report") == printed("report", "--help")
+    assert printed("help") == printed("--help")
+
+
+def test_every_flag_of_the_short_help_is_a_flag():
+    assert {flag.name for flag in config_flags()} >= BASIC
+
+
+def test_the_doctor_names_the_extra_of_what_is_missing(printed, monkeypatch):
+    from megatron_ext.cli import doctor
+
+    text, code = printed("doctor")
+    assert code == 0, text
+    assert f"torch {version('torch')}" in text
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "regex" else "999")
+    text, code = printed("doctor")
+    assert 'missing: regex (pip install "megatron-ext[audit]")' in text
+    assert re.search(r"^megatron-core +999 does not fit; expected <0.17,>=0.16.1$", text, re.M)
+    assert code == 1
+
+
+def test_every_setting_is_printed_where_it_is_asked_for(tmp_path, capsys):
+    values = config_values(student_run(tmp_path, "run"))
+    values["data"]["train"] = ["absent.txt"]
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    command = ["distill", "--config", str(tmp_path / "run.yaml")]
+    for flags in ([], ["--print-config"]):
+        with pytest.raises(SystemExit):
+            main([*command, *flags])
+        assert ("  clip_grad: " in capsys.readouterr().out) is bool(flags)
+
+
+def test_the_demo_writes_configurations_that_are_complete(tmp_path):
+    from megatron_ext.training.config import DistillConfig
+
+    for path in _write_configs(tmp_path, tmp_path):
+        values = yaml.safe_load(path.read_text())
+        config = build_config(DistillConfig, values, ".".join)
+        assert config.run_dir.startswith(str(tmp_path))
+        assert str(tmp_path) in config.tokenizer.model
+
+
+def test_a_list_that_there_is_not_is_refused_with_those_that_there_are(capsys):
+    errors = refusal(capsys, "ls", "objective")
+    assert "did you mean 'objectives'?" in errors
+    assert all(name in errors for name in LISTS)
