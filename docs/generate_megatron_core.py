@@ -49,7 +49,7 @@ def versions() -> Iterator[str]:
     for name, result in sorted(results.items()):
         python = name.split(",")[0].removeprefix("Python ")
         found = [result["versions"][each] for each in ("megatron-core", "torch", "transformers")]
-        failed = f", {len(result['failed'])} failed" if result["failed"] else ""
+        failed = f", {result['failed']} failed" if result["failed"] else ""
         skipped = f", {result['skipped']} skipped" if result["skipped"] else ""
         told = f"{result['passed']} passed{failed}{skipped}"
         yield f"| {python} | " + " | ".join(found) + f" | {told} |"

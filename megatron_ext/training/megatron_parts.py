@@ -12,7 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, reduce
 from importlib import import_module
+from inspect import signature
 from typing import Any, Final, NamedTuple, TypeVar
+
+import torch
+import torch.distributed.checkpoint as torch_checkpoint
 
 from megatron_ext.errors import ConfigError
 
@@ -231,6 +235,22 @@ def place(part: str) -> Place | None:
             fix=f"pip install 'megatron-core{RANGE}'",
         ) from error
     return Place(owner, name)
+
+
+def check_torch() -> None:
+    """Raise ``ConfigError`` where torch cannot load checkpoints for the installed megatron-core.
+
+    From 0.19 on each rank loads alone, by an option that torch 2.6 does not have, though the
+    requirements of 0.19 allow that torch.
+    """
+    alone = of_release({"0.16": False, "0.19": True})
+    if alone and "no_dist" not in signature(torch_checkpoint.load).parameters:
+        raise ConfigError(
+            "megatron-core 0.19 and later cannot load checkpoints with this torch",
+            got=f"megatron-core {installed()}, torch {torch.__version__}",
+            expected="a torch whose torch.distributed.checkpoint.load has no_dist",
+            fix="pip install --upgrade torch, or pip install 'megatron-core<0.19'",
+        )
 
 
 def needed(part: str) -> Place:

@@ -71,6 +71,15 @@ def test_a_part_that_is_nowhere_is_named_with_the_releases_that_have_it(monkeypa
     assert f"expected megatron-core {RANGE}" in str(told.value)
 
 
+def test_a_torch_whose_ranks_cannot_load_alone_is_refused_from_0_19_on(monkeypatch):
+    monkeypatch.setattr(megatron_parts.torch_checkpoint, "load", lambda state: None)
+    monkeypatch.setattr(megatron_parts, "installed", lambda: "0.18.2")
+    megatron_parts.check_torch()
+    monkeypatch.setattr(megatron_parts, "installed", lambda: "0.19.2")
+    with pytest.raises(ConfigError, match=r"(?s)cannot load.*0\.19\.2, torch .*no_dist"):
+        megatron_parts.check_torch()
+
+
 def test_what_is_replaced_is_put_back_as_it_was():
     found = place("write_bucket")
     before = vars(found.owner)[found.name]
