@@ -16,7 +16,7 @@ from inspect import signature
 from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
-import torch.distributed.checkpoint as torch_checkpoint
+from torch.distributed.checkpoint import state_dict_loader
 
 from megatron_ext.errors import ConfigError
 
@@ -244,7 +244,7 @@ def check_torch() -> None:
     requirements of 0.19 allow that torch.
     """
     alone = of_release({"0.16": False, "0.19": True})
-    if alone and "no_dist" not in signature(torch_checkpoint.load).parameters:
+    if alone and "no_dist" not in signature(state_dict_loader.load).parameters:
         raise ConfigError(
             "megatron-core 0.19 and later cannot load checkpoints with this torch",
             got=f"megatron-core {installed()}, torch {torch.__version__}",

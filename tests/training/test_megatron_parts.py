@@ -72,7 +72,7 @@ def test_a_part_that_is_nowhere_is_named_with_the_releases_that_have_it(monkeypa
 
 
 def test_a_torch_whose_ranks_cannot_load_alone_is_refused_from_0_19_on(monkeypatch):
-    monkeypatch.setattr(megatron_parts.torch_checkpoint, "load", lambda state: None)
+    monkeypatch.setattr(megatron_parts.state_dict_loader, "load", lambda state: None)
     monkeypatch.setattr(megatron_parts, "installed", lambda: "0.18.2")
     megatron_parts.check_torch()
     monkeypatch.setattr(megatron_parts, "installed", lambda: "0.19.2")
