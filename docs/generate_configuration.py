@@ -40,6 +40,9 @@ Every key of `megatron-ext distill`. The [quickstart](quickstart.md) shows a who
   `prompt_format`, `auto` for its own chat template.
 - An unknown key, a missing one and a value of the wrong type end the command with exit code 2 and
   one line that names the file, the line and the key, or the flag.
+- Editors complete and check keys by a JSON schema. `megatron-ext schema > megatron_ext.schema.json`
+  writes it, and the first line of a file names it to the YAML language server:
+  `# yaml-language-server: $schema=megatron_ext.schema.json`.
 """
 
 EXCLUDED = """\

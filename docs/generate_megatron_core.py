@@ -27,7 +27,8 @@ def megatron_core_page() -> str:
         table = "\n".join(lines)
         region = f"(?s)<!-- {name} -->.*<!-- /{name} -->"
         text = f"<!-- {name} -->\n\n{table}\n\n<!-- /{name} -->"
-        page = re.sub(region, lambda _, text=text: text, page)
+        page, found = re.subn(region, lambda _, text=text: text, page)
+        assert found == 1, name
     return page
 
 

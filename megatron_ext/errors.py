@@ -1,9 +1,12 @@
 """Errors for users: what failed, what was found, what was expected, and how to fix it."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final
+from functools import wraps
+from typing import Any, Final, TypeVar
+
+Class = TypeVar("Class")
 
 _CONTROLS: Final = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]"
@@ -159,3 +162,46 @@ def refused_input(what: str, **parts: Any) -> Iterator[None]:
         reason = error.strerror if isinstance(error, OSError) else None
         got = reason or f"{type(error).__name__}: {error}"
         raise kind(what, got=got, **parts) from error
+
+
+def arguments_elsewhere(
+    instead: Mapping[str, str], *, project: str, positional: str | None = None
+) -> Callable[[type[Class]], type[Class]]:
+    """Decorate a class so that arguments of another project's class of this name say what to pass.
+
+    All other arguments reach the constructor as they are.
+
+    Args:
+        instead: Keyword of the other class -> what takes its place here.
+        project: The other project.
+        positional: What takes the place of positional arguments; None: this class has some too.
+
+    Raises:
+        ConfigError: By the decorated class, for arguments of the other one.
+    """
+
+    def decorated(cls: type[Class]) -> type[Class]:
+        construct: Callable[..., None] = vars(cls)["__init__"]
+
+        @wraps(construct)
+        def refusing(self: Class, *args: Any, **kwargs: Any) -> None:
+            advice = {f"{name}=": instead[name] for name in kwargs if name in instead}
+            if args and positional is not None:
+                advice = {f"positional {type(args[0]).__name__}": positional} | advice
+            if advice:
+                raise ConfigError(
+                    f"{project}'s class of this name has other arguments than this one",
+                    got=", ".join(advice),
+                    fix="; ".join(
+                        f"{', '.join(name for name in advice if advice[name] == text)} {text}"
+                        for text in dict.fromkeys(advice.values())
+                    ),
+                    where=cls.__name__,
+                )
+            construct(self, *args, **kwargs)
+
+        # Assigned by name: mypy holds a constructor to be no attribute.
+        setattr(cls, "__init__", refusing)  # noqa: B010
+        return cls
+
+    return decorated

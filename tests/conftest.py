@@ -17,6 +17,9 @@ gc.disable()
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# A name on the hub that is not in a cache of the test's own is out of reach.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 # Files side by side share the cores: threads of each that wait for its others only take time. What
 # the tests start has it from the environment.
 if "PYTEST_XDIST_WORKER" in os.environ:

@@ -292,7 +292,7 @@ def pack_alignments(
         AlignmentError: A multiple below 1, a sample without its mask, or a mask that is too short.
     """
     if multiple_of < 1:
-        raise AlignmentError("multiple_of is no length", got=multiple_of, expected="at least 1")
+        raise AlignmentError("multiple_of is not a length", got=multiple_of, expected="at least 1")
     student, teacher = (
         Stretches.packed([-(-len(ids) // multiple_of) * multiple_of for ids in side])
         for side in _sides(alignments)

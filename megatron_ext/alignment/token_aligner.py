@@ -26,7 +26,7 @@ from megatron_ext.alignment.text_alignment import BridgedAlignment, align_bridge
 from megatron_ext.alignment.text_tokens import TextTokenizer, TextTokens
 from megatron_ext.alignment.window import truncate
 from megatron_ext.conversation.chat_output import refuse_foreign
-from megatron_ext.errors import AlignmentError
+from megatron_ext.errors import AlignmentError, arguments_elsewhere
 from megatron_ext.tokenizers.base import ByteTokenizer
 from megatron_ext.tokenizers.token_bytes import utf8
 
@@ -36,6 +36,15 @@ if TYPE_CHECKING:
 IdPair = tuple[Ids, Ids]
 
 
+@arguments_elsewhere(
+    {
+        "student_tokenizer_name": "is student_tokenizer=, MegatronTokenizer.from_pretrained(name)",
+        "teacher_tokenizer_name": "is teacher_tokenizer=, MegatronTokenizer.from_pretrained(name)",
+        "projection_matrix_path": "is SparseProjection.load(path), an object of its own",
+        "max_comb_len": "is not needed: chunks are exact, of any length",
+    },
+    project="NeMo RL",
+)
 class TokenAligner:
     """Aligns the tokens that a student and a teacher make of the same text.
 

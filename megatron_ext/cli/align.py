@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--text", metavar="TEXT", help="a text in place of files")
     data.add_argument(
         "--json-keys",
+        "--text-field",
         nargs="+",
         default=[],
         metavar="KEY",
@@ -153,7 +154,7 @@ def _warn(audit: AuditRun) -> None:
 def _count(text: str) -> int:
     """Parse a positive integer."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
     return int(text)
 
 

@@ -117,7 +117,7 @@ def _task(arguments: argparse.Namespace) -> Task:
     check_model_arguments(arguments)
     if arguments.applies_chat_template and arguments.task == "bits_per_byte":
         raise ConfigError(
-            "texts are no messages of a user",
+            "texts are not messages of a user",
             where="--apply-chat-template",
             got="--task bits_per_byte",
             fix="leave the flag out",

@@ -9,6 +9,11 @@ predict together: token by token where they have one vocabulary, else byte by by
 with the mean of their probabilities. Processes beyond tensor and pipeline parallelism are replicas,
 which share the prompts.
 
+With --chat, each line of standard input is a message to a model with a chat template, which
+answers it, and remembers the conversation until the input ends (Ctrl-D):
+
+    megatron-ext generate --model Qwen/Qwen3-0.6B --chat --max-new-tokens 256
+
 With --conversations, answers become training data, of a model or of an endpoint:
 
     megatron-ext generate --endpoint https://api.example.com --endpoint-model big --conversations \\
@@ -20,7 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -32,7 +37,9 @@ from megatron_ext.cli.model_arguments import (
     finish,
     load_models,
 )
+from megatron_ext.conversation import Message
 from megatron_ext.conversation.records import ConversationRecord
+from megatron_ext.distributed.layout import launched_processes
 from megatron_ext.engines.chat_endpoint import Answer, ChatEndpoint
 from megatron_ext.engines.engine import Sampling
 from megatron_ext.engines.engine_config import EngineConfig
@@ -51,7 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="checkpoint",
         type=Path,
         action="append",
-        help="what generates; several times for models that predict together",
+        help="what generates: a run, a checkpoint, a HuggingFace folder or a name on the hub; "
+        "several times for models that predict together",
     )
     source.add_argument(
         "--endpoint",
@@ -60,6 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     given = parser.add_mutually_exclusive_group(required=True)
     given.add_argument("--prompt", help="text to go on with")
+    given.add_argument(
+        "--chat", action="store_true", help="answer messages, a line of standard input each"
+    )
     given.add_argument("--prompts", type=Path, help="JSON Lines with one in each record")
     parser.add_argument("--text-field", default="prompt", help="field of a record's prompt")
     parser.add_argument(
@@ -109,6 +120,9 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.conversations or arguments.endpoint is not None:
         _answer_conversations(arguments, options)
         return
+    if arguments.chat:
+        _chat(arguments, options)
+        return
     check_model_arguments(arguments)
     prompts = [arguments.prompt]
     if arguments.prompts is not None:
@@ -129,6 +143,39 @@ def run(arguments: argparse.Namespace) -> None:
 
     model.once(write)
     finish(model)
+
+
+def _chat(arguments: argparse.Namespace, options: GenerationOptions) -> None:
+    """Answer each line of standard input, as a conversation that grows."""
+    if arguments.mode != "common":
+        raise ConfigError("messages are answered token by token", where="--mode", got="byte")
+    if launched_processes() > 1:
+        raise ConfigError("one process reads messages", where="--chat", got=launched_processes())
+    # So that a tokenizer without a template is refused before the weights are read.
+    arguments.applies_chat_template = True
+    check_model_arguments(arguments)
+    model: Any = load_models(arguments)
+    messages: list[Message] = []
+    for number, line in enumerate(_lines()):
+        messages.append({"role": "user", "content": line})
+        (answer,) = model.answers([ConversationRecord(list(messages))], options, number)
+        messages.append({"role": "assistant", "content": answer.text})
+        sys.stdout.write(f"{answer.text}\n")
+        sys.stdout.flush()
+    finish(model)
+
+
+def _lines() -> Iterator[str]:
+    """Lines of standard input with a message; in a terminal behind a prompt."""
+    shown = "> " if sys.stdin.isatty() else ""
+    while True:
+        sys.stderr.write(shown)
+        sys.stderr.flush()
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.rstrip("\n")
 
 
 def _answer_conversations(arguments: argparse.Namespace, options: GenerationOptions) -> None:

@@ -14,20 +14,25 @@ import sys
 from pathlib import Path
 
 from megatron_ext.cli.output import quiet_libraries
+from megatron_ext.huggingface.hub import hub_model
 from megatron_ext.imports import large_imports
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the verb."""
-    parser.add_argument("folder", type=Path, help="config.json, safetensors files and tokenizer")
+    parser.add_argument(
+        "folder",
+        help="config.json, safetensors files and tokenizer; or a name on the HuggingFace hub",
+    )
     parser.add_argument("output", type=Path, help="new folder for the checkpoint")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Import, and print the folder of the checkpoint."""
+    folder = hub_model(arguments.folder, where="FOLDER") or Path(arguments.folder)
     quiet_libraries()
     with large_imports():
         from megatron_ext.training.import_checkpoint import import_huggingface
 
-    checkpoint = import_huggingface(arguments.folder, arguments.output)
+    checkpoint = import_huggingface(folder, arguments.output)
     sys.stdout.write(f"{checkpoint}\n")

@@ -19,7 +19,8 @@ Rows = Iterator[tuple[str, str]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the argument of the verb."""
-    parser.add_argument("what", choices=LISTS, help="what to list")
+    names = f"{{{','.join(LISTS)}}}"
+    parser.add_argument("what", choices=LISTS, metavar=names, help="what to list")
 
 
 def run(arguments: argparse.Namespace) -> None:

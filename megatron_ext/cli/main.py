@@ -15,6 +15,7 @@ import select
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
+from types import ModuleType
 from typing import Any, Final, NoReturn
 
 from megatron_ext.constants import __version__
@@ -41,6 +42,8 @@ VERBS = {
     "ls": "list objectives, prompt formats, tasks, model families or recipes",
     "demo": "train a teacher, distil a student, and compare, in minutes on a CPU",
     "doctor": "show versions, devices, and what is missing",
+    "completion": "print the completion of this command for bash, zsh or fish",
+    "schema": "print a JSON schema of configurations, for editors",
 }
 
 _EXTRA_OF: Final = {
@@ -251,16 +254,26 @@ def _run(argv: list[str]) -> None:
     if not argv or argv[0] not in VERBS:
         _parser().parse_args(argv)
     with needed_packages(f"megatron-ext {argv[0]}", extra=_EXTRA_OF.get(argv[0])):
-        verb = import_module(f"megatron_ext.cli.{argv[0].replace('-', '_')}")
-        parser = _Parser(
-            prog=f"megatron-ext {argv[0]}",
-            description=verb.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        verb.add_arguments(parser)
-        parser.add_help_all()
-        verb.run(parser.parse_args(argv[1:]))
+        verb = _module(argv[0])
+        verb.run(verb_parser(argv[0]).parse_args(argv[1:]))
+
+
+def _module(verb: str) -> ModuleType:
+    return import_module(f"megatron_ext.cli.{verb.replace('-', '_')}")
+
+
+def verb_parser(verb: str) -> argparse.ArgumentParser:
+    """The parser of a verb's arguments."""
+    module = _module(verb)
+    parser = _Parser(
+        prog=f"megatron-ext {verb}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    module.add_arguments(parser)
+    parser.add_help_all()
+    return parser
 
 
 def _parser() -> argparse.ArgumentParser:

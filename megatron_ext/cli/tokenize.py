@@ -59,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     data.add_argument(
         "--json-keys",
+        "--text-field",
         nargs="+",
         default=[],
         metavar="KEY",

@@ -25,6 +25,7 @@ from megatron_ext.cli.output import quiet_libraries
 from megatron_ext.errors import ConfigError
 from megatron_ext.evaluation.tasks.task import texts_of
 from megatron_ext.huggingface.checkpoint_files import is_checkpoint_folder
+from megatron_ext.huggingface.hub import hub_model
 from megatron_ext.imports import large_imports
 from megatron_ext.tokenizers import (
     MegatronTokenizer,
@@ -100,7 +101,7 @@ def add_init_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibrate-norms",
         action="store_true",
-        help="give rows that are no copies the mean norm of the old rows",
+        help="give rows that are not copies the mean norm of the old rows",
     )
     parser.add_argument(
         "--untie", action="store_true", help="make a tied head a matrix of its own, by its own rule"
@@ -322,6 +323,7 @@ def _distil(arguments: argparse.Namespace, extended: Path, texts: list[str]) -> 
 @contextmanager
 def _as_folder(model: Path) -> Iterator[Path]:
     """The HuggingFace folder of a model; a temporary one of a checkpoint of ours."""
+    model = hub_model(str(model), where="the model") or model
     if is_checkpoint_folder(model):
         yield model
         return

@@ -110,11 +110,15 @@ def refuse_foreign(tokenizer: object, method: str) -> None:
     if hasattr(tokenizer, method):
         return
     kind = type(tokenizer)
-    named = tokenizer if isinstance(tokenizer, str) else getattr(tokenizer, "name_or_path", None)
     call = "MegatronTokenizer.from_pretrained"
+    fix = f"call {call} with the folder of its files"
+    if isinstance(tokenizer, str):
+        fix = f"pass {call}({tokenizer!r})"
+    elif hasattr(tokenizer, "convert_tokens_to_ids"):
+        fix = "pass megatron_ext.from_huggingface(tokenizer)"
     raise TokenizerError(
-        "this is no tokenizer of megatron_ext",
+        "this is not a tokenizer of megatron_ext",
         got=f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}",
         expected=f"what {call} or from_huggingface returns",
-        fix=f"pass {call}({named!r})" if named else f"call {call} with the folder of its files",
+        fix=fix,
     )

@@ -155,7 +155,7 @@ def _check_content(message: Message, where: str | None) -> None:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if not isinstance(kind, str) or (kind == "text" and not isinstance(part.get("text"), str)):
             raise ConversationError(
-                "this is no part of a content",
+                "this is not a part of a content",
                 got=repr(part)[:60],
                 expected='{"type": "text", "text": "..."} or another type',
                 where=f"{where}.content[{number}]",

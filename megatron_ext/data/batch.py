@@ -234,7 +234,7 @@ def _side_of(tensors: Mapping[str, torch.Tensor], prefix: str, *, byte_count: in
 def _tensor(tensors: Mapping[str, torch.Tensor], key: str) -> torch.Tensor:
     if key not in tensors:
         raise DataError(
-            "the mapping is no batch of CrossTokenizerCollator.tensors",
+            "the mapping is not a batch of CrossTokenizerCollator.tensors",
             got=f"keys {', '.join(map(str, tensors)) or 'none'}",
             expected=f"a tensor under {key!r}",
             fix="give data_collator=collator.tensors, and keep all columns"

@@ -32,7 +32,7 @@ from megatron_ext.data.batch import (
     side_batch,
 )
 from megatron_ext.data.side import Segment, Side
-from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.errors import ConfigError, DataError, arguments_elsewhere
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.identity import tokenizer_identity
 from megatron_ext.tokenizers.token_bytes import utf8
@@ -41,6 +41,25 @@ if TYPE_CHECKING:
     import torch
 
 
+_EXACT = "is not needed: alignments are exact, without a search"
+
+
+@arguments_elsewhere(
+    {
+        "teacher_tokenizer_name": "is tokenizer=, a tokenizer: MegatronTokenizer.from_pretrained()",
+        "student_tokenizer_name": "is student_tokenizer= of CrossTokenizerCollator, a tokenizer",
+        "projection_matrix_path": "is projection=",
+        "max_teacher_len": "is max_length=",
+        "learnable": "is loss.learned_projection of a run, or LearnedProjection",
+        "exact_token_match_only": "is an option of the objective projected_kl",
+        "projection_matrix_multiplier": "is not needed: a factor cancels in the loss",
+        "project_teacher_to_student": "is not needed: the objective mined does so by itself",
+        "use_sparse_format": "is not needed: projections are sparse",
+        **dict.fromkeys(("max_comb_len", "dp_chunk_size", "use_align_fast"), _EXACT),
+    },
+    project="NeMo RL",
+    positional="is name=, and every other field a keyword too",
+)
 @dataclass(kw_only=True, frozen=True, slots=True)
 class TeacherCTSpec:
     """Specification of one teacher for the data: tokenizer, lengths, projection and weight.
@@ -104,6 +123,20 @@ class TeacherCTSpec:
 Record = str | Mapping[str, Any] | ConversationRecord | PackedSample
 
 
+@arguments_elsewhere(
+    {
+        "teacher_ct_specs": "is teachers=, a list of TeacherCTSpec",
+        "teacher_tokenizers": "is teachers=, a list of TeacherCTSpec with a tokenizer each",
+        "aligners": "is not needed: it aligns by itself",
+        "fallback_student_tokenizer_name": "is student_tokenizer=, a tokenizer",
+        "ctx_length_student": "is student_length=",
+        "ctx_length_teachers": "is max_length= of each TeacherCTSpec",
+        "pad_token_id": "is the tokenizer's padding; of a teacher, pad_id= of its TeacherCTSpec",
+        "make_seq_div_by_student": "is make_sequence_length_divisible_by=",
+        "make_seq_div_by_teachers": "is make_sequence_length_divisible_by= of each TeacherCTSpec",
+    },
+    project="NeMo RL",
+)
 class CrossTokenizerCollator:
     """``collate_fn`` of a ``DataLoader``: records to a ``CrossTokenizerBatch``.
 

@@ -224,10 +224,10 @@ def _check_report(
 ) -> None:
     """Apply ``strict`` and ``refuse_bad`` to an index that may have been built without them."""
     if strict and report.places:
-        raise DataError(report.places[0], fix="mend the row, or leave strict unset")
+        raise DataError(report.places[0], fix="correct the row, or leave strict unset")
     if refuse_bad and report.bad_rows:
         bad = [place for place in report.places if not place.endswith(_EMPTY)]
-        raise DataError(bad[0] if bad else f"{report.bad_rows} bad rows", fix="mend the row")
+        raise DataError(bad[0] if bad else f"{report.bad_rows} bad rows", fix="correct the row")
     if not report.documents:
         raise DataError(
             "the corpus holds no text",

@@ -238,7 +238,7 @@ def _check_header(path: Path, size: int) -> None:
         if is_supported and documents and size == expected:
             return
     raise DataError(
-        "the file is no index of an indexed dataset, or is cut short",
+        "the file is not an index of an indexed dataset, or is cut short",
         where=path,
         got=f"{size} bytes that begin with {header[:9]!r}",
         fix="copy it again, or make it again with megatron-ext tokenize",

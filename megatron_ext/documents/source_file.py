@@ -163,7 +163,7 @@ def source_file(path: Path, kind: SourceKind) -> SourceFile:
     """
     try:
         if not path.is_dir() and not stat.S_ISREG(path.stat().st_mode):
-            raise DataError("the input is no regular file", where=path, fix="write it to a file")
+            raise DataError("the input is not a regular file", where=path, fix="write it to a file")
         # Opened to check the permission to read.
         with path.open("rb") as stream:
             status = os.fstat(stream.fileno())

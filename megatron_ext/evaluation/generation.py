@@ -223,7 +223,7 @@ _TILE_ROWS: Final = 512
 """Number of positions whose logits are made at a time."""
 
 
-class _Rows(NamedTuple):
+class InputRows(NamedTuple):
     """Rows of one microbatch; see ``TokenInputs``."""
 
     tokens: torch.Tensor
@@ -298,7 +298,7 @@ class TokenScorer:
                 sums.index_add_(0, owner[of], _label_scores(logits, labels[of], self.shard))
         return self.groups.broadcast_from_last_stage(sums)
 
-    def _microbatches(self, rows: Sequence[Sequence[int]]) -> Iterator[_Rows]:
+    def _microbatches(self, rows: Sequence[Sequence[int]]) -> Iterator[InputRows]:
         """Microbatches [B, T], padded on the right, to which no earlier position attends."""
         length, size = max(map(len, rows)), self.micro_batch_size
         for start in range(0, len(rows), size):
@@ -306,7 +306,9 @@ class TokenScorer:
             for row, ids in enumerate(rows[start : start + size]):
                 tokens[row, : len(ids)] = torch.tensor(ids)
             tokens = tokens.to(self.groups.device)
-            yield _Rows(tokens, torch.arange(length, device=tokens.device).expand_as(tokens), None)
+            yield InputRows(
+                tokens, torch.arange(length, device=tokens.device).expand_as(tokens), None
+            )
 
 
 def _logits(target: TeacherTargets, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:

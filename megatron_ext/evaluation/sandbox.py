@@ -136,6 +136,6 @@ def _check_held(record: JailRecord, limits: Limits) -> None:
         raise ConfigError(
             "the sandbox cannot start Python, whatever the program",
             got=record.printed or ("no end of the start" if record.ended_by else "no word of it"),
-            fix="mend what it names; where root runs this, nobody (user 65534) has to exist and to "
+            fix="fix what it names; where root runs this, nobody (user 65534) has to exist and to "
             "be able to read the interpreter and its environment",
         )

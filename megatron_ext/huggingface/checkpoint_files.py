@@ -165,7 +165,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         end = max((row["data_offsets"][1] for row in header.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(
-            "the file is no safetensors file, or is cut short",
+            "the file is not a safetensors file, or is cut short",
             where=file,
             got=f"{size} bytes",
             fix="download it again",

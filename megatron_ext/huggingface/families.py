@@ -286,7 +286,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "megatron-core's attention nor losses from hidden states do",
     "Gemma3ForConditionalGeneration": "it reads images; "
     "the text models alone are Gemma3ForCausalLM",
-    "Qwen3MoeForCausalLM": "it is no dense model",
-    "MixtralForCausalLM": "it is no dense model",
+    "Qwen3MoeForCausalLM": "it is not a dense model",
+    "MixtralForCausalLM": "it is not a dense model",
 }
 """Reasons why similar architectures are not supported."""

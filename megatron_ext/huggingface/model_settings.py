@@ -174,7 +174,7 @@ def check_tensors(files: CheckpointFiles, tensors: TensorMap, family: Family) ->
     extra = [name for name in files.tensors if name not in expected and not name.endswith(known)]
     if extra:
         raise CheckpointError(
-            f"the checkpoint has tensors that are no part of a {family.architecture}",
+            f"the checkpoint has tensors that do not belong to a {family.architecture}",
             where=files.tensors[extra[0]].file,
             got=f"{extra[0]}{f' and {len(extra) - 1} more' if len(extra) > 1 else ''}",
             fix="correct config.json, or remove them",

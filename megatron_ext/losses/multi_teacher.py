@@ -14,7 +14,7 @@ import torch
 
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.distributed.vocab_parallel import accumulation_dtype
-from megatron_ext.errors import LossError
+from megatron_ext.errors import LossError, arguments_elsewhere
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, Over
 from megatron_ext.losses.checks import check_student
 from megatron_ext.losses.objective import Objective
@@ -129,6 +129,14 @@ class TeacherObjective:
     weight: float = 1.0
 
 
+_TEACHERS = "is teachers={name: TeacherObjective(objective=..., weight=...)}; leave out None"
+
+
+@arguments_elsewhere(
+    dict.fromkeys(("loss_fns", "teacher_loss_fns", "weights", "teacher_weights"), _TEACHERS),
+    project="NeMo RL",
+    positional=_TEACHERS,
+)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultiTeacherLossAggregator:
     """The KD term of several teachers, each with its own targets, alignment and objective.

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from megatron_ext.errors import LossError
+from megatron_ext.errors import LossError, arguments_elsewhere
 from megatron_ext.losses.base import DistillationInputs, KnownAhead
 from megatron_ext.losses.multi_teacher import (
     MultiTeacherLossAggregator,
@@ -39,6 +39,13 @@ _MEASURES: Final[Mapping[str | None, TeacherMeasure | None]] = {
 }
 
 
+@arguments_elsewhere(
+    {
+        "cfg": "is config=, and teachers= a list with a configuration for each teacher",
+        "token_aligner": "is not needed: each batch brings its alignments",
+    },
+    project="NeMo RL",
+)
 class CrossTokenizerDistillationLossFn:
     """``w_kd * KD + w_ce * CE`` of a student and its teachers.
 
@@ -77,7 +84,9 @@ class CrossTokenizerDistillationLossFn:
     ) -> None:
         self.config = from_mapping(CrossTokenizerLossConfig, config)
         if not isinstance(teachers, Sequence) or isinstance(teachers, str):
-            raise LossError("teachers are no list", got=repr(teachers), fix="give one a teacher")
+            raise LossError(
+                "teachers are not in a list", got=repr(teachers), fix="give one a teacher"
+            )
         self.teachers = _named([from_mapping(TeacherLossConfig, teacher) for teacher in teachers])
         self.aggregator = MultiTeacherLossAggregator(
             teachers={

@@ -129,7 +129,7 @@ def checked_entries(
         numbers = np.asarray(weights, dtype=np.float64)
     except (TypeError, ValueError):
         raise ProjectionError(
-            "the weights of a projection are no numbers", got=type(weights).__name__
+            "the weights of a projection are not numbers", got=type(weights).__name__
         ) from None
     if not (row_ids.ndim == 1 and row_ids.shape == column_ids.shape == numbers.shape):
         raise ProjectionError(
@@ -140,7 +140,7 @@ def checked_entries(
     for noun, ids, size in (("row", row_ids, shape[0]), ("column", column_ids, shape[1])):
         if len(ids) and not np.issubdtype(ids.dtype, np.integer):
             raise ProjectionError(
-                f"the {noun}s of a projection are no ids", got=ids.dtype, expected="integers"
+                f"the {noun}s of a projection are not ids", got=ids.dtype, expected="integers"
             )
         outside = (ids < 0) | (ids >= size)
         _refuse_first(outside, f"has a {noun} outside the vocabulary", ids, f"0 to {size - 1}")

@@ -42,7 +42,7 @@ class EmbeddingMatrix:
         is_float = self._is_bfloat16 or np.issubdtype(self._rows.dtype, np.floating)
         if self._rows.ndim != 2 or not is_float:
             raise ProjectionError(
-                "embeddings are no matrix of floating-point numbers",
+                "embeddings are not a matrix of floating-point numbers",
                 where=self._where,
                 got=f"shape {self._rows.shape} of {self._rows.dtype}",
                 expected="one row a token",

@@ -108,7 +108,7 @@ def _check_whole(path: Path, metadata: dict[str, str], arrays: dict[str, NDArray
     if metadata.get("format") != FORMAT or metadata.get("format_version") not in READ_VERSIONS:
         version = f"{metadata.get('format')} version {metadata.get('format_version')}"
         raise ProjectionError(
-            "the file is no projection that this version reads",
+            "the file is not a projection that this version reads",
             where=path,
             got=version if "format" in metadata else "a safetensors file without a format entry",
             expected=f"{FORMAT} version {' or '.join(READ_VERSIONS)}",

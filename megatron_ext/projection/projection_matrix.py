@@ -41,7 +41,7 @@ _AS_SHAPE = (-1, -1)
 ARRAYS = ("indptr", "indices", "values", "is_exact_row")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ProjectionMatrix(CompressedRows):
     """[Vs, Vt] matrix in compressed rows, padding included; its arrays are read-only.
 
@@ -85,6 +85,10 @@ class ProjectionMatrix(CompressedRows):
                 expected="dict[str, str]",
             )
         object.__setattr__(self, "metadata", dict(self.metadata))
+
+    def __repr__(self) -> str:
+        rows, columns = self.shape
+        return f"{type(self).__name__}({rows:,} x {columns:,}, {self.entry_count:,} entries)"
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ProjectionMatrix):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megatron_ext.tokenizers.base import ByteTokenizer
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SparseProjection(ProjectionMatrix):
     """Projection that is built from tokenizers, chained, saved and loaded.
 

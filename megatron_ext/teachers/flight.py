@@ -158,7 +158,7 @@ def empty(size: int) -> torch.Tensor:
 
 def _no_frame(got: str) -> DistributedError:
     return DistributedError(
-        "what arrived from the other side of a teacher's connection is no frame",
+        "what arrived from the other side of a teacher's connection is not a frame",
         got=got,
         fix="look whether something else listens at that address",
     )

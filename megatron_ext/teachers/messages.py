@@ -263,7 +263,7 @@ def _check_bounds(bounds: torch.Tensor, positions: int) -> None:
         raise _not_understood(f"cu_seqlens of shape {list(bounds.shape)}")
     is_rising = bool((bounds[1:] >= bounds[:-1]).all())
     if not is_rising or int(bounds[0]) < 0 or int(bounds[-1]) > positions:
-        raise _not_understood("cu_seqlens that are no bounds of texts")
+        raise _not_understood("cu_seqlens that are not bounds of texts")
 
 
 def payload_of(fields: Fields, form: TargetForm) -> torch.Tensor:

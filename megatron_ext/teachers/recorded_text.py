@@ -75,7 +75,7 @@ def check_recorded(text: RecordedText, vocab_size: int, *, most_mass: float, tai
     _refuse(twice, "a prediction names a token twice", scores.top_ids)
     top = scores.top_log_probs.astype(np.float64)
     broken = (np.isnan(top) | (top == np.inf)).any(axis=1) | (top == -np.inf).all(axis=1)
-    _refuse(broken, "a prediction is no number", top)
+    _refuse(broken, "a prediction is not a number", top)
     if tail == "renormalise":
         return
     mass = np.exp(top).sum(axis=1)

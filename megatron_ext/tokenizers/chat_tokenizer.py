@@ -80,7 +80,7 @@ class ChatTokenizer(SpecialIds):
         if self.prompt_format is not None:
             if not isinstance(self.prompt_format, str):
                 raise ConfigError(
-                    "the prompt format is no name",
+                    "the prompt format is not a name",
                     got=type(self.prompt_format).__name__,
                     where="prompt_format",
                 )
@@ -265,7 +265,7 @@ def _source(template: str) -> str:
     """Jinja source: ``template``, or the contents of the file that it names."""
     if not isinstance(template, str):
         raise TokenizerError(
-            "the chat template is no text",
+            "the chat template is not a text",
             got=type(template).__name__,
             expected="Jinja source, or the path of a file that ends in .jinja",
         )

@@ -97,7 +97,7 @@ def _variable(stated: object) -> tuple[str, Any]:
     name, equals, value = stated.partition("=") if isinstance(stated, str) else ("", "", "")
     if not equals or not name.isidentifier() or name == "messages":
         raise ConfigError(
-            "this is no template variable",
+            "this is not a template variable",
             got=repr(stated),
             expected="name=value, as in enable_thinking=false",
             where="template_variables",

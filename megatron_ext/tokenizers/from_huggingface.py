@@ -44,7 +44,7 @@ def from_huggingface(tokenizer: Any, **options: Any) -> MegatronTokenizerText:
     else:
         kind = type(tokenizer)
         raise TokenizerError(
-            "this is no fast tokenizer of HuggingFace",
+            "this is not a fast tokenizer of HuggingFace",
             got=f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}",
             expected="a PreTrainedTokenizerFast or a tokenizers.Tokenizer",
             fix="name its file: MegatronTokenizer.from_pretrained(path)",

@@ -69,7 +69,7 @@ def tokenizer_class(metadata: Mapping[str, Any]) -> type[MegatronTokenizerText]:
     kind = _import_class(name, module_name)
     if not (isinstance(kind, type) and issubclass(kind, MegatronTokenizerText)):
         raise TokenizerError(
-            "this is no tokenizer class",
+            "this is not a tokenizer class",
             expected="a subclass of megatron_ext.tokenizers.MegatronTokenizerText",
             fix="derive it from that instead of Megatron's class",
             where=f"{module_name}.{name}",
@@ -194,7 +194,7 @@ class MegatronTokenizer:
         if metadata_path is None and not Path(tokenizer_path).exists():
             raise TokenizerError(
                 "the tokenizer does not exist",
-                fix="for a name that is no path, say with metadata_path where to write",
+                fix="for a name that is not a path, say with metadata_path where to write",
                 where=tokenizer_path,
             )
         mode = library_of(tokenizer_library).mode
@@ -228,7 +228,7 @@ def _metadata(
         )
     if tokenizer_path is not None and not isinstance(tokenizer_path, str | os.PathLike):
         raise TokenizerError(
-            "the tokenizer's path is no path",
+            "the tokenizer's path is not a path",
             got=type(tokenizer_path).__name__,
             where="tokenizer_path",
         )

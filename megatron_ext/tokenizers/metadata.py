@@ -54,7 +54,7 @@ def importable_name(kind: type) -> dict[str, str]:
         TokenizerError: It is not a class, or is not found by its name.
     """
     if not isinstance(kind, type):
-        raise TokenizerError("tokenizer_class is no class", got=repr(kind))
+        raise TokenizerError("tokenizer_class is not a class", got=repr(kind))
     found: object = getattr(sys.modules.get(kind.__module__), kind.__name__, None)
     if kind.__module__ == "__main__" or found is not kind:
         raise TokenizerError(

@@ -184,7 +184,7 @@ def _check_names(names: Iterable[str]) -> None:
     """Refuse names that lead out of the folder."""
     for name in names:
         if Path(name).name != name:
-            raise ValueError(f"{name!r} is no name of a file in the folder")
+            raise ValueError(f"{name!r} is not a name of a file in the folder")
 
 
 def _text(row: Mapping[str, Any]) -> str:

@@ -121,6 +121,10 @@ class MegatronTokenizerText(ChatTokenizer, MegatronTokenizerBase):
         self._set_chat_template(chat_template)
         self._set_prompt_format(prompt_format)
 
+    def __repr__(self) -> str:
+        parts = f"{self.library!r}, path={self.path!r}, vocab_size={self.vocab_size}"
+        return f"{type(self).__name__}({parts}, prompt_format={self.prompt_format!r})"
+
     # Text and ids, under the names of transformers.
 
     def __call__(
@@ -157,7 +161,7 @@ class MegatronTokenizerText(ChatTokenizer, MegatronTokenizerBase):
             return found
         if return_tensors is not None:
             raise TokenizerError(
-                "texts of different lengths are no tensor",
+                "texts of different lengths do not make a tensor",
                 got=f"{len(text)} texts",
                 fix="leave return_tensors out, or collate them with CrossTokenizerCollator",
             )

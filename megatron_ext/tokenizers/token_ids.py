@@ -27,7 +27,7 @@ def integer(token_id: object) -> int:
         return index(token_id)  # type: ignore[arg-type]
     except TypeError:
         raise TokenizerError(
-            "the token id is no integer", got=f"{type(token_id).__name__}, {token_id!r}"
+            "the token id is not an integer", got=f"{type(token_id).__name__}, {token_id!r}"
         ) from None
 
 
@@ -64,7 +64,7 @@ def integers(ids: object) -> NDArray[np.int64]:
     if array.ndim != 1:
         shape = f" of shape {list(array.shape)}" if array.ndim else ""
         raise TokenizerError(
-            "the token ids are no sequence",
+            "the token ids are not a sequence",
             got=f"{type(ids).__name__}{shape}",
             expected=_EXPECTED,
             fix="pass one row at a time" if array.ndim > 1 else None,
@@ -96,7 +96,7 @@ def _refuse_other_types(items: list[Any]) -> None:
     for item in items:
         if not isinstance(item, int) or isinstance(item, bool):
             raise TokenizerError(
-                "a token id is no integer",
+                "a token id is not an integer",
                 got=f"{type(item).__name__}, {item!r}",
                 expected=_EXPECTED,
             )
@@ -113,7 +113,7 @@ def checked_text(text: object) -> str:
     if isinstance(text, str):
         return text
     raise TokenizerError(
-        "the text is no string",
+        "the text is not a string",
         got=type(text).__name__,
         fix='decode it: text.decode("utf-8")' if isinstance(text, bytes) else None,
     )
@@ -136,6 +136,6 @@ def checked_texts(texts: object) -> Sequence[str]:
     for at, text in enumerate(several):
         if not isinstance(text, str):
             raise TokenizerError(
-                "a text is no string", got=type(text).__name__, where=f"text {at} of the batch"
+                "a text is not a string", got=type(text).__name__, where=f"text {at} of the batch"
             )
     return several

@@ -70,7 +70,7 @@ def flags_of(config_type: Any, prefix: str = "", keys: tuple[str, ...] = ()) -> 
     around it.
     """
     hints = typing.get_type_hints(config_type)
-    docs = _field_docs(config_type)
+    docs = field_docs(config_type)
     for field in dataclasses.fields(config_type):
         path = (*keys, field.name)
         hint = _without_none(hints[field.name])
@@ -101,8 +101,8 @@ def argparse_type(hint: Any) -> dict[str, Any]:
 
 
 @cache
-def _field_docs(config_type: type) -> dict[str, str]:
-    """The string literal under each field of a dataclass."""
+def field_docs(config_type: type) -> dict[str, str]:
+    """Meaning of each field of a dataclass: the string literal under it."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(config_type))).body[0]
     assert isinstance(tree, ast.ClassDef)
     docs = {}

@@ -15,6 +15,7 @@ from typing import Final
 from megatron_ext.errors import CheckpointError
 from megatron_ext.files import flush, write_text
 from megatron_ext.huggingface.checkpoint_files import is_checkpoint_folder
+from megatron_ext.huggingface.hub import hub_model
 from megatron_ext.training.checkpoint_manifest import write_manifest
 
 CHECKPOINTS: Final = "checkpoints"
@@ -119,13 +120,13 @@ def find_checkpoint(path: str, *, where: str) -> Path:
 
     Args:
         path: A checkpoint, a HuggingFace folder, or a run's folder or its ``checkpoints``, of which
-            the latest is taken.
+            the latest is taken; or a model's name on the hub, as ``hub_model`` takes it.
         where: Configuration key with the path, for the error.
 
     Raises:
         CheckpointError: There is none.
     """
-    folder = Path(path)
+    folder = hub_model(path, where=where) or Path(path)
     if (folder / _METADATA_FILE).is_file() or is_checkpoint_folder(folder):
         return folder
     checkpoint = newest_checkpoint(folder)
@@ -134,8 +135,8 @@ def find_checkpoint(path: str, *, where: str) -> Path:
             "no checkpoint found",
             where=where,
             got=f"{path}, {_described(folder)}",
-            expected="a HuggingFace folder, a run, its checkpoints or one iteration in them; "
-            "models are not fetched by name",
+            expected="a HuggingFace folder, a run, its checkpoints or one iteration in them, or "
+            "OWNER/NAME of a model on the hub",
             fix="correct the path, or train or download the model first: "
             f"hf download OWNER/NAME --local-dir {path}",
         )

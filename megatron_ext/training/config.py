@@ -45,8 +45,8 @@ class TeacherConfig:
     model: ModelConfig = field(metadata={"prefix": ""})
 
     checkpoint: str
-    """Checkpoint of the teacher: a run's folder, its ``checkpoints``, one iteration in them, or a
-    HuggingFace folder."""
+    """Checkpoint of the teacher: a run's folder, its ``checkpoints``, one iteration in them, a
+    HuggingFace folder, or ``OWNER/NAME`` or ``OWNER/NAME@REVISION`` of a model on the hub."""
 
     allow_other_tokenizer: bool = False
     """Accept a checkpoint that was trained with another tokenizer, or has too few or too many rows
@@ -287,8 +287,8 @@ class DistillConfig:
     lora: LoraConfig | None = field(default=None, metadata={"prefix": "lora-"})
 
     initial_checkpoint: str | None = None
-    """Checkpoint or HuggingFace folder to take the student's first weights from; random weights
-    when not given."""
+    """Checkpoint, HuggingFace folder or name on the hub (``OWNER/NAME``, ``OWNER/NAME@REVISION``)
+    to take the student's first weights from; random weights when not given."""
 
     allow_other_tokenizer: bool = False
     """Accept first weights that were trained with another tokenizer, or have too few or too many

@@ -335,7 +335,7 @@ HELD_OUT: Final = Feature(
     value=lambda setting: setting.config.data.validation if setting.config.distils else None,
 )
 FRACTION: Final = Feature(
-    name="a `rotary_seq_len_interpolation_factor` that is no whole number",
+    name="a `rotary_seq_len_interpolation_factor` that is not a whole number",
     key="student.rotary_seq_len_interpolation_factor",
     value=_fraction,
 )

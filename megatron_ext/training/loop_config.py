@@ -153,7 +153,7 @@ class OptimizerConfig:
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(
-                    f"{name} is no decay", got=getattr(self, name), expected="0 <= decay < 1"
+                    f"{name} is not a decay", got=getattr(self, name), expected="0 <= decay < 1"
                 )
 
 

@@ -229,7 +229,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(whole_lines(file), 1):
         with refused_input(
-            "the line is no row of a run", where=f"{file}:{number}", fix="remove the line"
+            "the line is not a row of a run", where=f"{file}:{number}", fix="remove the line"
         ):
             rows.append(dict(parse_json(line)))
             int(rows[-1]["iteration"])

@@ -18,8 +18,8 @@ class ModelConfig:
     """
 
     hf: str | None = None
-    """HuggingFace folder whose config.json gives the keys that are left out here; that of the
-    model's checkpoint when not given."""
+    """HuggingFace folder, or name on the hub, whose config.json gives the keys that are left out
+    here; that of the model's checkpoint when not given."""
 
     num_layers: int
     """Transformer layers, over all pipeline stages."""

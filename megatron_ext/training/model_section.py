@@ -17,6 +17,7 @@ from megatron_ext.huggingface.checkpoint_files import (
     CheckpointFiles,
     kept_folder,
 )
+from megatron_ext.huggingface.hub import hub_model
 from megatron_ext.huggingface.model_settings import any_model_settings, model_settings
 from megatron_ext.tokenizers import TOKENIZER_LIBRARIES
 from megatron_ext.training.checkpoint_folder import find_checkpoint, newest_checkpoint
@@ -76,9 +77,16 @@ def _with_model(
     given = {} if model is None else model
     if not isinstance(given, Mapping):
         return filled
-    path, named_by = section.get(checkpoint[-1]), checkpoint
+    # A name on the hub is replaced by its folder: a run records which files it has read.
+    if isinstance(section.get(checkpoint[-1]), str):
+        filled[checkpoint[-1]] = _local(section[checkpoint[-1]], where(checkpoint))
+    path, named_by = filled.get(checkpoint[-1]), checkpoint
     if given.get("hf"):
         path, named_by = given["hf"], (*checkpoint[:-1], key, "hf")
+        if isinstance(path, str):
+            path = _local(path, where(named_by))
+            given = {**given, "hf": path}
+            filled[key] = given
     folder = _folder(path)
     if folder is None:
         if isinstance(path, str) and _SHAPE not in given:
@@ -103,6 +111,12 @@ def _with_model(
     if has_one and _is_open(tokenizer):
         filled["tokenizer"] = {**(tokenizer or {}), "model": str(folder)}
     return filled
+
+
+def _local(path: str, where: str) -> str:
+    """The path, or the folder of a model that it names on the hub."""
+    folder = hub_model(path, where=where)
+    return path if folder is None else str(folder)
 
 
 def _is_open(tokenizer: object) -> bool:

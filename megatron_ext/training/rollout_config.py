@@ -54,7 +54,7 @@ class RolloutConfig:
             value = getattr(self, name)
             if not least < value <= most:
                 raise ConfigError(
-                    f"{name} is no share",
+                    f"{name} is not a share",
                     where=f"data.rollouts.{name}",
                     got=value,
                     expected="more than 0, and at most 1",

@@ -242,7 +242,7 @@ def check_completion(prompt: AskedPrompt, answer: Completion, *, vocab_size: int
         problem = "ids behind a stop token"
     if problem is not None:
         raise DataError(
-            "an engine's answer is no sample of its prompt",
+            "an engine's answer is not a sample of its prompt",
             got=problem,
             expected="sampled ids, each with its log-probability, up to a stop token",
         )

@@ -29,7 +29,7 @@ def read_tokens(file: Path) -> list[str]:
     Spaces at the ends of a line belong to its token.
 
     Raises:
-        DataError: The file cannot be read, a line is no token, or one is there twice.
+        DataError: The file cannot be read, a line is not a token, or one is there twice.
     """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
@@ -45,7 +45,7 @@ def read_tokens(file: Path) -> list[str]:
                 token = None
         where = f"{file}:{number}"
         if not isinstance(token, str) or not token:
-            raise DataError("a line is no token", where=where, got=line, expected="some text")
+            raise DataError("a line is not a token", where=where, got=line, expected="some text")
         if token in tokens:
             raise DataError("a token is there twice", where=where, got=repr(token))
         tokens[token] = number

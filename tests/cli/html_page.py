@@ -81,7 +81,8 @@ class HtmlPage(HTMLParser):
         return "".join(token for _, sides in self.chunks for token in sides[number])
 
     def _check_policy(self):
-        (policy,) = (one["content"] for _, one in self.elements if "http-equiv" in one)
+        name = "Content-Security-Policy"
+        (policy,) = (one["content"] for _, one in self.elements if one.get("http-equiv") == name)
         (style,) = self.inside("style")
         assert "url(" not in style
         scripts = [one for tag, one in self.elements if tag == "script" and not one]

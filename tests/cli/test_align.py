@@ -189,7 +189,7 @@ def test_bad_records_are_left_out_and_named(capsys, tmp_path):
         pytest.param(["a.txt", "--text", "b"], "there are files and a text", id="both"),
         pytest.param(["-", "a.txt"], "standard input stands alone", id="standard input"),
         pytest.param(["absent.jsonl"], "there is no such file; check the name", id="absent"),
-        pytest.param(["--text", "a", "--max-documents", "0"], "no number of 1 or more", id="none"),
+        pytest.param(["--text", "a", "--max-documents", "0"], "not a number of 1", id="none"),
         pytest.param(["--text", "a\udcff"], "not UTF-8 at character 1", id="surrogate"),
         pytest.param(["--text", "a", "--html", "/dev/null/x"], "cannot write the file", id="html"),
     ],

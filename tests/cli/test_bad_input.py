@@ -308,8 +308,9 @@ def test_a_model_that_is_not_there_is_the_reason_and_not_its_missing_shape(
     _section(values, ".".join(section))[key] = "Qwen/Qwen3-4B"
     line = refused()
     assert f"run.yaml:{_line_of(values, key)}: {place}: no checkpoint found; got Qwen/Q" in line
-    assert "which does not exist; expected a HuggingFace folder" in line
-    assert line.endswith("hf download OWNER/NAME --local-dir Qwen/Qwen3-4B")
+    assert "which does not exist here; the hub: " in line
+    assert "offline" in line
+    assert line.endswith("hf download Qwen/Qwen3-4B")
 
 
 def _line_of(values, key):

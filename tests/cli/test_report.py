@@ -9,6 +9,7 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import example, given
@@ -17,8 +18,8 @@ from hypothesis import strategies as st
 from megatron_ext.alignment import ChunkCounts
 from megatron_ext.cli.main import main
 from megatron_ext.cli.pages import frame, run_tables
+from megatron_ext.cli.pages.chart import SIDE, Chart, Curve, means, smoothed
 from megatron_ext.cli.pages.frame import element, swatch
-from megatron_ext.cli.pages.run_charts import SIDE, Chart, Curve, means, smoothed
 from megatron_ext.training.faults import FaultCounts
 from tests.cli.html_page import HtmlPage
 from tests.cli.run_files import refusal
@@ -130,6 +131,8 @@ def test_the_page_of_a_run_has_its_numbers_curves_settings_and_texts(capsys, tmp
     run = write_run(tmp_path / "run", tokenizers, metrics=rows())
     (run / "evaluation").mkdir()
     (run / "evaluation" / "mmlu.json").write_text('{"accuracy": 0.375, "rows": [1, 2, 3]}')
+    gsm8k = {"count": 8, "settings": {"limit": 8}, "metrics": {"flexible": 0.25}}
+    (run / "evaluation" / "gsm8k.json").write_text(json.dumps(gsm8k))
     refused = "".join(
         json.dumps({"place": f"{run}/text.jsonl:{n}", "reason": "no text"}) + "\n"
         for n in range(12)
@@ -144,11 +147,14 @@ def test_the_page_of_a_run_has_its_numbers_curves_settings_and_texts(capsys, tmp
         ),
         "Curves": (
             *(" loss ", " ce ", " kd ", " grad_norm ", " learning_rate ", "ce/accuracy"),
-            *(" student_bits_per_byte ", " agreement ", " eval/mmlu/accuracy "),
+            *(" student ", "bits per byte", " agreement ", " eval/mmlu/accuracy "),
             "Unchanged: tokens = 10, one_to_one = 6",
         ),
         "Time": ("waiting for samples: 5 s, 6.2%",),
-        "Evaluation": ("10 3.25 2.5", "mmlu.accuracy 0.375 mmlu.rows 3"),
+        "Evaluation": (
+            *("10 3.25 2.5", "mmlu.accuracy 0.375 mmlu.rows 3 Settings of these"),
+            *("gsm8k.flexible 0.25 gsm8k.items 8", "evaluations key run gsm8k.settings.limit 8"),
+        ),
         "Data": (
             *("train.documents 1,234", "one_to_one 75.0% one_to_many 25.0%"),
             "run left out: 12, the first place run/text.jsonl:0, reason no text",
@@ -218,7 +224,7 @@ def test_completions_of_any_form_are_shown_as_far_as_they_can_be(capsys, tmp_pat
     text = "\n".join([*map(json.dumps, odd), '{"iteration": "4"}', "no json", ""])
     (run / "rollouts.jsonl").write_text(text, encoding="utf-8")
     page = report(capsys, run)
-    assert "rollouts.jsonl: a line is no completion" in page.text
+    assert "rollouts.jsonl: a line is not a completion" in page.text
     assert "<img" not in page.source
     # A table of each teacher; in both, the step whose completion nobody could compare.
     section = page.section("Rollouts")
@@ -262,10 +268,19 @@ def test_nothing_that_a_run_says_can_run_or_load_anything(capsys, tmp_path, toke
     (run / "evaluation").mkdir()
     (run / "evaluation" / "<i>.json").write_text(json.dumps({HOSTILE: HOSTILE}))
     (run / "quarantine.jsonl").write_text(json.dumps({"reason": HOSTILE}) + "\n" + HOSTILE)
+    pieces = [[HOSTILE, 1, 2.0, 0.5, [[HOSTILE, 50]], [[HOSTILE, 25], "x"]], [HOSTILE], 3]
+    group = {"by": HOSTILE, "name": HOSTILE, "bytes": "x"}
+    completion = {"prompt": HOSTILE, "student": HOSTILE, "teacher": 3}
+    sampled = {"texts": [pieces, 1], "groups": [group, 1], "completions": [completion, 1]}
+    kept = {"iteration": HOSTILE, "teachers": {HOSTILE: sampled, "odd": {"texts": 1}, "none": 3}}
+    (run / "samples.json").write_text(json.dumps(kept))
     page = report(capsys, run)
-    assert [tag for tag, _ in page.elements].count("script") == 1
+    scripts = [one for tag, one in page.elements if tag == "script"]
+    # The others are data.
+    assert scripts.count({}) == 1
+    assert {one.get("type", "application/json") for one in scripts} == {"application/json"}
     assert "<img" not in page.source
-    assert "alert('x')" not in re.sub(r"<script>.*?</script>", "", page.source, flags=re.DOTALL)
+    assert "alert('x')" not in re.sub(r"<script[ >].*?</script>", "", page.source, flags=re.DOTALL)
     assert name in page.text
     # The text is there to be read, token by token.
     assert page.side(0) == page.side(1) == HOSTILE.replace("\n", "↵")
@@ -313,7 +328,7 @@ def test_a_run_that_has_not_begun_and_one_that_goes_on_are_shown_as_they_are(
         file.write('{"iteration": 8, "lo')
     page = report(capsys, going)
     assert "at 7 of 40 iterations" in page.section("In short")
-    assert "lines are no rows" not in page.text
+    assert "lines are not rows" not in page.text
 
 
 def test_what_is_broken_is_said_and_the_rest_is_shown(capsys, tmp_path, tokenizers):
@@ -325,7 +340,7 @@ def test_what_is_broken_is_said_and_the_rest_is_shown(capsys, tmp_path, tokenize
     (run / "config.yaml").write_text("a: [1\n")
     (run / "data.json").write_bytes(b"\xff")
     page = report(capsys, run)
-    assert "5 of 11 lines are no rows of metrics" in page.text
+    assert "5 of 11 lines are not rows of metrics" in page.text
     assert "the first in line 6" in page.text
     assert "loss is not finite in 1 iterations, first in 5" in page.text
     assert "config.yaml cannot be read" in page.text
@@ -389,12 +404,117 @@ def test_names_that_are_said_again_to_do_without_torch_are_those_of_the_trainer(
     ]
 
 
-def test_a_smoothed_line_is_a_mean_that_starts_where_the_line_does():
-    points = [(i, 5.0) for i in range(20)]
-    assert [value for _, value in smoothed(points, 0.9)] == pytest.approx([5.0] * 20)
-    assert smoothed([(0, 0.0), (1, 1.0)], 0.5)[1][1] == pytest.approx(2 / 3)
+def test_a_smoothed_line_does_not_lag_behind_and_stays_within_its_values():
+    line = [(i, 5.0 - 0.1 * i) for i in range(20)]
+    for weight in (0.0, 0.5, 0.99):
+        assert smoothed(line, weight) == pytest.approx(np.array(line))
     noisy = [(i, float(i % 2)) for i in range(100)]
-    assert all(0.4 < value < 0.6 for _, value in smoothed(noisy, 0.9)[30:])
+    values = [value for _, value in smoothed(noisy, 0.9)]
+    assert all(0.4 < value < 0.6 for value in values[30:70])
+    assert min(values) >= 0
+    assert max(values) <= 1
+    assert smoothed([(3, 7.0)]) == [(3, 7.0)]
+    assert smoothed([]) == []
+
+
+@given(st.lists(st.floats(-1e300, 1e300), min_size=1, max_size=30), st.floats(0, 0.99))
+def test_smoothing_is_the_weighted_regression_that_it_says(values, weight):
+    scale = max(map(abs, values)) or 1.0
+    y = np.array(values) / scale
+    expected = []
+    for i in range(len(y)):
+        distance = np.arange(len(y)) - i
+        w = np.float64(weight) ** np.abs(distance)
+        s0, s1, s2 = w.sum(), (w * distance).sum(), (w * distance**2).sum()
+        t0, t1 = (w * y).sum(), (w * y * distance).sum()
+        determinant = s0 * s2 - s1 * s1
+        flat = determinant <= 1e-12 * s0 * s2
+        fit = t0 / s0 if flat else (s2 * t0 - s1 * t1) / determinant
+        expected.append(min(max(fit, y.min()), y.max()))
+    got = [value / scale for _, value in smoothed(list(enumerate(values)), weight)]
+    # Sums of up to 30 terms in another order, over a determinant that may be 1e-12 of them.
+    assert got == pytest.approx(expected, abs=1e-3)
+
+
+def test_the_data_of_a_chart_says_each_curve_and_shared_iterations_once():
+    points = [(1, 2.0), (2.5, 1 / 3)]
+    curves = [Curve.of(name, points, most=9, number=0, run=run) for run, name in enumerate("ab")]
+    data = Chart("x", [*curves, Curve.of("c", [(1, 1e9)], most=9, number=2)]).data
+    assert [one.get("x") for one in data["curves"]] == [[1, 2.5], None, [1]]
+    assert [one["y"] for one in data["curves"]] == [[2, 0.33333], [2, 0.33333], [1e9]]
+    assert [one["run"] for one in data["curves"]] == [0, 1, 0]
+
+
+def test_an_axis_of_shares_does_not_go_below_zero():
+    chart = Chart("x", [Curve.of("x", [(1, 0.0), (2, 0.0)], most=9, number=0)])
+    assert next(tick.label for tick in chart.y_ticks) == "0"
+
+
+HELD_OUT = {"validation": {"sha256": "a" * 64}}
+
+
+def write_measured(folder, tokenizers, bits, *, count=STEPS, data=HELD_OUT, **config):
+    run = write_run(folder, tokenizers, metrics=rows(count, student_bits_per_byte=bits), **config)
+    logged = [dict(one, student_bits_per_byte=bits) for one in rows(count)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in logged))
+    (run / "data.json").write_text(json.dumps(data))
+    return run
+
+
+def test_the_headline_compares_with_the_teacher_and_with_a_run_without_one(
+    capsys, tmp_path, tokenizers
+):
+    run = write_measured(tmp_path / "run", tokenizers, 2.75)
+    alone = {"loss": {"objective": "next_token"}}
+    base = write_measured(tmp_path / "base", tokenizers, 3.0, **alone)
+    said = report(capsys, run, "--baseline", base).section("In short")
+    assert "run: After 40 iterations the student has 2.75 bits per byte of held-out text" in said
+    assert (
+        "8.3% fewer than without a teacher: it closes 50% of the gap to its teacher (2.5)" in said
+    )
+    assert "student 2.75 bits per byte" in said
+    assert "teachers teacher –" in said
+    # The student that is behind, the text that is another one, and the run that is shorter.
+    better = write_measured(tmp_path / "better", tokenizers, 2.625, **alone)
+    said = report(capsys, run, base, better).section("In short")
+    assert "4.8% more than without a teacher; its teacher has 2.5" in said
+    other = write_measured(tmp_path / "other", tokenizers, 3.0, data={}, **alone)
+    assert "than without" not in report(capsys, run, other).section("In short")
+    short = write_measured(tmp_path / "short", tokenizers, 3.0, count=20, **alone)
+    said = report(capsys, run, short).section("In short")
+    assert "short was trained for 20 iterations, this run for 40" in said
+    assert "its teacher 2.5" in report(capsys, run).section("In short")
+    assert "So far, after 20 of 40 iterations" in report(capsys, short).section("In short")
+    assert "learns from a teacher" in refused(capsys, base, "--baseline", run)
+
+
+def test_a_run_without_held_out_text_has_its_loss_in_the_headline(capsys, tmp_path, tokenizers):
+    run = write_run(tmp_path / "run", tokenizers, metrics=[row(i) for i in range(1, 41)])
+    said = report(capsys, run).section("In short")
+    assert "the loss went from 6.167 to 2.208" in said
+    assert "Nothing was measured on held-out text" in said
+
+
+def test_a_watched_page_reloads_itself_until_the_run_is_finished(
+    capsys, tmp_path, tokenizers, monkeypatch
+):
+    run = write_run(tmp_path / "run", tokenizers, metrics=rows(7))
+    seen = []
+
+    def sleep(seconds):
+        seen.append((seconds, (run / "report.html").read_text()))
+        done = 20 * len(seen)
+        lines = "".join(json.dumps(one) + "\n" for one in rows(done))
+        (run / "metrics.jsonl").write_text(lines)
+
+    monkeypatch.setattr("time.sleep", sleep)
+    page = report(capsys, run, "--watch", "30")
+    assert [seconds for seconds, _ in seen] == [30, 30]
+    for _, source in seen:
+        assert '<meta http-equiv="refresh" content="30">' in source
+    assert "refresh" not in page.source.partition("<body>")[0]
+    assert "finished: 40 iterations" in page.text
+    assert "too small" in refused(capsys, run, "--watch", "0")
 
 
 def test_many_points_are_means_of_their_neighbours():

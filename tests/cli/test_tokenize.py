@@ -105,7 +105,7 @@ def test_a_shard_says_that_it_is_finished(tmp_path, corpus, capsys):
         ),
         (["--input", "a.jsonl", "--json-keys", "a/b"], "--json-keys: the key cannot be part of"),
         (["--input", "a.jsonl", "--json-keys", "a", "a"], "--json-keys: a key is named twice"),
-        (["--input", "a.jsonl", "--json-keys", "body"], "a.jsonl:1: the line has no text under"),
+        (["--input", "a.jsonl", "--text-field", "body"], "a.jsonl:1: the line has no text under"),
         (["--input", "a.jsonl", "--json-keys", "body", "--strict"], "a.jsonl:1: the line has no"),
         (["--input", "a.jsonl", "--split-sentences"], "--split-sentences: sentences are not split"),
         (["--input", "a.jsonl", "--tokenizer-mode", "multimodal"], "a multimodal tokenizer needs"),

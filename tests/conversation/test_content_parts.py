@@ -104,9 +104,9 @@ def test_callers_lists_stay_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([{"text": "x"}], r"^conversation\[0\].content\[0\]: this is no part of a content"),
-        ([text_part("x"), "y"], r"^conversation\[0\].content\[1\]: this is no part"),
-        ([{"type": "text"}], r"^conversation\[0\].content\[0\]: this is no part"),
+        ([{"text": "x"}], r"^conversation\[0\].content\[0\]: this is not a part of a content"),
+        ([text_part("x"), "y"], r"^conversation\[0\].content\[1\]: this is not a part"),
+        ([{"type": "text"}], r"^conversation\[0\].content\[0\]: this is not a part"),
         ([{"type": "audio"}], r"^conversation\[0\].content\[0\]: neither the template"),
         ([text_part("\ud800")], r"^conversation\[0\].content\[0\]: .*lone surrogate"),
         (7, r"^conversation\[0\]: the content is not text; got int"),

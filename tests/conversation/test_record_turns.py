@@ -217,7 +217,7 @@ def test_a_record_sets_variables_of_the_template() -> None:
         ),
         (
             {"role": "assistant", "tool_calls": [CALL, {"name": "f", "arguments": "[1]"}]},
-            "messages[1].tool_calls[1].arguments: the value is no mapping; got list",
+            "messages[1].tool_calls[1].arguments: the value is not a mapping; got list",
         ),
         (
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
@@ -227,7 +227,7 @@ def test_a_record_sets_variables_of_the_template() -> None:
             {"role": "tool_call", "content": '{"name": "f", "arguments": {"a": "\\ud83d"}}'},
             "messages[1].content: the text is not JSON; got 'utf-8' codec can't encode",
         ),
-        ({"role": "assistant", "tool_calls": 3}, "messages[1].tool_calls: the field is no list"),
+        ({"role": "assistant", "tool_calls": 3}, "messages[1].tool_calls: the field is not a list"),
         (
             {"role": "assistant", "content": "x", "weight": 0.5},
             "messages[1].weight: a message is trained or it is not; got 0.5",
@@ -248,7 +248,7 @@ def test_a_record_sets_variables_of_the_template() -> None:
         ),
         (
             {"role": "user", "content": [{"type": "text", "value": "x"}, {"type": "audio"}]},
-            "messages[1].content[1]: this is no part of a content; got {'type': 'audio'}",
+            "messages[1].content[1]: this is not a part of a content; got {'type': 'audio'}",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) and ":" in value else "",
@@ -264,8 +264,11 @@ def test_a_turn_that_cannot_be_read_is_named(turn: Any, problem: str) -> None:
     [
         ({"system": 1}, "system: the field is not text; got int"),
         ({"tools": "weather"}, "tools: the text is not JSON"),
-        ({"tools": [FUNCTION, 3]}, "tools[1]: the value is no mapping; got int"),
-        ({"chat_template_kwargs": []}, "chat_template_kwargs: the value is no mapping; got list"),
+        ({"tools": [FUNCTION, 3]}, "tools[1]: the value is not a mapping; got int"),
+        (
+            {"chat_template_kwargs": []},
+            "chat_template_kwargs: the value is not a mapping; got list",
+        ),
         (
             {"chat_template_kwargs": {"enable_thinking": True, "eos_token": "</s>"}},
             "chat_template_kwargs: a record cannot replace a special token; got eos_token",

@@ -287,11 +287,11 @@ def truncate(path, size):
     [
         (lambda p: p.with_suffix(".idx").unlink(), r"copy\.idx: an indexed dataset is a \.bin"),
         (lambda p: p.with_suffix(".bin").unlink(), r"copy\.bin: an indexed dataset is a \.bin"),
-        (lambda p: truncate(p.with_suffix(".idx"), 60), r"copy\.idx: the file is no index"),
-        (lambda p: truncate(p.with_suffix(".idx"), 0), r"copy\.idx: the file is no index"),
+        (lambda p: truncate(p.with_suffix(".idx"), 60), r"copy\.idx: the file is not an index"),
+        (lambda p: truncate(p.with_suffix(".idx"), 0), r"copy\.idx: the file is not an index"),
         (lambda p: truncate(p.with_suffix(".bin"), 40), r"copy\.bin: the \.bin does not fit"),
         (lambda p: truncate(p.with_suffix(".bin"), 0), r"copy\.bin: the dataset holds no ids"),
-        (lambda p: p.with_suffix(".idx").write_bytes(b"\0" * 200), "no index of an indexed"),
+        (lambda p: p.with_suffix(".idx").write_bytes(b"\0" * 200), "not an index of an indexed"),
     ],
     ids=["no index", "no bin", "short index", "empty index", "short bin", "empty bin", "zeros"],
 )

@@ -355,7 +355,7 @@ def test_a_folder_that_links_to_itself_is_read_once(tmp_path):
 
 def test_a_pipe_is_refused(tmp_path):
     os.mkfifo(tmp_path / "a.jsonl")
-    with pytest.raises(DataError, match=r"a\.jsonl: the input is no regular file"):
+    with pytest.raises(DataError, match=r"a\.jsonl: the input is not a regular file"):
         find_sources([str(tmp_path / "a.jsonl")])
 
 

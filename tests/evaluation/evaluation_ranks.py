@@ -1,6 +1,9 @@
 """What spawned ranks run: everything that is asked of a model, under several layouts."""
 
+import io
 import os
+import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
 from datetime import timedelta
 
@@ -95,6 +98,18 @@ def evaluate(rank, arguments, verb="evaluate"):
     main([verb, *arguments])
     # What the caller takes leave of.
     process_groups.join(timedelta(minutes=1))
+
+
+def chat(rank, folder, messages):
+    """What ``generate --chat`` prints for lines of standard input."""
+    dist.destroy_process_group()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        del os.environ[name]
+    sys.stdin, printed = io.StringIO("".join(f"{line}\n" for line in messages)), io.StringIO()
+    with redirect_stdout(printed):
+        main(["generate", "--model", str(folder), "--chat", "--max-new-tokens", str(NEW_TOKENS)])
+    process_groups.join(timedelta(minutes=1))
+    return printed.getvalue()
 
 
 def ask_families(rank, folders):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.evaluation.evaluation_ranks import NEW_TOKENS, ask, ask_families, evaluate
+from tests.evaluation.evaluation_ranks import NEW_TOKENS, ask, ask_families, chat, evaluate
 from tests.evaluation.stand_in_model import written
 from tests.evaluation.tiny_language_model import PROMPTS, save_tiny_model
 from tests.huggingface.tiny_models import save_model
@@ -165,3 +165,26 @@ def _score(model, context, continuation, *, vocab_size=None):
     labels = torch.tensor(continuation)
     nats = log_probs.gather(1, labels[:, None]).sum()
     return float(nats), bool((log_probs.argmax(-1) == labels).all())
+
+
+def test_a_chat_answers_each_line_and_remembers_the_ones_before(families):
+    folder = families["qwen3"]
+    (printed,) = run_ranks(1, chat, folder, [PROMPTS[0], "", PROMPTS[2]])
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    messages = []
+    for prompt in (PROMPTS[0], PROMPTS[2]):
+        messages.append({"role": "user", "content": prompt})
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        whole = model.generate(
+            torch.tensor([ids]),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            suppress_tokens=list(range(len(tokenizer), model.config.vocab_size)),
+            pad_token_id=0,
+        )
+        answer = tokenizer.decode(whole[0, len(ids) :].tolist(), skip_special_tokens=True)
+        assert printed.startswith(f"{answer}\n")
+        printed = printed.removeprefix(f"{answer}\n")
+        messages.append({"role": "assistant", "content": answer})
+    assert printed == ""

@@ -113,7 +113,7 @@ FAULTS = {
     ),
     "a tensor too much": (
         _change_tensors(lambda tensors: tensors.update(extra=torch.ones(3))),
-        r"safetensors: the checkpoint has tensors that are no part of a Llama.*; got extra",
+        r"safetensors: the checkpoint has tensors that do not belong to a Llama.*; got extra",
     ),
     "a file cut short": (_cut, r"-00002-.*: the file is not as long as its header says"),
     "a missing file": (

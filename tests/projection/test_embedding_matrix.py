@@ -76,7 +76,7 @@ def test_a_missing_file_is_refused(tmp_path):
 
 @pytest.mark.parametrize("array", [np.zeros(3), np.zeros((2, 3), np.int32), [["a", "b"]]])
 def test_what_is_no_matrix_of_numbers_is_refused(array):
-    with pytest.raises(ProjectionError, match="no matrix of floating-point numbers"):
+    with pytest.raises(ProjectionError, match="not a matrix of floating-point numbers"):
         EmbeddingMatrix(array)
 
 

@@ -69,10 +69,10 @@ def test_exact_rows_metadata_and_sizes_are_taken_over():
         pytest.param(([0, 1], [0], [1.0]), "differ in length; got .2,., .1,. and", id="lengths"),
         pytest.param(([[0]], [[0]], [[1.0]]), "differ in length", id="tables"),
         pytest.param(
-            ([0.0], [0], [1.0]), "rows of a projection are no ids; got float64", id="rows"
+            ([0.0], [0], [1.0]), "rows of a projection are not ids; got float64", id="rows"
         ),
-        pytest.param(([0], [0.5], [1.0]), "columns of a projection are no ids", id="columns"),
-        pytest.param(([0], [0], ["x"]), "weights of a projection are no numbers", id="text"),
+        pytest.param(([0], [0.5], [1.0]), "columns of a projection are not ids", id="columns"),
+        pytest.param(([0], [0], ["x"]), "weights of a projection are not numbers", id="text"),
         pytest.param(
             ([0, 2], [0, 0], [1, 1]), "entry 1 .* row outside .* got 2; .* 0 to 1", id="r"
         ),

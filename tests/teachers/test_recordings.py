@@ -162,7 +162,7 @@ def text_of(top_ids, top, own=np.nan):
     [
         (text_of([3, D], [0.5, 0.2]), f"id that the teacher's.*position 0; got {D}; expected 0 to"),
         (text_of([3, 3], [0.5, 0.2]), "names a token twice; position 0; got 3, 3"),
-        (text_of([3, 4], [0.5, np.nan]), "is no number"),
+        (text_of([3, 4], [0.5, np.nan]), "is not a number"),
         (text_of([3, 4], [0.9, 0.2]), "sum to more than 1.*got 1.1; record.*--tail renormalise"),
         (text_of([3, 4], [0.5, 0.2], np.log(0.3)), "contradicts those of the likeliest"),
         (text_of([2, 4], [0.5, 0.2], np.log(0.3)), "contradicts those of the likeliest"),

@@ -125,12 +125,12 @@ def test_a_frame_comes_back_from_its_chunks_and_their_bytes_are_told():
 )
 def test_what_is_no_frame_is_refused(header):
     content = len(header).to_bytes(8, "little") + header
-    with pytest.raises(DistributedError, match="is no frame"):
+    with pytest.raises(DistributedError, match="is not a frame"):
         from_bytes(content)
 
 
 def test_a_tensor_that_ends_early_is_no_frame():
-    with pytest.raises(DistributedError, match="is no frame"):
+    with pytest.raises(DistributedError, match="is not a frame"):
         from_bytes(to_bytes(FRAME)[:-1])
 
 

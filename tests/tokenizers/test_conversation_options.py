@@ -85,8 +85,11 @@ def test_template_variables_reach_every_template(built: Built) -> None:
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ("enable_thinking", r"^template_variables: this is no template variable; got 'enable_th"),
-        ("=1", "^template_variables: this is no template variable"),
+        (
+            "enable_thinking",
+            r"^template_variables: this is not a template variable; got 'enable_th",
+        ),
+        ("=1", "^template_variables: this is not a template variable"),
         ("x={", "^template_variables, x: the value of the template variable is not JSON"),
     ],
 )

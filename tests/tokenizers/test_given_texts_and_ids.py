@@ -79,10 +79,10 @@ def test_a_list_of_texts_is_no_conversation(given):
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        (None, "no sequence; got NoneType"),
-        (5, "no sequence; got int"),
-        ("12", "no sequence; got str"),
-        ((i for i in (1, 2)), "no sequence; got generator"),
+        (None, "not a sequence; got NoneType"),
+        (5, "not a sequence; got int"),
+        ("12", "not a sequence; got str"),
+        ((i for i in (1, 2)), "not a sequence; got generator"),
         ([None], "got NoneType, None"),
         ([1.5], r"got float, 1\.5"),
         (["1"], "got str, '1'"),
@@ -116,7 +116,7 @@ def test_what_is_no_id_is_named(given, token_id):
                 call(token_id)
         return
     for call in (tokenizer.token_bytes, tokenizer.id_to_token, tokenizer.is_control):
-        with pytest.raises(TokenizerError, match="the token id is no integer"):
+        with pytest.raises(TokenizerError, match="the token id is not an integer"):
             call(token_id)
 
 
@@ -254,7 +254,22 @@ def test_a_tokenizer_of_another_package_is_told_what_to_call(kind, taker, tokeni
     else:
         given = pytest.importorskip("transformers").PreTrainedTokenizerFast.from_pretrained(named)
         got = "transformers"
-    with pytest.raises(TokenizerError, match=rf"no tokenizer of megatron_ext; got {got}") as raised:
+    with pytest.raises(TokenizerError, match=rf"not a tokenizer of .*; got {got}") as raised:
         TAKERS[taker](given)
-    told = " with the folder of its files" if kind == "tokenizers" else f"({named!r})"
-    assert str(raised.value).endswith(f"MegatronTokenizer.from_pretrained{told}")
+    told = {
+        "path": f"pass MegatronTokenizer.from_pretrained({named!r})",
+        "tokenizers": "call MegatronTokenizer.from_pretrained with the folder of its files",
+        "transformers": "pass megatron_ext.from_huggingface(tokenizer)",
+    }
+    assert str(raised.value).endswith(f"; {told[kind]}")
+
+
+def test_a_tokenizer_and_a_projection_are_shown_in_a_line(tokenizer_path):
+    path = tokenizer_path("huggingface-byte-level")
+    tokenizer = MegatronTokenizer.from_pretrained(path)
+    size = tokenizer.vocab_size
+    for word in ("MegatronTokenizerText('huggingface'", str(path), f"vocab_size={size}"):
+        assert word in repr(tokenizer)
+    projection = SparseProjection.from_tokenizers(tokenizer, tokenizer)
+    entries = projection.entry_count
+    assert repr(projection) == f"SparseProjection({size:,} x {size:,}, {entries:,} entries)"

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -115,14 +116,9 @@ class Hub(BaseHTTPRequestHandler):
         """Nothing: the requests are in ``asked``."""
 
 
-@pytest.fixture
-def hub() -> Iterator[tuple[str, type[Hub]]]:
-    """Address of a hub with a tokenizer and with a model that has none, and what answers there."""
-
-    repositories = {
-        "org/whole": {**FILES, "model.safetensors": "weights"},
-        "org/weights": {"model.safetensors": "weights", "sub/tokenizer.json": "{}"},
-    }
+@contextmanager
+def served(repositories: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[str, type[Hub]]]:
+    """Address of a hub with these files of repositories, and what answers there."""
     handler = type("OneHub", (Hub,), {"repositories": repositories, "asked": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = Thread(target=server.serve_forever, daemon=True)
@@ -131,6 +127,17 @@ def hub() -> Iterator[tuple[str, type[Hub]]]:
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+@pytest.fixture
+def hub() -> Iterator[tuple[str, type[Hub]]]:
+    """A hub with a tokenizer and with a model that has none."""
+    repositories = {
+        "org/whole": {**FILES, "model.safetensors": "weights"},
+        "org/weights": {"model.safetensors": "weights", "sub/tokenizer.json": "{}"},
+    }
+    with served(repositories) as found:
+        yield found
 
 
 OUT_OF_REACH = {

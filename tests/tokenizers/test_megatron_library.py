@@ -157,11 +157,11 @@ def test_characters_that_look_like_line_ends_are_pieces(tmp_path):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (["#version: 0.2", "h e", "l"], "merges.txt:3: the line is no merge; got 'l'"),
-        (["h e", "", "l l"], "merges.txt:2: the line is no merge; got ''"),
-        (["h e", "l  l"], "merges.txt:2: the line is no merge"),
+        (["#version: 0.2", "h e", "l"], "merges.txt:3: the line is not a merge; got 'l'"),
+        (["h e", "", "l l"], "merges.txt:2: the line is not a merge; got ''"),
+        (["h e", "l  l"], "merges.txt:2: the line is not a merge"),
         (["h e", "h h"], "merges.txt:2: the vocabulary lacks a piece of this merge; got 'hh'"),
-        (["{"], "merges.txt:1: the line is no merge; got '{'"),
+        (["{"], "merges.txt:1: the line is not a merge; got '{'"),
     ],
     ids=["one-piece", "empty", "two-spaces", "lacking", "json"],
 )
@@ -174,8 +174,8 @@ def test_a_bad_line_of_merges_is_named(gpt2, tmp_path, lines, message):
 @pytest.mark.parametrize(
     ("document", "message"),
     [
-        ("[1]", "this is no vocabulary; expected a JSON object"),
-        ("{}", "this is no vocabulary"),
+        ("[1]", "this is not a vocabulary; expected a JSON object"),
+        ("{}", "this is not a vocabulary"),
         ('{"a": 0, "b": "1"}', "the piece 'b' has no id; got '1'"),
         ('{"a": 0, "b": -1}', "the piece 'b' has no id; got -1"),
         ('{"a": 0, "b": 0}', "two pieces have the id 0; got 'a' and 'b'"),

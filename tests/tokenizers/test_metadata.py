@@ -147,7 +147,7 @@ def test_a_class_that_no_other_process_finds_is_refused_when_it_is_written(folde
 
     with pytest.raises(TokenizerError, match=r"cannot find the tokenizer class.*<locals>\.Local"):
         MegatronTokenizer.write_metadata(folder, "huggingface", tokenizer_class=Local)
-    with pytest.raises(TokenizerError, match="tokenizer_class is no class; got 'Local'"):
+    with pytest.raises(TokenizerError, match="tokenizer_class is not a class; got 'Local'"):
         MegatronTokenizer.write_metadata(folder, "huggingface", tokenizer_class="Local")
     assert not (folder / FILE).exists()
 
@@ -313,7 +313,7 @@ REFUSED = {
     "no tokenizer": (
         {"class_name": "Registry", "class_path": "megatron_ext.registry"},
         TokenizerError,
-        "no tokenizer class",
+        "not a tokenizer class",
     ),
     "mode": (
         {"library": "huggingface", "mode": "chat"},

@@ -194,8 +194,8 @@ def test_an_option_of_the_wrong_type_is_named(library, option, value, expected):
     [
         (3, {}, "tokenizer_path: .*got int"),
         (b"x", {}, "tokenizer_path: .*got bytes"),
-        (None, {"chat_template": 3}, "chat template is no text; got int"),
-        (None, {"prompt_format": 3}, "prompt_format: .*no name; got int"),
+        (None, {"chat_template": 3}, "chat template is not a text; got int"),
+        (None, {"prompt_format": 3}, "prompt_format: .*not a name; got int"),
     ],
     ids=["number", "bytes", "template", "format"],
 )

@@ -103,7 +103,7 @@ def elsewhere(placement, words, serving=None, **fields):
         (OptimizerConfig(), {"min_lr": 1.0}, "min_lr is above lr; got 1.0; expected at most lr"),
         (OptimizerConfig(), {"clip_grad": -1.0}, "clip_grad must not be negative"),
         (OptimizerConfig(), {"lr_warmup_iters": -1}, "lr_warmup_iters must not be negative"),
-        (OptimizerConfig(), {"adam_beta2": 1.0}, "adam_beta2 is no decay; got 1.0"),
+        (OptimizerConfig(), {"adam_beta2": 1.0}, "adam_beta2 is not a decay; got 1.0"),
         (LossConfig(), {"kd_weight": -0.5}, "kd_weight must not be negative; got -0.5"),
         (
             TRAINING,

@@ -128,7 +128,7 @@ def test_a_projection_of_the_pair_is_taken_as_a_file_or_as_it_is(tmp_path):
         (lambda: loss_of("dskd"), LossError, "hidden states"),
         (lambda: loss_of("vocab_kl"), LossError, "student's tokenizer"),
         (lambda: loss_of("next_token"), LossError, "ce_weight"),
-        (lambda: CrossTokenizerLoss(pair()[0], "teacher"), TokenizerError, "no tokenizer of"),
+        (lambda: CrossTokenizerLoss(pair()[0], "teacher"), TokenizerError, "not a tokenizer of"),
     ],
 )
 def test_a_loss_that_cannot_be_is_refused_when_it_is_made(make, error, match):

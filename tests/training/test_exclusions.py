@@ -79,7 +79,7 @@ ON = {
         "student": {"local_rotary_base": 10000, "full_attention_interval": 6}
     },
     "data.validation under Megatron-LM's loop": {"data": {"train": ["x"], "validation": ["y"]}},
-    "a rotary_seq_len_interpolation_factor that is no whole number": {
+    "a rotary_seq_len_interpolation_factor that is not a whole number": {
         "student": {"rotary_seq_len_interpolation_factor": 1.5}
     },
     "student.post_layernorms": {"student": {"post_layernorms": True}},

@@ -60,7 +60,7 @@ def test_a_line_that_is_no_row_is_named(tmp_path, line):
     write_rows(tmp_path, 1)
     with (tmp_path / METRICS_FILE).open("ab") as file:
         file.write(line + b"\n")
-    with pytest.raises(DataError, match=r"metrics\.jsonl:2: the line is no row of a run"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl:2: the line is not a row of a run"):
         write_rows(tmp_path, 2, last_iteration=1)
 
 

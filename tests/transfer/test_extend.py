@@ -63,7 +63,7 @@ def test_a_new_token_is_one_id_here_and_in_transformers(extended, untied):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("a\n\nb\n", r"words.txt:2.*a line is no token|a line is no token.*words.txt:2"),
+        ("a\n\nb\n", r"words.txt:2.*a line is not a token|a line is not a token.*words.txt:2"),
         ("a\nb\na\n", "a token is there twice"),
         ("", "there are no tokens"),
     ],

@@ -92,9 +92,13 @@ def _bits(nats: object, byte_count: float | None) -> str:
 def _coloured(piece: _Piece) -> Markup:
     if piece.student is None or piece.teacher is None:
         return _part(piece.text, "unknown", _title(piece))
-    apart = piece.teacher - piece.student
+    return _part(piece.text, disagreement_style(piece.teacher - piece.student), _title(piece))
+
+
+def disagreement_style(apart: float) -> str:
+    """Class of a piece by how much likelier it is to the student than to the teacher, in nats."""
     level = sum(abs(apart) >= least for least in _LEVELS)
-    return _part(piece.text, f"{'t' if apart > 0 else 's'}{level}" if level else "", _title(piece))
+    return f"{'t' if apart > 0 else 's'}{level}" if level else ""
 
 
 def _title(piece: _Piece) -> str:

@@ -1,185 +1,15 @@
-"""Charts of measurements: panels, and curves reduced, smoothed and scaled to SVG paths."""
+"""Panels of charts: what is drawn of the measurements of runs, and how."""
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from megatron_ext.cli.pages.chart import Chart, Curve
 from megatron_ext.cli.pages.run_record import RunRecord
-from megatron_ext.cli.pages.token_view import number, short_number
-
-SMOOTHING: Final = 0.8
-"""Weight of the past in exponential smoothing."""
-_LEAST_TO_SMOOTH: Final = 10
-
-Points = Sequence[tuple[float, float]]
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """A named line."""
-
-    label: str
-    points: Points
-    """Iteration and value in order, at least one."""
-    number: int = 0
-    """Number of its colour."""
-    is_sparse: bool = False
-    """Whether each point is a separate measurement, which is marked."""
-
-    @classmethod
-    def of(cls, label: str, points: Points, *, most: int, number: int) -> Curve:
-        """A curve through the points, averaged to at most ``most``."""
-        drawn = list(means(points, most=most))
-        return cls(label, drawn, number, is_sparse=len(drawn) < _LEAST_TO_SMOOTH)
-
-
-def means(points: Points, *, most: int) -> Iterator[tuple[float, float]]:
-    """At most ``most`` points: means of equally many neighbours each, fewer in the last."""
-    size = -(-len(points) // most)
-    for begin in range(0, len(points), max(size, 1)):
-        part = points[begin : begin + size]
-        yield (
-            sum(iteration for iteration, _ in part) / len(part),
-            sum(value / len(part) for _, value in part),
-        )
-
-
-def smoothed(points: Points, weight: float = SMOOTHING) -> list[tuple[float, float]]:
-    """Exponential moving average with bias correction: sums are divided by the sums of weights."""
-    total = whole = 0.0
-    averages = []
-    for iteration, value in points:
-        total = weight * total + (1 - weight) * value
-        whole = weight * whole + (1 - weight)
-        averages.append((iteration, total / whole))
-    return averages
-
-
-SIDE: Final = 1000
-_TICKS: Final = 5
-_STEPS: Final = (1.0, 2.0, 2.5, 5.0, 10.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """A labelled position on an axis, in per cent of its length from the left or top."""
-
-    percent: float
-    label: str
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A curve as the data of SVG paths."""
-
-    label: str
-    number: int
-    last: str
-    """Last value in words, smoothed if the curve is."""
-    raw: str
-    smooth: str
-    """Path of the smoothed curve; empty if it is not smoothed."""
-    dots: str
-
-
-class Chart:
-    """Curves with common axes.
-
-    Args:
-        title: Name of the measurement.
-        curves: At least one.
-        is_smoothed: Also draw smoothed lines, if there are enough points.
-    """
-
-    def __init__(self, title: str, curves: Sequence[Curve], *, is_smoothed: bool = True) -> None:
-        self.title = title
-        self._curves = curves
-        self._is_smoothed = is_smoothed
-        every = [point for curve in curves for point in curve.points]
-        self._x = _Axis([x for x, _ in every], is_padded=False)
-        self._y = _Axis([y for _, y in every], is_padded=True)
-
-    @property
-    def lines(self) -> Iterator[Line]:
-        """The curves as paths."""
-        for curve in self._curves:
-            smooth: Points = []
-            if self._is_smoothed and not curve.is_sparse:
-                smooth = smoothed(curve.points)
-            yield Line(
-                curve.label,
-                curve.number,
-                number((smooth or curve.points)[-1][1]),
-                self._path(curve.points),
-                self._path(smooth),
-                "".join(f"M{x} {y}h0" for x, y in self._places(curve.points))
-                if curve.is_sparse
-                else "",
-            )
-
-    @property
-    def x_ticks(self) -> list[Tick]:
-        """Iterations from left to right."""
-        return [
-            Tick(100 * self._x.share(value), short_number(value))
-            for value in self._x.ticks()
-            if float(value).is_integer()
-        ]
-
-    @property
-    def y_ticks(self) -> list[Tick]:
-        """Values from bottom to top."""
-        return [
-            Tick(100 - 100 * self._y.share(value), short_number(value)) for value in self._y.ticks()
-        ]
-
-    @property
-    def grid(self) -> str:
-        """Path of the horizontal lines at the ticks."""
-        return "".join(f"M0 {tick.percent * SIDE / 100:.0f}h{SIDE}" for tick in self.y_ticks)
-
-    def _places(self, points: Points) -> list[tuple[int, int]]:
-        return [
-            (round(SIDE * self._x.share(x)), round(SIDE * (1 - self._y.share(y))))
-            for x, y in points
-        ]
-
-    def _path(self, points: Points) -> str:
-        places = [f"{x} {y}" for x, y in self._places(points)]
-        # A line of one point is drawn as a dot.
-        return f"M{'L'.join(places)}{'h0' if len(places) == 1 else ''}" if places else ""
-
-
-class _Axis:
-    def __init__(self, values: Sequence[float], *, is_padded: bool) -> None:
-        low, high = min(values), max(values)
-        if high - low <= 1e-12 * max(abs(low), abs(high)):
-            margin = abs(high) / 2 or 1.0
-        else:
-            margin = (high / 2 - low / 2) / 10 if is_padded else 0.0
-        self._low, self._high = low - margin, high + margin
-
-    def share(self, value: float) -> float:
-        """Position of a value, 0 to 1; computed from halves so that no difference overflows."""
-        return (value / 2 - self._low / 2) / (self._high / 2 - self._low / 2)
-
-    def ticks(self) -> list[float]:
-        """About ``_TICKS`` round values."""
-        rough = (self._high / 2 - self._low / 2) / _TICKS * 2
-        # No labels where the range is too small or too large for steps in floats.
-        if not math.isfinite(rough) or rough <= 0 or math.log10(rough) < -300:
-            return []
-        unit = 10.0 ** math.floor(math.log10(rough))
-        step = next((unit * s for s in _STEPS if unit * s >= rough), unit * 10)
-        first, last = math.ceil(self._low / step), math.floor(self._high / step)
-        return [
-            round(i * step, 12) if abs(step) > 1e-9 else i * step for i in range(first, last + 1)
-        ]
-
+from megatron_ext.cli.pages.token_view import number
 
 COLOURS: Final = 8
 """Number of colours; further lines differ by dashes."""
@@ -213,8 +43,10 @@ class _Kind(NamedTuple):
     is_smoothed: bool = True
     is_together: bool = False
     """Whether one run's measurements share a chart, since they have one unit."""
-    unit: float = 1.0
-    """Divisor of the values."""
+    unit: str = ""
+    """Name of the unit, beside the axis."""
+    divisor: float = 1.0
+    """Size of the unit."""
 
 
 _KINDS: Final = (
@@ -225,6 +57,7 @@ _KINDS: Final = (
         "of several.",
         lambda name, terms: name in {"loss", "ce", "kd"} or name in terms,
         is_together=True,
+        unit="nats",
     ),
     _Kind(
         "Held-out bits per byte",
@@ -232,6 +65,7 @@ _KINDS: Final = (
         lambda name, _: re.match(r"(student|teacher)_bits_per_byte(/|$)", name) is not None,
         is_smoothed=False,
         is_together=True,
+        unit="bits per byte",
     ),
     _Kind(
         "Agreement",
@@ -239,6 +73,7 @@ _KINDS: Final = (
         lambda name, _: re.match(r"agreement(/|$)", name) is not None,
         is_smoothed=False,
         is_together=True,
+        unit="share of chunks",
     ),
     _Kind(
         "Tasks",
@@ -261,9 +96,10 @@ _KINDS: Final = (
         "Peak of one process, in GiB.",
         lambda name, _: name == "memory_bytes",
         is_smoothed=False,
-        unit=2**30,
+        unit="GiB",
+        divisor=2**30,
     ),
-    _Kind("Seconds of a step", "", lambda name, _: name == "seconds"),
+    _Kind("Seconds of a step", "", lambda name, _: name == "seconds", unit="s"),
 )
 
 
@@ -321,16 +157,38 @@ def _chart(
 ) -> Chart:
     """A chart of one run with a curve a name, or of one name with a curve a run."""
     is_one = len(runs) == 1
-    unit = kind.unit if kind else 1.0
+    divisor = kind.divisor if kind else 1.0
+    unit = kind.unit if kind else "s" if title.startswith("seconds") else ""
     curves = []
     for run_number, run in enumerate(runs):
         for name_number, name in enumerate(names):
-            points = [(iteration, value / unit) for iteration, value in run.points(name)]
+            points = [(iteration, value / divisor) for iteration, value in run.points(name)]
             if points:
                 label, colour = (name, name_number) if is_one else (run.name, run_number)
-                curves.append(Curve.of(label, points, most=most, number=colour))
+                if is_one and "_bits_per_byte" in name:
+                    label = name.replace("_bits_per_byte", "").replace("/", " ")
+                curves.append(Curve.of(label, points, most=most, number=colour, run=run_number))
     is_smoothed = kind is None or kind.is_smoothed
-    return Chart(title if is_one else names[0], curves, is_smoothed=is_smoothed)
+    return Chart(title if is_one else names[0], curves, is_smoothed=is_smoothed, unit=unit)
+
+
+def clocks(runs: Sequence[RunRecord]) -> list[list[list[float]]]:
+    """Iterations, tokens and seconds so far of each run, for the other axes of the charts."""
+    return [_clock(run) for run in runs]
+
+
+def _clock(run: RunRecord) -> list[list[float]]:
+    tokens, seconds = dict(run.points("tokens")), dict(run.points("seconds"))
+    trained = spent = 0.0
+    so_far = []
+    for row in run.rows:
+        iteration = row["iteration"]
+        trained += tokens.get(iteration, 0.0)
+        spent += seconds.get(iteration, 0.0)
+        so_far.append((iteration, trained, spent))
+    size = max(-(-len(so_far) // _MOST_POINTS), 1)
+    kept = [*so_far[: len(so_far) - 1 : size], *so_far[-1:]]
+    return [[float(f"{value:.6g}") for value in column] for column in zip(*kept, strict=True)]
 
 
 def _values(runs: Sequence[RunRecord], name: str) -> set[float]:

@@ -16,10 +16,13 @@ from megatron_ext.cli.pages import run_tables
 from megatron_ext.cli.pages.audit_page import coverage_table
 from megatron_ext.cli.pages.audit_ribbon import Ribbon, ribbons
 from megatron_ext.cli.pages.audit_source import AuditSource
+from megatron_ext.cli.pages.chart import SMOOTHING
 from megatron_ext.cli.pages.frame import BarPart, TableRow, bar, html_page, swatch
+from megatron_ext.cli.pages.headline import headlines
 from megatron_ext.cli.pages.rollout_view import completions
-from megatron_ext.cli.pages.run_charts import COLOURS, SMOOTHING, other_panels, panels
+from megatron_ext.cli.pages.run_charts import COLOURS, clocks, other_panels, panels
 from megatron_ext.cli.pages.run_record import RunRecord
+from megatron_ext.cli.pages.sample_view import model_samples_of
 from megatron_ext.cli.pages.token_view import duration, share, with_short_paths
 from megatron_ext.constants import __version__
 from megatron_ext.data.reading_order import read_blend
@@ -30,6 +33,8 @@ from megatron_ext.typed_mapping import build_config
 
 _MOST_DOCUMENTS: Final = 1000
 _AUDITED_BYTES: Final = 200_000
+_MOST_SAMPLED: Final = 24
+"""Texts that models are sampled on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,15 @@ def _sample(
     except MegatronExtError as error:
         return PairSample(title, (), None, with_short_paths(str(error)))
     return PairSample(title, drawn, audit.report(), "")
+
+
+def sample_texts(run: RunRecord, texts: Sequence[str] = ()) -> list[str]:
+    """Texts for samples of the models: those given, or the first of the run.
+
+    Raises:
+        DataError: The run's text cannot be read from here, or it reads conversations.
+    """
+    return [document.text for document in islice(_documents(run, texts), _MOST_SAMPLED)]
 
 
 def _documents(run: RunRecord, texts: Sequence[str]) -> Iterator[AuditDocument]:
@@ -165,8 +179,15 @@ _BETWEEN_STEPS: Final = frozenset({"evaluation", "checkpoint"})
 """Phases that are not included in the ``seconds`` of a step."""
 
 
-def report_page(runs: Sequence[RunRecord], samples: Sequence[PairSample]) -> str:
-    """Render the page of one run, or of several side by side."""
+def report_page(
+    runs: Sequence[RunRecord], samples: Sequence[PairSample], *, reload_seconds: int | None = None
+) -> str:
+    """Render the page of one run, or of several side by side.
+
+    Args:
+        reload_seconds: After how long the page reloads itself; None for never.
+    """
+    results, settings = run_tables.evaluations(runs)
     others = other_panels(runs)
     names = [run.name for run in runs]
     values = {
@@ -179,10 +200,18 @@ def report_page(runs: Sequence[RunRecord], samples: Sequence[PairSample]) -> str
         "others": [p for p in others if p.title not in (_PREFIX.rstrip("/"), _ROLLOUTS)],
         "rollout_panels": [replace(p, title="Each step") for p in others if p.title == _ROLLOUTS],
         "completions": [(run.name, completions(run)) for run in runs if run.completions],
+        "model_samples": [
+            (run.name, run.samples.get("iteration"), run.samples.get("temperature"), sampled)
+            for run in runs
+            if (sampled := model_samples_of(run))
+        ],
         "phase_panels": [panel for panel in others if panel.title == _PREFIX.rstrip("/")],
         "shares": _time_shares(runs),
         "held_out": [(run.name, *run_tables.held_out(run)) for run in runs],
-        "evaluations": run_tables.evaluations(runs),
+        "evaluations": results,
+        "evaluation_settings": settings,
+        "headlines": headlines(runs),
+        "reload_seconds": reload_seconds,
         "chunks": run_tables.chunks(runs),
         "data": run_tables.data(runs),
         "configuration": run_tables.configuration(runs),
@@ -190,6 +219,7 @@ def report_page(runs: Sequence[RunRecord], samples: Sequence[PairSample]) -> str
         "coverage": coverage_table,
         "colours": COLOURS,
         "smoothing": SMOOTHING,
+        "clocks": clocks(runs),
         "version": __version__,
     }
     return html_page("report", values, title=" · ".join(names), styles=("alignment",))

@@ -21,6 +21,8 @@ from megatron_ext.training.run_folder import (
 )
 
 EVALUATIONS: Final = "evaluation"
+SAMPLES_FILE: Final = "samples.json"
+"""File in the folder of a run with what both models write and predict."""
 _MOST_REFUSED: Final = 10
 _MOST_COMPLETIONS: Final = 16
 _MOST_ITERATIONS: Final = 1 << 53
@@ -48,6 +50,8 @@ class RunRecord:
     """Number of all documents left out."""
     completions: tuple[Mapping[str, Any], ...]
     """Some logged completions, from the first step to the last; none in a run without rollouts."""
+    samples: Mapping[str, Any]
+    """What ``report --with-models`` has recorded; empty where it has not."""
     problems: tuple[str, ...]
     """Problems of the folder, a sentence each."""
 
@@ -64,6 +68,20 @@ class RunRecord:
         several = {str(n): self.section("teachers", n) for n in self.section("teachers")}
         one = self.section("teacher")
         return several or ({"teacher": one} if one else {})
+
+    @property
+    def distils(self) -> bool:
+        """Whether the student learns from a teacher."""
+        loss = self.section("loss")
+        return bool(self.teachers) and (
+            loss.get("objective") != "next_token" and loss.get("kd_weight") != 0
+        )
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all of the configured iterations are logged."""
+        wanted = self.section("training").get("train_iters")
+        return isinstance(wanted, int) and self.iterations >= wanted
 
     @property
     def iterations(self) -> int:
@@ -128,6 +146,7 @@ def read_run(folder: Path, *, name: str) -> RunRecord:
         refused=tuple(with_short_paths(_row_in_words(line)) for line in refused[:_MOST_REFUSED]),
         refused_count=len(refused),
         completions=tuple(_read_completions(folder / ROLLOUTS_FILE, problems)),
+        samples=_read_samples(folder / SAMPLES_FILE, problems),
         problems=tuple(map(with_short_paths, problems)),
     )
 
@@ -149,6 +168,10 @@ def _read_data(path: Path, problems: list[str]) -> Mapping[str, Any]:
         problems.append(f"{path.name} is missing: what the run said of its text is not known")
         return {}
     return _read_object(path, problems)
+
+
+def _read_samples(path: Path, problems: list[str]) -> Mapping[str, Any]:
+    return _read_object(path, problems) if path.exists() else {}
 
 
 def _read_object(path: Path, problems: list[str]) -> Mapping[str, Any]:
@@ -176,7 +199,7 @@ def _read_rows(path: Path, problems: list[str]) -> dict[int, Mapping[str, Any]]:
             rows[row["iteration"]] = row
     if broken:
         problems.append(
-            f"{path.name}: {len(broken):,} of {len(lines):,} lines are no rows of metrics and "
+            f"{path.name}: {len(broken):,} of {len(lines):,} lines are not rows of metrics and "
             f"are left out, the first in line {broken[0]:,}"
         )
     problems.extend(_not_finite(rows))
@@ -190,7 +213,7 @@ def _read_completions(path: Path, problems: list[str]) -> Iterator[Mapping[str, 
     chosen = [lines[last * place // max(count - 1, 1)] for place in range(count)]
     rows = [_row(line) for line in chosen]
     if None in rows:
-        problems.append(f"{path.name}: a line is no completion and is left out")
+        problems.append(f"{path.name}: a line is not a completion and is left out")
     return (row for row in rows if row is not None)
 
 

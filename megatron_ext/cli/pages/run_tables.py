@@ -44,7 +44,7 @@ def configuration(runs: Sequence[RunRecord]) -> list[TableRow]:
 
 def data(runs: Sequence[RunRecord]) -> list[TableRow]:
     """Recorded descriptions of the data; lists by length, hashes abbreviated."""
-    rows = _leaves([run.data for run in runs], lists=lambda items: f"{len(items):,}")
+    rows = _leaves([run.data for run in runs], lists=_length)
     return [
         TableRow(row.name, tuple(cell[:_HASH_DIGITS] for cell in row.cells))
         if row.name.endswith("sha256")
@@ -53,9 +53,30 @@ def data(runs: Sequence[RunRecord]) -> list[TableRow]:
     ]
 
 
-def evaluations(runs: Sequence[RunRecord]) -> list[TableRow]:
-    """Results of evaluations; lists by length."""
-    return _leaves([run.evaluations for run in runs], lists=lambda items: f"{len(items):,}")
+def evaluations(runs: Sequence[RunRecord]) -> tuple[list[TableRow], list[TableRow]]:
+    """Results of evaluations, and the settings that they were measured with; lists by length.
+
+    Of a file with ``metrics`` these and the number of items are results, of another one all.
+    """
+    results: list[dict[str, Any]] = []
+    settings: list[dict[str, Any]] = []
+    for run in runs:
+        results.append({})
+        settings.append({})
+        for name, found in run.evaluations.items():
+            metrics = found.get("metrics") if isinstance(found, Mapping) else None
+            if not isinstance(metrics, Mapping):
+                results[-1][name] = found
+                continue
+            results[-1][name] = {**metrics, "items": found.get("count")}
+            settings[-1][name] = {
+                key: value for key, value in found.items() if key not in ("metrics", "count")
+            }
+    return _leaves(results, lists=_length), _leaves(settings, lists=_length)
+
+
+def _length(items: list[Any]) -> str:
+    return f"{len(items):,}"
 
 
 def chunks(runs: Sequence[RunRecord]) -> list[TableRow]:
@@ -93,7 +114,7 @@ def _chunks(run: RunRecord) -> float:
 def _totals(runs: Sequence[RunRecord]) -> Iterator[tuple[str, Callable[[RunRecord], str]]]:
     yield "state", state
     yield "objective", lambda run: setting(run.section("loss").get("objective"))
-    yield "teachers", lambda run: ", ".join(run.teachers) or NOTHING
+    yield "teachers", lambda run: ", ".join(run.teachers if run.distils else ()) or NOTHING
     yield "loss, mean of the last tenth", _measured("loss", _last_tenth)
     for name in dict.fromkeys(name for run in runs for name in run.names()):
         if "_bits_per_byte" in name:
@@ -138,7 +159,7 @@ def state(run: RunRecord) -> str:
         return f"{run.iterations:,} iterations" if run.rows else "no iteration was logged"
     if not run.rows:
         return f"no iteration of {wanted:,} was logged yet"
-    if run.iterations >= wanted:
+    if run.is_finished:
         return f"finished: {run.iterations:,} iterations"
     return f"at {run.iterations:,} of {wanted:,} iterations"
 

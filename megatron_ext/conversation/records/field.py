@@ -59,7 +59,7 @@ def list_of(value: Any, where: str) -> list[Any]:
     items = parsed(value, where)
     if not isinstance(items, list):
         raise ConversationError(
-            "the field is no list", got=type(items).__name__, expected="a list", where=where
+            "the field is not a list", got=type(items).__name__, expected="a list", where=where
         )
     return items
 
@@ -73,7 +73,10 @@ def mapping_of(value: Any, where: str) -> Mapping[str, Any]:
     fields = parsed(value, where)
     if not isinstance(fields, Mapping):
         raise ConversationError(
-            "the value is no mapping", got=type(fields).__name__, expected="a mapping", where=where
+            "the value is not a mapping",
+            got=type(fields).__name__,
+            expected="a mapping",
+            where=where,
         )
     return fields
 

@@ -189,7 +189,7 @@ def _kind_and_value(part: Any, where: str) -> tuple[str, str]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind not in _ORDER or not isinstance(part.get("value"), str):
         raise ConversationError(
-            "this is no part of a content",
+            "this is not a part of a content",
             got=repr(part)[:60],
             expected=f'{{"type": "...", "value": "..."}} of type {", ".join(_ORDER)}',
             where=where,

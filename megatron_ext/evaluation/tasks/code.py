@@ -131,7 +131,7 @@ class CodeTask:
                     f"the sandbox cannot run {what}, so that no result would mean anything",
                     where=self._options.path,
                     got=f"{outcome.reason}: {outcome.printed}".rstrip(": "),
-                    fix="mend what it names: a package, a permission or a limit of this machine",
+                    fix="correct what it names: a package, a permission or a limit of this machine",
                 )
 
     def _checked_reasons(self, completions: list[str]) -> list[dict[str, str]]:

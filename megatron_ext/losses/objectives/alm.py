@@ -155,7 +155,7 @@ class AlmLoss(Objective):
         check_choice(self.name, "merge", self.merge, get_args(Merge))
         if not 0 < self.boundary_threshold < 1:
             raise LossError(
-                f"boundary_threshold of the objective {self.name} is no probability",
+                f"boundary_threshold of the objective {self.name} is not a probability",
                 got=self.boundary_threshold,
                 expected="above 0 and below 1",
             )

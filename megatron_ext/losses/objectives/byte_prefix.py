@@ -108,7 +108,7 @@ class BytePrefixLoss(FusedObjective):
         check_implementation(self.name, self.implementation)
         if not 0 <= self.smoothing < 1:
             raise LossError(
-                f"the smoothing of {self.name} is no share",
+                f"the smoothing of {self.name} is not a share",
                 got=self.smoothing,
                 expected="at least 0 and below 1",
             )

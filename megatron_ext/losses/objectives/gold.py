@@ -202,7 +202,7 @@ class HybridKLLoss(GoldLoss):
         GoldLoss.__post_init__(self)
         if not 0 < self.min_share <= 1:
             raise LossError(
-                "min_share of the objective hybrid_kl is no share",
+                "min_share of the objective hybrid_kl is not a share",
                 got=self.min_share,
                 expected="above 0 and at most 1",
             )

@@ -74,7 +74,7 @@ def load_layout(
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ProjectionError(
-            "the file is no whole vocabulary layout", where=path, got=error, fix=_REBUILD
+            "the file is not a complete vocabulary layout", where=path, got=error, fix=_REBUILD
         ) from error
 
 
@@ -88,7 +88,7 @@ def _read(path: Path) -> dict[str, Any]:
     file_format = content.get("format") if isinstance(content, dict) else None
     if file_format != FORMAT or content.get("format_version") != FORMAT_VERSION:
         raise ProjectionError(
-            "the file is no vocabulary layout that this version reads",
+            "the file is not a vocabulary layout that this version reads",
             where=path,
             got=f"{file_format} version {content.get('format_version')}"
             if file_format

@@ -296,7 +296,7 @@ class VocabularyOrder:
         padding = np.arange(self.vocab_size, size)
         if (places < 0).any() or not np.array_equal(ids[self.vocab_size :], padding):
             raise ProjectionError(
-                "the order of a vocabulary is no permutation that leaves its padding in place",
+                "the order of a vocabulary is not a permutation that leaves its padding in place",
                 got=f"{size} rows, {int((places < 0).sum())} of them missing",
                 expected=f"the ids below {self.vocab_size}, each once, and then the padding",
             )

@@ -32,7 +32,7 @@ def read_legacy_file(path: Path) -> LooseEntries:
 
     Raises:
         ProjectionError: Missing, truncated or foreign file, one that holds objects or code, or
-            entries that are no ids and weights.
+            entries that are not ids and weights.
         MissingDependencyError: torch is not installed.
     """
     content = _load(path)

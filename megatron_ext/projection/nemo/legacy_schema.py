@@ -35,7 +35,7 @@ def legacy_entries(content: Any) -> LooseEntries:
     """Parse the content of a file.
 
     Raises:
-        ProjectionError: It is none of the three, or its entries are no ids and weights.
+        ProjectionError: It is none of the three, or its entries are not ids and weights.
     """
     torch = import_torch()
     if isinstance(content, torch.Tensor):
@@ -85,7 +85,7 @@ def _of_table(content: Mapping[str, Any]) -> LooseEntries:
     if columns.min() < NO_COLUMN:
         row = int(np.argmax((columns < NO_COLUMN).any(axis=1)))
         raise ProjectionError(
-            f"row {row} of the projection has a column that is no id",
+            f"row {row} of the projection has a column that is not an id",
             got=int(columns[row].min()),
             expected="an id, or -1 for an empty slot",
         )
@@ -119,7 +119,7 @@ def _tensor(content: Mapping[str, Any], name: str) -> Any:
     torch = import_torch()
     if not isinstance(value, torch.Tensor) or not _is_dense(value):
         raise ProjectionError(
-            f"the {name} are no dense tensor", got=type(value).__name__, expected=LEGACY_CONTENT
+            f"the {name} are not a dense tensor", got=type(value).__name__, expected=LEGACY_CONTENT
         )
     return value.detach()
 
@@ -185,7 +185,7 @@ def _of_matrix(matrix: Any, metadata: dict[str, str]) -> LooseEntries:
     # A sparse tensor with dense rows has no column indices.
     if not is_matrix or (matrix.layout == torch.sparse_coo and matrix.sparse_dim() != 2):
         raise ProjectionError(
-            "the tensor is no projection",
+            "the tensor is not a projection",
             got=f"shape {list(matrix.shape)} of {matrix.dtype}",
             expected="real numbers of shape [student ids, teacher ids]",
         )
@@ -215,7 +215,7 @@ def _of_pairs(pairs: Mapping[tuple[int, int], Any]) -> LooseEntries:
         weights = np.array([float(weight) for weight in pairs.values()])
     except (TypeError, ValueError, OverflowError) as error:
         raise ProjectionError(
-            "the pairs of the file are no ids and weights", got=error, expected=LEGACY_CONTENT
+            "the pairs of the file are not ids and weights", got=error, expected=LEGACY_CONTENT
         ) from None
     return _of_list(rows, columns, weights, height=int(rows.max()) + 1)
 

@@ -28,8 +28,8 @@ class LooseEntries:
     """Weighted (row, column) pairs, ordered by row and slot.
 
     Raises:
-        ProjectionError: A row or column that is no id, more rows or columns than ``MOST_IDS``, or a
-            weight that is negative or no number.
+        ProjectionError: A row or column that is not an id, more rows or columns than ``MOST_IDS``,
+            or a weight that is negative or no number.
     """
 
     rows: NDArray[np.int64]
@@ -84,7 +84,7 @@ class LooseEntries:
             if outside.any():
                 at = int(np.argmax(outside))
                 raise ProjectionError(
-                    f"row {self.rows[at]} of the projection has a {name} that is no id",
+                    f"row {self.rows[at]} of the projection has a {name} that is not an id",
                     got=int(ids[at]),
                     expected=f"0 to {stop - 1}" if stop > 0 else "0 or more",
                 )

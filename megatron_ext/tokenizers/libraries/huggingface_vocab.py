@@ -26,7 +26,7 @@ def read_vocab_json(file: Path) -> dict[str, int]:
     document = read_json(file)
     if not isinstance(document, dict) or not document:
         raise TokenizerError(
-            "this is no vocabulary", expected="a JSON object of pieces and their ids", where=file
+            "this is not a vocabulary", expected="a JSON object of pieces and their ids", where=file
         )
     piece_of: dict[int, str] = {}
     for piece, token_id in document.items():
@@ -57,7 +57,7 @@ def read_merges(file: Path, ids: Mapping[str, int]) -> list[list[str]]:
         pair = line.split(" ")
         if len(pair) != 2 or not all(pair):
             raise TokenizerError(
-                "the line is no merge",
+                "the line is not a merge",
                 got=repr(line[:60]),
                 expected="two pieces with a space between",
                 where=f"{file}:{number}",

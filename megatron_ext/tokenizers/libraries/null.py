@@ -260,7 +260,7 @@ def _control_tokens(names: Mapping[str, int], placeholders: Mapping[str, int]) -
             raise TokenizerError(
                 "a special token cannot have this name",
                 got=repr(name),
-                expected="a name without white space that is no number",
+                expected="a name without white space that is not a number",
                 where="additional_special_tokens",
             )
     return ControlTokens([ControlToken(name, i) for name, i in {**names, **placeholders}.items()])

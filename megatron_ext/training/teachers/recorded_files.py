@@ -135,7 +135,7 @@ class RecordedFiles:
         for file in files:
             if file.kind in ("text", "text-gzip"):
                 raise DataError(
-                    "the recording is no file of records",
+                    "the recording is not a file of records",
                     where=file.path,
                     got="plain text, by its name",
                     expected=".jsonl, .json, .parquet or .arrow",

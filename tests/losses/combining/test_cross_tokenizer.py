@@ -196,7 +196,7 @@ BAD: dict[str, tuple[Any, Any, str]] = {
     "a text for a number": ({"temperature": "warm"}, TEACHERS, "got 'warm'; expected float"),
     "no configuration": (None, TEACHERS, "LossConfig: a section is not a mapping; got None"),
     "a teacher that is a name": ({}, ["qwen"], "LossConfig: a section is not a mapping; got 'qw"),
-    "teachers by name": ({}, {"qwen": {}}, "teachers are no list"),
+    "teachers by name": ({}, {"qwen": {}}, "teachers are not in a list"),
     "an option that the objective lacks": (
         {},
         [{"objective": "alm", "options": {"temprature": 2.0}}],
@@ -233,7 +233,7 @@ BAD: dict[str, tuple[Any, Any, str]] = {
         TEACHERS,
         "kl_loss_weight: a weight that cannot be used; got -1.0; expected a finite number, >= 0",
     ),
-    "a weight that is no number": (
+    "a weight that is not a number": (
         {"ce_loss_scale": float("nan"), "dynamic_loss_scaling": False},
         TEACHERS,
         "ce_loss_scale: a weight that cannot be used; got nan",

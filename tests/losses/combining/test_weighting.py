@@ -115,7 +115,7 @@ def test_the_state_is_not_shared_with_who_saved_it() -> None:
 
 BAD = {
     "a negative weight": lambda: FixedWeighting(kd=-1.0),
-    "a weight that is no number": lambda: FixedWeighting(ce=math.nan),
+    "a weight that is not a number": lambda: FixedWeighting(ce=math.nan),
     "no step": lambda: ScheduledWeighting(steps=0),
     "an unknown schedule": lambda: ScheduledWeighting(steps=1, kd_schedule="up"),
     "a decay of 1": lambda: MatchedWeighting(decay=1.0),

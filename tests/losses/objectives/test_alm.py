@@ -304,7 +304,7 @@ def test_label_targets_without_boundaries_serve_without_debiasing_alone() -> Non
     ("options", "message"),
     [
         ({"merge": "space_merge"}, "unknown merge of the objective alm; got 'space_merge'"),
-        ({"boundary_threshold": 0.0}, "is no probability; got 0.0"),
+        ({"boundary_threshold": 0.0}, "is not a probability; got 0.0"),
         ({"temperature": math.nan}, "temperature of the objective alm must be positive"),
     ],
     ids=["merge", "threshold", "temperature"],

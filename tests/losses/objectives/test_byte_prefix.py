@@ -218,7 +218,7 @@ def test_kernels_and_loops_give_what_torch_gives(pair: str, by: str) -> None:
 
 
 def test_a_smoothing_that_is_no_share_is_refused() -> None:
-    with pytest.raises(LossError, match=r"smoothing of byte_prefix is no share; got 1"):
+    with pytest.raises(LossError, match=r"smoothing of byte_prefix is not a share; got 1"):
         BytePrefixLoss(smoothing=1)
 
 

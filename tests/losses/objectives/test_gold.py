@@ -161,7 +161,7 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "numerics": ({"numerics": "exact"}, "got 'exact'; expected one of proper, nemo"),
     "places": ({"uncommon_topk": 0}, "uncommon_topk of the objective hybrid_kl compares nothing"),
     "weight": ({"uncommon_weight": -1.0}, "must not be negative; got -1.0"),
-    "share": ({"min_share": 0.0}, "min_share .* is no share; got 0.0"),
+    "share": ({"min_share": 0.0}, "min_share .* is not a share; got 0.0"),
     "mixture": (
         {"numerics": "nemo", "direction": "jensen_shannon"},
         "nemo numerics of the objective hybrid_kl have no such direction",

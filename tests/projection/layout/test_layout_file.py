@@ -53,12 +53,12 @@ def test_broken_files_are_refused(layout, tmp_path):
     ids = content["student"]["ids"]
     for text, message in (
         (path.read_text()[:-40], "cannot be read"),
-        ("[]", "no vocabulary layout that this version reads"),
+        ("[]", "not a vocabulary layout that this version reads"),
         (json.dumps({**content, "format_version": 2}), "that this version reads"),
-        (json.dumps({key: content[key] for key in content if key != "teacher"}), "no whole"),
+        (json.dumps({key: content[key] for key in content if key != "teacher"}), "not a complete"),
         (
             json.dumps({**content, "student": {"vocab_size": 90, "ids": [*ids[:-1], ids[0]]}}),
-            "no permutation",
+            "not a permutation",
         ),
     ):
         path.write_text(text)

@@ -173,7 +173,7 @@ def test_heads_that_cannot_hold_the_vocabularies_are_refused(sizes, ranks):
 
 @pytest.mark.parametrize("ids", [[0, 1, 1, 3], [0, 1, 2, 4], [3, 0, 1, 2], [0, -1, 1, 3]], ids=str)
 def test_what_is_no_permutation_of_the_tokens_is_refused(ids):
-    with pytest.raises(ProjectionError, match="no permutation that leaves its padding in place"):
+    with pytest.raises(ProjectionError, match="not a permutation that leaves its padding in place"):
         VocabularyOrder(ids=np.array(ids), vocab_size=3, rank_count=2)
 
 

@@ -229,8 +229,8 @@ def changed(name, value):
         pytest.param({"weight": torch.ones(2)}, "got a dict with 'weight'", id="model"),
         pytest.param({}, "nothing in it", id="empty dict"),
         pytest.param([1, 2], "got list", id="list"),
-        pytest.param({"indices": TABLE["indices"]}, "whole numbers|no projection", id="half"),
-        pytest.param(changed("indices", [[1]]), "indices are no dense tensor", id="no tensor"),
+        pytest.param({"indices": TABLE["indices"]}, "whole numbers|not a projection", id="half"),
+        pytest.param(changed("indices", [[1]]), "indices are not a dense tensor", id="no tensor"),
         pytest.param(
             changed("indices", TABLE["indices"][:, :2]), r"shapes \[3, 2\] and \[3, 3\]", id="shape"
         ),
@@ -238,9 +238,9 @@ def changed(name, value):
         pytest.param(
             changed("likelihoods", TABLE["indices"]), "not real numbers", id="integer weights"
         ),
-        pytest.param(changed("indices", TABLE["indices"] - 1), "no id; got -2", id="below -1"),
+        pytest.param(changed("indices", TABLE["indices"] - 1), "not an id; got -2", id="below -1"),
         pytest.param(
-            changed("indices", TABLE["indices"] + 2**40), "row 0 .* no id; got", id="too large"
+            changed("indices", TABLE["indices"] + 2**40), "row 0 .* not an id; got", id="too large"
         ),
         pytest.param(
             changed("likelihoods", TABLE["likelihoods"] * float("nan")), "got nan", id="nan"
@@ -248,16 +248,16 @@ def changed(name, value):
         pytest.param(changed("likelihoods", TABLE["likelihoods"] / 0), "got inf", id="inf"),
         pytest.param(changed("likelihoods", -TABLE["likelihoods"]), "got -1.0", id="negative"),
         pytest.param(torch.ones(3), r"got shape \[3\]", id="vector"),
-        pytest.param({(0, 1): "much"}, "no ids and weights", id="text weight"),
+        pytest.param({(0, 1): "much"}, "not ids and weights", id="text weight"),
         pytest.param({(0, 1): 1.0, (0, 1, 2): 1.0}, "no projection", id="triple"),
-        pytest.param({(-5, 1): 1.0}, "no id; got -5; expected 0 or more", id="negative row"),
+        pytest.param({(-5, 1): 1.0}, "not an id; got -5; expected 0 or more", id="negative row"),
         pytest.param({(10**12, 1): 1.0}, "more rows than a vocabulary", id="row of no vocabulary"),
         pytest.param(changed("shape", [3, 10**15]), "more columns than", id="boundless width"),
         pytest.param(
-            changed("indices", TABLE["indices"].to("meta")), "no dense tensor", id="no numbers"
+            changed("indices", TABLE["indices"].to("meta")), "not a dense tensor", id="no numbers"
         ),
-        pytest.param(DENSE.to("meta"), "no projection", id="matrix without numbers"),
-        pytest.param(DENSE.to_sparse(1), "no projection", id="sparse dense rows"),
+        pytest.param(DENSE.to("meta"), "not a projection", id="matrix without numbers"),
+        pytest.param(DENSE.to_sparse(1), "not a projection", id="sparse dense rows"),
     ],
 )
 def test_content_that_is_no_projection_is_refused(path, content, message):

@@ -1,0 +1,63 @@
+"""Classes that are called as those of NeMo RL of the same name say what to pass instead."""
+
+import inspect
+import pickle
+
+import pytest
+
+from megatron_ext import (
+    CrossTokenizerCollator,
+    CrossTokenizerDistillationLossFn,
+    MultiTeacherLossAggregator,
+    TeacherCTSpec,
+    TokenAligner,
+)
+from megatron_ext.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("call", "instead"),
+    [
+        (
+            lambda: TeacherCTSpec(teacher_tokenizer_name="qwen", projection_matrix_path="p.pt"),
+            ["teacher_tokenizer_name=", "is tokenizer=", "is projection="],
+        ),
+        (lambda: TeacherCTSpec("qwen", 8), ["positional str", "is name="]),
+        (
+            lambda: CrossTokenizerCollator(pad_token_id=0, teacher_ct_specs=[]),
+            ["pad_token_id=", "is teachers="],
+        ),
+        (
+            lambda: MultiTeacherLossAggregator([None], [1.0]),
+            ["positional list", "is teachers={name: TeacherObjective("],
+        ),
+        (
+            lambda: MultiTeacherLossAggregator(loss_fns=[None], weights=[1.0]),
+            ["loss_fns=, weights= is teachers="],
+        ),
+        (
+            lambda: CrossTokenizerDistillationLossFn({}, token_aligner=None),
+            ["token_aligner= is not needed"],
+        ),
+        (
+            lambda: TokenAligner(teacher_tokenizer_name="a", student_tokenizer_name="b"),
+            ["is student_tokenizer="],
+        ),
+    ],
+    ids=["spec", "spec-by-position", "collator", "list", "losses", "loss", "aligner"],
+)
+def test_a_call_with_the_arguments_of_nemo_rl_names_ours(call, instead):
+    with pytest.raises(ConfigError, match="NeMo RL") as raised:
+        call()
+    assert not [text for text in instead if text not in str(raised.value)]
+
+
+def test_an_argument_that_nobody_has_is_a_type_error():
+    with pytest.raises(TypeError, match="max_len"):
+        TeacherCTSpec(name="qwen", max_len=8)
+
+
+def test_what_takes_the_place_of_an_argument_is_an_argument():
+    fields = inspect.signature(TeacherCTSpec).parameters
+    assert {"name", "tokenizer", "max_length", "projection", "pad_id"} <= fields.keys()
+    assert pickle.loads(pickle.dumps(TeacherCTSpec(name="a", max_length=8))).max_length == 8
