@@ -2,7 +2,10 @@
 # Each makes .venv and installs what it needs on its first call; nothing else is touched.
 
 PYTHON ?= python3
-VENV := .venv
+# A release of megatron-core, as '0.19.*', in an environment of its own; else the newest that goes
+# with the interpreter: from 0.17 on it needs Python 3.12.
+MCORE ?=
+VENV := .venv$(if $(MCORE),-megatron-core-$(patsubst %.*,%,$(MCORE)))
 BIN := $(VENV)/bin
 # The newest whose triton goes with the extra `test`; pyproject.toml says why that is not the newest.
 # Named like this, pip takes its build for CPUs, 2.13.0+cpu, where any index offers one.
@@ -49,7 +52,7 @@ $(VENV)/.ready: pyproject.toml
 	@echo "==> downloading $(TORCH): with CUDA, as PyPI has it for Linux, 2.7 GB; for CPUs alone,"
 	@echo "    where pip is offered that (see CONTRIBUTING.md), 0.2 GB; then 0.4 GB of other packages"
 	@$(BIN)/python -m pip install "$(TORCH)"
-	@$(BIN)/python -m pip install --quiet --editable ".[test]"
+	@$(BIN)/python -m pip install --quiet --editable ".[test]" $(if $(MCORE),"megatron-core==$(MCORE)")
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.ready
@@ -63,4 +66,4 @@ $(VENV)/.resolves: pyproject.toml Makefile .ci/check_install.py
 	@touch $@
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf .venv .venv-* runs

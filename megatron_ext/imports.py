@@ -30,6 +30,7 @@ EXTRA_OF: Final = {
     "requests": "engines",
     "safetensors": "train",
     "sentencepiece": "sentencepiece",
+    "setuptools": "train",
     "tensorboard": "watch",
     "tiktoken": "tiktoken",
     "tokenizers": "huggingface",

@@ -70,6 +70,7 @@ def test_a_link_leads_to_a_file_and_a_heading(page, link):
         ("notebook", "notebook_of_the_page"),
         ("performance", "performance_page"),
         ("scaling", "scaling_page"),
+        ("megatron_core", "megatron_core_page"),
     ],
 )
 def test_a_generated_page_is_current(name, made):

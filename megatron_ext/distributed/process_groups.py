@@ -228,6 +228,8 @@ def raise_on_all(error: Exception | None) -> None:
     """Raise the error of the first rank that has one on every rank. One all-gather of objects."""
     of_ranks: list[Exception | None] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, error)
+    # With its cause, which is not sent.
+    of_ranks[dist.get_rank()] = error
     for of_rank in of_ranks:
         if of_rank is not None:
             raise of_rank

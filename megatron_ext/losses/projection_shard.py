@@ -199,7 +199,8 @@ def _csr(
 
 
 def _to(array: NDArray[np.generic], device: torch.device | str) -> torch.Tensor:
-    return torch.from_numpy(array).to(device)
+    # Of an empty array torch 2.6 takes a stride of 0, which its sparse tensors refuse.
+    return torch.from_numpy(array).clone(memory_format=torch.contiguous_format).to(device)
 
 
 Sharing = Literal["split", "copy"]

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from megatron_ext.documents.id_tokenizers import loss_mask_prefix
 from megatron_ext.errors import DataError
+from megatron_ext.training.megatron_parts import needed
 
 
 class MaskedGPTDataset(GPTDataset):  # type: ignore[misc]
@@ -58,7 +59,8 @@ class MaskedGPTDataset(GPTDataset):  # type: ignore[misc]
             idx: Index of the sample; None for one that trains nothing, to fill a batch.
         """
         sample: dict[str, torch.Tensor] = super().__getitem__(idx)
-        trained, _ = self._trained._query_document_sample_shuffle_indices(0 if idx is None else idx)
+        # From 0.19 on the lengths of documents, too.
+        trained, *_ = needed("sample_tokens").value(self._trained, 0 if idx is None else idx)
         if not self.config.add_extra_token_to_sequence:
             # The token that the last position predicts is not in the sample.
             trained = np.append(trained, 0)

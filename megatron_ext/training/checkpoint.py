@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.strategies import torch as megatron_torch
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -31,9 +29,10 @@ from megatron_ext.training.checkpoint_reader import (
     check_format,
     read_common,
 )
-from megatron_ext.training.checkpoint_writer import CheckpointWriter, replaced
+from megatron_ext.training.checkpoint_writer import CheckpointWriter
 from megatron_ext.training.config import ModelConfig
 from megatron_ext.training.lora_config import LoraConfig
+from megatron_ext.training.megatron_parts import needed
 from megatron_ext.training.models import ModelChunks, load_weights_of, sharded_weights
 
 LOADING_ERRORS: Final = (CheckpointingException, CheckpointException, *READING_ERRORS)
@@ -85,33 +84,29 @@ def load_checkpoint(
     Args:
         verify: Check every file against the checkpoint's manifest, each on one rank.
 
-    Collectives: one all-gather of an object, and those of ``dist_checkpointing.load``.
+    Collectives: two all-gathers of an object, and those of ``dist_checkpointing.load``.
 
     Raises:
         CheckpointError: A file is damaged, or the checkpoint does not hold this state.
     """
     reader, common = _opened(checkpoint, verify=verify)
+    loaded: dict[str, Any] = {}
+    failed: CheckpointError | None = None
     try:
-        return dict(
-            dist_checkpointing.load(
-                state,
-                str(checkpoint),
-                sharded_strategy=PlainShardedStrategy(reader),
-                common_strategy=PlainCommonStrategy(common),
+        with needed("load_common").replaced(lambda _: lambda *_, **__: common):
+            loaded = dict(
+                dist_checkpointing.load(
+                    state, str(checkpoint), sharded_strategy=PlainShardedStrategy(reader)
+                )
             )
-        )
     except (MemoryError, torch.OutOfMemoryError, dist.DistError):
         raise
     except LOADING_ERRORS as error:
-        if (own := _own(error)) is not None:
-            raise own from error
-        raise CheckpointError(
-            "the checkpoint cannot be loaded into the model",
-            where=checkpoint,
-            got=_reason(error),
-            fix="check that its files are whole and that the model's configuration is the one it "
-            "was trained with",
-        ) from error
+        failed = _own(error) or _unfit(checkpoint, error)
+        failed.__cause__ = error
+    # Up to 0.18 megatron-core raises a rank's error on every rank, from 0.19 on that rank alone.
+    process_groups.raise_on_all(failed)
+    return loaded
 
 
 def _opened(checkpoint: Path, *, verify: bool) -> tuple[CheckpointReader, dict[str, Any]]:
@@ -142,6 +137,16 @@ def load_weights(checkpoint: Path, chunks: ModelChunks, *, verify: bool = True) 
         CheckpointError: Unreadable, or of another shape.
     """
     load_weights_of(chunks, load_checkpoint(checkpoint, sharded_weights(chunks), verify=verify))
+
+
+def _unfit(checkpoint: Path, error: BaseException) -> CheckpointError:
+    return CheckpointError(
+        "the checkpoint cannot be loaded into the model",
+        where=checkpoint,
+        got=_reason(error),
+        fix="check that its files are whole and that the model's configuration is the one it "
+        "was trained with",
+    )
 
 
 def _own(error: BaseException) -> CheckpointError | None:
@@ -211,18 +216,6 @@ def checkpoint_config(checkpoint: Path, *, verify: bool = True) -> Mapping[str, 
     return config if isinstance(config, Mapping) else {}
 
 
-class PlainCommonStrategy(TorchCommonLoadStrategy):  # type: ignore[misc]
-    """megatron-core's strategy for the common state, which was read already."""
-
-    def __init__(self, common: dict[str, Any]) -> None:
-        super().__init__()
-        self._common = common
-
-    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        """The common state."""
-        return self._common
-
-
 class PlainShardedStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
     """megatron-core's strategy for sharded state, with a reader that runs nothing."""
 
@@ -230,8 +223,7 @@ class PlainShardedStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
         super().__init__()
         self._reader = reader
 
-    def load(self, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
-        """Load the state with the reader."""
-        name = "_get_filesystem_reader"
-        with replaced(megatron_torch, name, lambda _: lambda *_, **__: self._reader):
-            return super().load(sharded_state_dict, checkpoint_dir)
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Path, *writer: str) -> Any:
+        """Load the state with the reader; from 0.17 on, megatron-core names what wrote it."""
+        with needed("file_reader").replaced(lambda _: lambda *_, **__: self._reader):
+            return super().load(sharded_state_dict, checkpoint_dir, *writer)

@@ -37,7 +37,11 @@ COMMON_FILE: Final = "common.pt"
 INDEX_FILE: Final = ".metadata"
 FORMAT_FILE: Final = "metadata.json"
 _FORMAT: Final = "torch_dist"
-_FORMAT_KEYS: Final = {field.name for field in dataclasses.fields(CheckpointingConfig)}
+_FORMAT_KEYS: Final = {
+    *(field.name for field in dataclasses.fields(CheckpointingConfig)),
+    # Written by megatron-core up to 0.18.
+    *("common_backend", "common_backend_version"),
+}
 _EXTRA_STATE: Final = "_extra_state"
 _ARCHIVE_READER: Final = "PytorchStreamReader"
 _DAMAGE: Final = "copy the checkpoint again, or go back to an earlier one"

@@ -26,20 +26,18 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Final
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import (
     AsyncRequest,
     TemporalAsyncCaller,
 )
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.distributed.process_groups import ProcessGroups
@@ -52,19 +50,22 @@ from megatron_ext.training.checkpoint_folder import (
     remove_partial_checkpoints,
 )
 from megatron_ext.training.checkpoint_manifest import summed_writes
+from megatron_ext.training.checkpoint_reader import COMMON_FILE
+from megatron_ext.training.megatron_parts import SAVE_OPTIONS, needed, of_release, place
 
-_RANK_0_WRITES: tuple[tuple[Any, str], ...] = (
-    (TorchCommonSaveStrategy, "save_common"),
-    (FileSystemWriterAsync, "finish"),
-    (serialization, "save_config"),
-)
-"""Functions in which rank 0 alone writes while the others go on to the next collective."""
+_FORMAT: Final = ("torch_dist", 1)
+_WRITERS: Final = 2
+"""Writers on each rank; from 0.17 on, megatron-core has one unless asked for more."""
+
+_RANK_0_WRITES: Final = ("finish_index", "save_format")
+"""Parts of megatron-core in which rank 0 alone writes while the others go on to the next
+collective."""
 
 
 class NotedErrors:
     """Errors of rank 0's own writes in a save: kept while entered, instead of raised.
 
-    megatron-core 0.16 raises such an error (a full disk, for example) on rank 0 alone, and leaves
+    megatron-core raises such an error (a full disk, for example) on rank 0 alone, and leaves
     the others waiting for that rank in their next collective.
     """
 
@@ -73,8 +74,8 @@ class NotedErrors:
         self._replaced = ExitStack()
 
     def __enter__(self) -> NotedErrors:
-        for owner, name in _RANK_0_WRITES:
-            self._replaced.enter_context(replaced(owner, name, self.catch()))
+        for part in _RANK_0_WRITES:
+            self._replaced.enter_context(needed(part).replaced(self.catch()))
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
@@ -97,16 +98,31 @@ class NotedErrors:
 
 
 @contextmanager
-def replaced(
-    owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
-    """Give a module or a class another function while entered, made from its own."""
-    function = getattr(owner, name)
-    setattr(owner, name, make(function))
-    try:
-        yield
-    finally:
-        setattr(owner, name, function)
+def common_state_in(folder: Path, noted: NotedErrors) -> Iterator[None]:
+    """Let a save write its common state into ``COMMON_FILE``, under every megatron-core.
+
+    So a checkpoint is read by any release of it, and read before torch.distributed has started:
+    0.19 would have the state among the tensors of rank 0.
+    """
+
+    def make(split: Callable[..., Any]) -> Callable[..., Any]:
+        def split_and_write(*arguments: Any, **named: Any) -> tuple[Any, dict[str, Any]]:
+            sharded, common = split(*arguments, **named)
+            if dist.get_rank() == 0:
+                # Opened here, a full disk is named as such.
+                with noted.catch(), (folder / COMMON_FILE).open("wb", buffering=0) as file:
+                    torch.save(common, file)
+            return sharded, {}
+
+        return split_and_write
+
+    own = place("save_common")
+    with needed("split_state").replaced(make):
+        if own is None:
+            yield
+        else:
+            with own.replaced(lambda _: lambda *_, **__: None):
+                yield
 
 
 class WriteResults:
@@ -147,11 +163,12 @@ def write_buckets(
 ) -> None:
     """Write the buckets of a rank, each in a process of its own, and store their results.
 
-    In place of ``FileSystemWriterAsync.write_preloaded_data_multiproc``, which waits for ever for
-    a process that was killed, and leaves its siblings behind when it is killed itself.
+    In place of megatron-core's ``write_buckets``. That of 0.16 waits for ever for a process that
+    was killed, and leaves its siblings behind when it is killed itself; those of later releases
+    write with threads of one process.
 
     Args:
-        transforms: First argument of ``FileSystemWriterAsync.write_preloaded_data``.
+        transforms: First argument of megatron-core's ``write_bucket``.
         use_msc: Whether paths are those of the multi-storage client.
         rank: Unused, as in megatron-core.
         buckets: ``WriteBucket`` each.
@@ -197,7 +214,7 @@ def _write_bucket(
     _be_a_writer()
     for other in copied:
         other.close()
-    FileSystemWriterAsync.write_preloaded_data(
+    needed("write_bucket").value(
         transforms,
         index,
         bucket,
@@ -298,16 +315,19 @@ class CheckpointWriter:
         """
         self.finish()
         partial = self._make_partial(iteration)
-        results = filesystem_async._results_queue = WriteResults()
+        results = WriteResults()
+        needed("results_queue").put(results)
         noted = NotedErrors()
         # A method of megatron-core, which takes it from the class while it makes the request.
-        buckets = replaced(
-            FileSystemWriterAsync,
-            "write_preloaded_data_multiproc",
-            lambda _: staticmethod(write_buckets),
-        )
-        with noted, buckets:
-            request = dist_checkpointing.save(state, str(partial), async_sharded_save=True)
+        buckets = needed("write_buckets").replaced(lambda _: staticmethod(write_buckets))
+        with noted, buckets, common_state_in(partial, noted):
+            request = dist_checkpointing.save(
+                state,
+                str(partial),
+                sharded_strategy=TorchDistSaveShardedStrategy(*_FORMAT, thread_count=_WRITERS),
+                async_sharded_save=True,
+                **of_release(SAVE_OPTIONS),
+            )
         writer = TemporalAsyncCaller()
         with noted.catch(), _summed_once():
             if self._is_async:

@@ -1,6 +1,6 @@
 """megatron-core on a CPU with gloo, as a supported mode, and the announcement of the device in use.
 
-megatron-core 0.16 asks for CUDA by name in its schedules, gradient buffers, optimizers and
+megatron-core asks for CUDA by name in its schedules, gradient buffers, optimizers and
 checkpoints, but nothing it does there needs a GPU. ``install`` redirects those requests for this
 process: a torch function mode turns ``device="cuda"`` into the CPU, and the ``torch.cuda`` calls
 and random-state helpers that megatron-core makes get CPU stand-ins. Nothing installed on disk
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.training.megatron_parts import needed
 
 if TYPE_CHECKING:
     from megatron_ext.training.loop_config import TrainingConfig
@@ -115,6 +116,8 @@ def _redirect_in_backward(mode: _CudaToCpu) -> None:
 def _replace_cuda_calls() -> None:
     stand_ins: dict[str, Callable[..., Any]] = {
         "current_device": lambda: "cpu",
+        # From 0.19 on gradients wait on it for CUDA graphs, of which there are none.
+        "current_stream": lambda device=None: None,
         "synchronize": lambda device=None: None,
         "empty_cache": lambda: None,
         "manual_seed": torch.manual_seed,
@@ -143,7 +146,6 @@ def _keep_freed_memory() -> None:
 
 def _replace_random_state_helpers() -> None:
     """Point the model-parallel random-number tracker at the CPU generator."""
-    from megatron.core.tensor_parallel import random
 
     def get_state(*_: object, **__: object) -> torch.Tensor:
         return torch.get_rng_state()
@@ -151,8 +153,8 @@ def _replace_random_state_helpers() -> None:
     def set_state(new_state: torch.Tensor, *_: object, **__: object) -> None:
         torch.set_rng_state(new_state)
 
-    random._get_cuda_rng_state = get_state
-    random._set_cuda_rng_state = set_state
+    needed("get_rng_state").put(get_state)
+    needed("set_rng_state").put(set_state)
 
 
 def _replace_dispatcher_copies() -> None:
@@ -169,7 +171,7 @@ def _replace_dispatcher_copies() -> None:
                     setattr(dispatcher, name, splits.numpy())
         return tokens_per_expert
 
-    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = read
+    needed("read_splits").put(read)
     # Any value keeps it from making a stream.
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none on a CPU"
 

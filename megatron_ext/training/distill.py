@@ -29,6 +29,7 @@ from megatron_ext.training.first_weights import load_first_weights, student_voca
 from megatron_ext.training.inputs import Inputs
 from megatron_ext.training.learning_parts import add_adapters, freeze_parts
 from megatron_ext.training.learning_step import learning_step
+from megatron_ext.training.megatron_parts import check_torch
 from megatron_ext.training.models import build_model_chunks
 from megatron_ext.training.rollouts import Rollouts
 from megatron_ext.training.run_folder import (
@@ -227,6 +228,7 @@ def build_trainer_around(
 
     Collectives: those of ``build_trainer`` but for the student's own.
     """
+    check_torch()
     on_gpu, tokenizer = groups.device.type == "cuda", inputs.tokenizer
     config = with_vocabulary_layout(config, on_gpu=on_gpu)
     config = with_linear_form(config, on_gpu=on_gpu, vocab_size=tokenizer.vocab_size)

@@ -38,6 +38,7 @@ from megatron_ext.training.layers import (
     WindowAttention,
     scale_embeddings,
 )
+from megatron_ext.training.megatron_parts import MLP_SUBMODULES, of_release
 
 ModelChunks = Sequence[GPTModel]
 """Chunks of a model on this rank, in the order in which a microbatch passes them."""
@@ -309,7 +310,8 @@ def _layer_spec(
         num_experts=model.num_experts, normalization=model.normalization
     )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchNorm
-    attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
+    attention = layer.submodules.self_attention.submodules
+    mlp = of_release(MLP_SUBMODULES)(layer.submodules.mlp)
     if model.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = TorchNorm
     attention.core_attention = core_attention

@@ -1,7 +1,7 @@
 """State of megatron-core's optimizers in checkpoints that any layout can read.
 
 Checkpoints of megatron-core's distributed optimizer around torch's AdamW need three repairs.
-megatron-core 0.16 expects the update count in the parameter groups, where Apex and Transformer
+megatron-core expects the update count in the parameter groups, where Apex and Transformer
 Engine keep it; torch keeps one with each parameter, and none before the first update. Loading then
 fails for want of a count, fails on finding one, and leaves one tensor to all parameters, each of
 which advances it. ``_prepare_to_load`` mends all three on the optimizer at hand.
@@ -16,6 +16,8 @@ from typing import Any, Final
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron_ext.training.megatron_parts import needed
 
 CHECKPOINT_FORMAT = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -60,8 +62,8 @@ def _prepare_to_load(optimizer: MegatronOptimizer) -> None:
             inner.optimizer, torch.optim.AdamW
         ):
             if not inner.optimizer.state:
-                inner._init_optimizer_states_with_dummy_values()
-            inner._set_main_param_and_optimizer_states = partial(_fill_state, inner)
+                needed("make_optimizer_state").value(inner)
+            setattr(inner, needed("fill_optimizer_state").name, partial(_fill_state, inner))
 
 
 def _fill_state(
@@ -72,7 +74,7 @@ def _fill_state(
     inner = optimizer.optimizer
     state = inner.state[inner.param_groups[group]["params"][order]]
     state["step"] = state["step"].clone()
-    fill = type(optimizer)._set_main_param_and_optimizer_states
+    fill = needed("fill_optimizer_state").value
     fill(optimizer, parameter, {"step": state["step"], **tensors})
 
 

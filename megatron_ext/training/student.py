@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer, clip_grads, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import local_multi_tensor_l2_norm
 
 from megatron_ext.training.forward_step import StepReport
+from megatron_ext.training.megatron_parts import needed
 from megatron_ext.training.microbatch import MicrobatchWithTargets
 from megatron_ext.training.models import ModelChunks, load_weights_of, sharded_weights, wrap_in_ddp
 from megatron_ext.training.optimizer_state import load_optimizer, sharded_optimizer
@@ -37,16 +36,16 @@ def update_if_finite(optimizer: MegatronOptimizer) -> float:
     """
     if optimizer.prepare_grads():
         return math.inf
-    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+    if needed("l2_norm").value is needed("slow_l2_norm").value:
         # megatron-core's stand-in for Apex, whose norms the host reads one by one.
-        clip_grads.l2_norm_impl = _l2_norm
+        needed("l2_norm").put(_l2_norm)
     norm = float(optimizer.get_grad_norm())
     if not math.isfinite(norm):
         return norm
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
         parameters = inner.get_parameters()
         if parameters and inner.config.clip_grad > 0.0:
-            clip_grad_by_total_norm_fp32(
+            needed("clip_by_norm").value(
                 parameters,
                 max_norm=inner.config.clip_grad,
                 total_norm=norm,

@@ -11,7 +11,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from megatron_ext.huggingface.checkpoint_files import CheckpointFiles
 from megatron_ext.huggingface.rotary import rotary_settings
 from tests.huggingface.model_ranks import RankLogits, logits_of
-from tests.huggingface.tiny_models import LLAMA3_ROPE, MODELS, save_model, some_tokens
+from tests.huggingface.tiny_models import (
+    LLAMA3_ROPE,
+    MODELS,
+    in_words_of_release,
+    save_model,
+    some_tokens,
+)
 from tests.process_group import run_ranks
 
 Ranks = dict[tuple[str, str], list[RankLogits]]
@@ -82,7 +88,8 @@ def _is_router(name):
 @pytest.mark.parametrize("factor", [8.0, 32.0])
 def test_scaled_rotary_embeddings_are_those_of_transformers(factor):
     scaling = {**LLAMA3_ROPE, "factor": factor}
-    config = LlamaConfig(head_dim=64, max_position_embeddings=131072, rope_parameters=scaling)
+    rope = in_words_of_release({"rope_parameters": scaling})
+    config = LlamaConfig(head_dim=64, max_position_embeddings=131072, **rope)
     expected = LlamaRotaryEmbedding(config).inv_freq
     settings = rotary_settings({"rope_parameters": scaling}, where="here")
     rotary = RotaryEmbedding(

@@ -78,9 +78,8 @@ def hf_model(name, **sizes):
     import transformers
 
     kind, options = MODELS[name]
-    config = getattr(transformers, f"{_CONFIGS.get(kind, kind)}Config")(
-        **{**SIZES, **options, **sizes}
-    )
+    make_config = getattr(transformers, f"{_CONFIGS.get(kind, kind)}Config")
+    config = make_config(**{**SIZES, **in_words_of_release(options), **sizes})
     torch.manual_seed(sorted(MODELS).index(name))
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     with torch.no_grad():
@@ -88,6 +87,21 @@ def hf_model(name, **sizes):
             if "norm" in parameter_name or parameter_name.endswith("bias"):
                 parameter.add_(0.3 * torch.randn_like(parameter))
     return model.eval()
+
+
+def in_words_of_release(options):
+    """Options of a configuration with rotary embeddings as the installed transformers has them."""
+    import transformers
+
+    if "rope_parameters" not in options or int(transformers.__version__.split(".")[0]) >= 5:
+        return options
+    words = {name: value for name, value in options.items() if name != "rope_parameters"}
+    rope = options["rope_parameters"]
+    if "sliding_attention" in rope:
+        words["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+    return {**words, "rope_theta": rope["rope_theta"], "rope_scaling": scaling}
 
 
 _CONFIGS = {"Gemma3": "Gemma3Text"}

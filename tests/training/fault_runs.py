@@ -1,6 +1,5 @@
 """What spawned ranks run in the tests of faults: PP2, a student alone, next-token training."""
 
-import errno
 import os
 import signal
 import time
@@ -15,11 +14,10 @@ import psutil
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from megatron_ext.errors import DistributedError
-from megatron_ext.training import watchdog
+from megatron_ext.training import checkpoint_writer, watchdog
 from megatron_ext.training.config import LossConfig
 from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.metrics import read_metrics
@@ -193,8 +191,7 @@ def _disk_full():
 
 def _full_disk_for_common_state(rank, folder):
     """What rank 0 writes alone, at the last save."""
-    full = OSError(errno.ENOSPC, "No space left on device")
-    is_full = patch.object(TorchCommonSaveStrategy, "save_common", side_effect=full)
+    is_full = patch.object(checkpoint_writer, "COMMON_FILE", "/dev/full")
     with is_full if rank == 0 else nullcontext():
         return _run(config_of(folder, "full-disk-common", train_iters=1))
 

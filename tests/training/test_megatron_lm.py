@@ -174,7 +174,10 @@ def test_the_builder_of_the_installed_megatron_core_is_replaced(tmp_path):
     (tmp_path / "own.py").write_text(
         "import json\n"
         "from argparse import Namespace\n"
-        "from megatron.core.tokenizers.text.utils import build_tokenizer as module\n"
+        "try:\n"
+        "    import megatron.core.tokenizers.utils.build_tokenizer as module\n"
+        "except ModuleNotFoundError:\n"
+        "    import megatron.core.tokenizers.text.utils.build_tokenizer as module\n"
         "early = module.build_tokenizer\n"
         "from megatron_ext.megatron_lm import install\n"
         "own = early\n"
