@@ -126,7 +126,7 @@ def test_the_number_of_objectives_is_that_of_the_registry():
         for path in (ROOT / "README.md", ROOT / "docs" / "comparison.md")
     )
     assert f"| objectives across tokenizers | {len(across)} |" in readme
-    assert f"**Distillation**: {len(objectives)} objectives" in readme
+    assert f"**Training**: {len(objectives)} objectives" in readme
     assert f"| objectives across tokenizers | {len(across)}: " in comparison
 
 

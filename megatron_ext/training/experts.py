@@ -44,6 +44,7 @@ class Router(TopKRouter):  # type: ignore[misc]
         config: Configuration of the model.
         pg_collection: Process groups of the layer.
         bias_update_rate: Step of the experts' bias; None for no bias.
+        of_later_releases: What releases after 0.16 give.
     """
 
     def __init__(
@@ -52,8 +53,9 @@ class Router(TopKRouter):  # type: ignore[misc]
         pg_collection: ProcessGroupCollection | None = None,
         *,
         bias_update_rate: float | None = None,
+        **of_later_releases: Any,
     ) -> None:
-        super().__init__(config=config, pg_collection=pg_collection)
+        super().__init__(config=config, pg_collection=pg_collection, **of_later_releases)
         self.bias_update_rate = bias_update_rate
         if bias_update_rate is not None:
             # Not megatron-core's flag, which moves the bias before the gradient is known.
@@ -161,8 +163,9 @@ class Experts(SequentialMLP):  # type: ignore[misc]
         config: TransformerConfig,
         submodules: MLPSubmodules,
         pg_collection: ProcessGroupCollection,
+        **of_later_releases: Any,
     ) -> None:
-        super().__init__(0, config, submodules, pg_collection)
+        super().__init__(0, config, submodules, pg_collection, **of_later_releases)
         self.num_local_experts = num_local_experts
         first = pg_collection.ep.rank() * num_local_experts
         seed = int(torch.randint(1 << 40, (), device="cpu"))

@@ -320,7 +320,10 @@ def _layer_spec(
         mlp.linear_fc1, mlp.linear_fc2 = ColumnLinear, RowLinear
     else:
         _route(layer, model)
-        mlp.experts.module = Experts
+        if isinstance(mlp.experts, ModuleSpec):
+            mlp.experts.module = Experts
+        else:
+            mlp.experts = partial(Experts, **mlp.experts.keywords)
         # The name that Transformer Engine's layers have in files: no norm belongs to one expert.
         del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     if model.post_layernorms:
@@ -340,7 +343,7 @@ def _has_te() -> bool:
 
 def _route(layer: ModuleSpec, model: ModelConfig) -> None:
     """Give a layer of experts our router, in the spec of all layers."""
-    layer.submodules.mlp.submodules.router = partial(
+    of_release(MLP_SUBMODULES)(layer.submodules.mlp).router = partial(
         Router, bias_update_rate=model.moe_router_bias_update_rate
     )
 

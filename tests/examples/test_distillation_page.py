@@ -38,7 +38,7 @@ def test_every_command_has_flags_that_there_are(page):
 
 
 def test_the_configuration_of_the_page_is_that_of_the_example():
-    (shown,) = re.findall(r"^```yaml\n(.*?)^```\n", WALK.read_text(), re.DOTALL | re.MULTILINE)
+    shown, *_ = re.findall(r"^```yaml\n(.*?)^```\n", WALK.read_text(), re.DOTALL | re.MULTILINE)
     comment, _, settings = CONFIG.read_text().partition("\n")
     assert comment.startswith("#")
     assert shown == settings

@@ -84,13 +84,16 @@ def test_the_page_has_every_recipe_and_names_no_other():
     assert named == {file.name for file in RECIPES}
 
 
-def test_the_command_of_the_readme_is_a_run(models, monkeypatch):
-    monkeypatch.chdir(models)
+def test_the_command_of_the_readme_is_a_run(models, tmp_path, monkeypatch):
+    for owner in ("meta-llama", "Qwen"):
+        # Where there is a folder of the owner, names on the hub are paths.
+        (tmp_path / owner).symlink_to(models / "models")
+    monkeypatch.chdir(tmp_path)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     command = re.search(r"-m megatron_ext distill (.*?[^\\])\n", readme, re.DOTALL)[1]
     parser = argparse.ArgumentParser()
     add_config_arguments(parser)
     config = config_from_arguments(parser.parse_args(shlex.split(command.replace("\\\n", " "))))
-    assert config.tokenizer.model == config.initial_checkpoint == "models/Llama-3.2-1B"
-    assert config.named_teachers["teacher"].checkpoint == "models/Qwen3-4B"
+    assert config.tokenizer.model == config.initial_checkpoint == "meta-llama/Llama-3.2-1B"
+    assert config.named_teachers["teacher"].checkpoint == "Qwen/Qwen3-4B"
     config.parallel.layout.replicas(8)

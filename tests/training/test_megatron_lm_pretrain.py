@@ -106,9 +106,13 @@ def test_the_folder_of_the_text_is_a_flag_where_a_release_has_none():
 
 
 def switched_on(section, **values):
-    """A section of a configuration with every switch on."""
+    """A section of a configuration with every switch on but those of experts."""
     names = [field.name for field in dataclasses.fields(section)]
-    on = {name: True for name in names if isinstance(getattr(section, name), bool)}
+    on = {
+        name: True
+        for name in names
+        if isinstance(getattr(section, name), bool) and not name.startswith("moe_")
+    }
     return dataclasses.replace(section, **{**on, **values})
 
 
