@@ -288,7 +288,7 @@ class CheckpointReader(FileSystemReader):
             stored = self.storage_data[item.storage_index]
             path = self._folder / stored.relative_path
             with path.open("rb") as file:
-                content = io.BytesIO(self._slice_file(file, stored).read(-1))
+                content = io.BytesIO(self._slice_file(file, stored).read(stored.length))
             _keep(planner, item.dest_index.fqn, _load_plain(path, content))
         of_files: dict[str, list[ReadItem]] = {}
         for item in plan.items:
