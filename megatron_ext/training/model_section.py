@@ -77,8 +77,9 @@ def _with_model(
     given = {} if model is None else model
     if not isinstance(given, Mapping):
         return filled
-    # A name on the hub is replaced by its folder: a run records which files it has read.
-    if isinstance(section.get(checkpoint[-1]), str):
+    # A name on the hub is replaced by its folder: a run records which files it has read. A model
+    # whose shape is given is none of the hub's, and may be one that is still to be trained.
+    if isinstance(section.get(checkpoint[-1]), str) and _SHAPE not in given:
         filled[checkpoint[-1]] = _local(section[checkpoint[-1]], where(checkpoint))
     path, named_by = filled.get(checkpoint[-1]), checkpoint
     if given.get("hf"):

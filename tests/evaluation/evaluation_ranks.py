@@ -107,7 +107,7 @@ def chat(rank, folder, messages):
         del os.environ[name]
     sys.stdin, printed = io.StringIO("".join(f"{line}\n" for line in messages)), io.StringIO()
     with redirect_stdout(printed):
-        main(["generate", "--model", str(folder), "--chat", "--max-new-tokens", str(NEW_TOKENS)])
+        main(["generate", "--model", str(folder), "--chat", "--max-new-tokens", "4"])
     process_groups.join(timedelta(minutes=1))
     return printed.getvalue()
 

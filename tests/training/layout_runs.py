@@ -55,7 +55,7 @@ class Variant:
     lora: LoraConfig | None = None
     trainable: tuple[str, ...] | None = None
     linear: bool = False
-    experts: Mapping[str, Any] = field(default_factory=dict)
+    experts: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Settings of experts of the student; the teacher has ``EXPERTS`` then."""
 
     @property
