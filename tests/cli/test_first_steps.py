@@ -111,7 +111,7 @@ def test_the_doctor_names_the_extra_of_what_is_missing(printed, monkeypatch):
     monkeypatch.setattr(doctor, "_version", lambda name: None if name == "regex" else "999")
     text, code = printed("doctor")
     assert 'missing: regex (pip install "megatron-ext[audit]")' in text
-    assert re.search(r"^megatron-core +999 does not fit; expected <0.17,>=0.16.1$", text, re.M)
+    assert re.search(r"^megatron-core +999 does not fit; expected <0.20,>=0.16.1$", text, re.M)
     assert code == 1
 
 
