@@ -49,10 +49,10 @@ RUNS = [
             "seq_length_multiple": 8,
         },
     ),
-    AxisRun("dp4-overlaps", ALM, LAYOUTS["dp4"] | dict.fromkeys(OVERLAPS, True), ONE_ROW),
 ]
 if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
     RUNS += [
+        AxisRun("dp4-overlaps", ALM, LAYOUTS["dp4"] | dict.fromkeys(OVERLAPS, True), ONE_ROW),
         AxisRun("cp2-pp2-from-alone", PROJECTED, LAYOUTS["cp2-pp2"], {}, FROM_ALONE),
         AxisRun(
             "tp2-dp2-sequence-parallel",

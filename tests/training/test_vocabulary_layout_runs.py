@@ -27,7 +27,6 @@ ALONE_PERMUTED = [
 TWO_RANKS = [
     Run("tied-tp2", parallel=TP2),
     Run("untied-tp2", parallel=TP2, **UNTIED),
-    Run("untied-cp2", parallel=CP2, **UNTIED),
     Run("tied-pp2", parallel=PP2),
 ]
 COPY_ALONE = [Run("copy-tied", goes_on_from="tied", only_saves=True)]
@@ -39,6 +38,7 @@ if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
     ALONE.append(Run("bf16", "original", **BF16))
     ALONE_PERMUTED.append(Run("tied-turned-off", "original", goes_on_from="tied-permuted"))
     TWO_RANKS += [
+        Run("untied-cp2", parallel=CP2, **UNTIED),
         Run("tied-dp2", parallel=SHARDED_OPTIMIZER),
         Run("tied-dp2-turned-off", "original", goes_on_from="tied-dp2", parallel=SHARDED_OPTIMIZER),
     ]
