@@ -4,6 +4,8 @@ import json
 import re
 
 import pytest
+import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron_ext.errors import CheckpointError
 from megatron_ext.huggingface import hub
@@ -131,6 +133,11 @@ def test_without_the_hubs_library_the_error_names_the_extra(monkeypatch):
 @pytest.mark.parametrize("verb", [("import-hf", "org/none@v1", "out"), ("generate",)])
 def test_a_verb_out_of_reach_of_the_hub_says_what_to_download(capsys, home, verb):
     words = verb if len(verb) > 1 else (*verb, "--model", "org/none@v1", "--prompt", "a")
-    said = refusal(capsys, *words)
+    try:
+        said = refusal(capsys, *words)
+    finally:
+        if dist.is_initialized():
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
     assert said.count("\n") == 1
     assert said.endswith("hf download org/none --revision v1\n")
