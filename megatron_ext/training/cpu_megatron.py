@@ -17,6 +17,7 @@ import os
 import platform
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import wraps
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -153,8 +154,9 @@ def _replace_random_state_helpers() -> None:
     def set_state(new_state: torch.Tensor, *_: object, **__: object) -> None:
         torch.set_rng_state(new_state)
 
-    needed("get_rng_state").put(get_state)
-    needed("set_rng_state").put(set_state)
+    for part, stand_in in (("get_rng_state", get_state), ("set_rng_state", set_state)):
+        place = needed(part)
+        place.put(wraps(place.value)(stand_in))
 
 
 def _replace_dispatcher_copies() -> None:
@@ -171,7 +173,8 @@ def _replace_dispatcher_copies() -> None:
                     setattr(dispatcher, name, splits.numpy())
         return tokens_per_expert
 
-    needed("read_splits").put(read)
+    place = needed("read_splits")
+    place.put(wraps(place.value)(read))
     # Any value keeps it from making a stream.
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none on a CPU"
 
