@@ -7,6 +7,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -159,6 +160,10 @@ class _FlightServer(fl.FlightServerBase):  # type: ignore[misc]
         except DistributedError as error:
             for batch, metadata in to_chunks(Frame(ERROR, {"reason": str(error)}, {})):
                 writer.write_with_metadata(batch, metadata)
+            # A student whose own first words find the stream closed does not read these: it leaves
+            # once it has, and one that does not is swept.
+            with suppress(fl.FlightError, StopIteration, OSError):
+                reader.read_chunk()
             return
         try:
             session.run(reader, writer)
