@@ -186,9 +186,9 @@ class Experts(SequentialMLP):  # type: ignore[misc]
 def routers(chunks: Sequence[GPTModel]) -> Iterator[Router]:
     """Routers of a model's chunks; none in a dense model."""
     for chunk in chunks:
-        for module in chunk.modules():
-            if isinstance(module, Router):
-                yield module
+        # Asked for at every step: a dense model has thousands of modules, and none of these.
+        if chunk.config.num_moe_experts is not None:
+            yield from (module for module in chunk.modules() if isinstance(module, Router))
 
 
 def begin_step(
