@@ -17,7 +17,7 @@ SAFE_MASS: tl.constexpr = tl.constexpr(1e-17)
 
 
 @triton.jit
-def _members_alone(
+def members_alone(
     start_of_row, members_ptr, end, temperature, HAS_TEMPERATURE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Peak and sum of the members where they are too small beside the other columns."""
@@ -36,6 +36,65 @@ def _members_alone(
         values = scaled(loaded, temperature, HAS_TEMPERATURE)
         total += tl.exp2((values - peak) * LOG2_E)
     return peak, tl.sum(total, axis=0)
+
+
+@triton.jit
+def part_statistics(
+    start_of_row,
+    members_ptr,
+    part,
+    end,
+    held_width,
+    temperature,
+    HAS_MEMBERS: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
+    PARTS: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Peak, sum, the members' sum over the same peak, and first column of the peak.
+
+    Of every ``PARTS``-th block of a row's columns before ``end``, from number ``part`` on. The peak
+    is ``LOWEST`` where no column is above it. Columns from ``end`` to ``held_width`` are padding in
+    memory and are ignored (``row_values``). Each lane of ``K`` columns, which a thread loads at
+    once, has a peak and sums of its own until the row has ended: no thread waits for another.
+    """
+    LANES: tl.constexpr = BLOCK // K
+    places = tl.arange(0, LANES)[:, None] * K + tl.arange(0, K)[None, :]
+    peak = tl.full((LANES,), LOWEST, tl.float32)
+    total = tl.zeros((LANES,), tl.float32)
+    member_total = tl.zeros((LANES,), tl.float32)
+    first = tl.zeros((LANES,), tl.int32)
+    whole = end // BLOCK * BLOCK
+    for start in tl.range(part * BLOCK, whole, PARTS * BLOCK, num_stages=3):
+        values = scaled(tl.load(start_of_row + start + places), temperature, HAS_TEMPERATURE)
+        is_member = True
+        if HAS_MEMBERS:
+            is_member = tl.load(members_ptr + start + places) != 0
+        before = peak
+        peak, total, member_total = lane_sums(
+            peak, total, member_total, values, is_member, HAS_MEMBERS
+        )
+        first = tl.where(peak > before, start, first)
+    if (whole < end) & (whole // BLOCK % PARTS == part):
+        columns = whole + places
+        held = columns < held_width
+        loaded = tl.load(start_of_row + columns, mask=held, other=-float("inf"))
+        values = scaled(loaded, temperature, HAS_TEMPERATURE)
+        values = tl.where(columns < end, values, -float("inf"))
+        is_member = True
+        if HAS_MEMBERS:
+            is_member = tl.load(members_ptr + columns, mask=held, other=0) != 0
+        before = peak
+        peak, total, member_total = lane_sums(
+            peak, total, member_total, values, is_member, HAS_MEMBERS
+        )
+        first = tl.where(peak > before, whole, first)
+    best, row_total, members = merged_lanes(peak, total, member_total)
+    column = first_column(
+        start_of_row, peak, first, best, end, temperature, HAS_TEMPERATURE, K, LANES
+    )
+    return best, row_total, members, column
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -58,52 +117,17 @@ def row_statistics_kernel(
 ):
     """One program for each row, over all columns and over the members.
 
-    ``peak`` and ``total`` are [2, T], ``column`` [T]. Columns from ``width`` to ``held_width`` are
-    padding in memory and are ignored (``row_values``). Each lane of 8 columns, which a thread loads
-    at once, has a peak and sums of its own until the row has ended: no thread waits for another.
+    ``peak`` and ``total`` are [2, T], ``column`` [T].
     """
-    K: tl.constexpr = 16 if HAS_MEMBERS else 8
-    LANES: tl.constexpr = BLOCK // K
     row = tl.program_id(0).to(tl.int64)
     start_of_row = logits_ptr + row * row_stride
     end = width
     if HAS_READ:
         end = tl.where(tl.load(read_ptr + row) != 0, width, 0)
-    places = tl.arange(0, LANES)[:, None] * K + tl.arange(0, K)[None, :]
-    peak = tl.full((LANES,), LOWEST, tl.float32)
-    total = tl.zeros((LANES,), tl.float32)
-    member_total = tl.zeros((LANES,), tl.float32)
-    first = tl.zeros((LANES,), tl.int32)
-    whole = end // BLOCK * BLOCK
-    for start in tl.range(0, whole, BLOCK, num_stages=3):
-        values = scaled(tl.load(start_of_row + start + places), temperature, HAS_TEMPERATURE)
-        is_member = True
-        if HAS_MEMBERS:
-            is_member = tl.load(members_ptr + start + places) != 0
-        before = peak
-        peak, total, member_total = lane_sums(
-            peak, total, member_total, values, is_member, HAS_MEMBERS
-        )
-        first = tl.where(peak > before, start, first)
-    if whole < end:
-        columns = whole + places
-        held = columns < held_width
-        loaded = tl.load(start_of_row + columns, mask=held, other=-float("inf"))
-        values = scaled(loaded, temperature, HAS_TEMPERATURE)
-        values = tl.where(columns < width, values, -float("inf"))
-        is_member = True
-        if HAS_MEMBERS:
-            is_member = tl.load(members_ptr + columns, mask=held, other=0) != 0
-        before = peak
-        peak, total, member_total = lane_sums(
-            peak, total, member_total, values, is_member, HAS_MEMBERS
-        )
-        first = tl.where(peak > before, whole, first)
-
-    best, row_total, members = merged_lanes(peak, total, member_total)
-    column = first_column(
-        start_of_row, peak, first, best, end, temperature, HAS_TEMPERATURE, K, LANES
-    )
+    best, row_total, members, column = part_statistics(
+        start_of_row, members_ptr, 0, end, held_width, temperature, HAS_MEMBERS, HAS_TEMPERATURE,
+        1, 16 if HAS_MEMBERS else 8, BLOCK,
+    )  # fmt: skip
     is_empty = row_total == 0.0
     tl.store(peak_ptr + row, tl.where(is_empty, 0.0, best))
     tl.store(total_ptr + row, row_total)
@@ -111,7 +135,7 @@ def row_statistics_kernel(
     if HAS_MEMBERS:
         member_peak = best
         if members < row_total * SAFE_MASS:
-            member_peak, members = _members_alone(
+            member_peak, members = members_alone(
                 start_of_row, members_ptr, end, temperature, HAS_TEMPERATURE, BLOCK
             )
         tl.store(peak_ptr + rows + row, tl.where(members == 0.0, 0.0, member_peak))

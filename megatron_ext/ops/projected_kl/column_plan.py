@@ -20,8 +20,8 @@ SUMS: Final = 32
 
 
 class Segments(NamedTuple):
-    """Sums of entries, as int32 tensors, in the order of their lengths rounded up to powers of
-    two."""
+    """Sums of entries, as int32 tensors, in the order of their targets, or of their lengths rounded
+    up to powers of two."""
 
     offsets: torch.Tensor
     """[N + 1]: the i-th sum is over entries ``offsets[i]:offsets[i + 1]``."""
@@ -37,7 +37,7 @@ class Segments(NamedTuple):
 
     blocks: torch.Tensor
     """[B, 2] work of each program: its first sum, and the one after its last. One of more than
-    ``SUMS`` entries is alone."""
+    ``SUMS`` entries is alone, in the order of lengths."""
 
     @classmethod
     def of(
@@ -47,16 +47,24 @@ class Segments(NamedTuple):
         entry: NDArray[np.int64],
         count: int,
         device: torch.device | str,
+        *,
+        in_order: bool = False,
     ) -> Segments:
-        """Build from the target, source and place of each entry; there are ``count`` targets."""
+        """Build from the target, source and place of each entry; there are ``count`` targets.
+
+        Args:
+            in_order: Keep the targets' order, whatever the sums' lengths.
+        """
         lengths = np.bincount(target, minlength=count)
-        order = np.argsort(np.ceil(np.log2(np.maximum(lengths, 1))), kind="stable")
+        order = np.arange(count)
+        if not in_order:
+            order = np.argsort(np.ceil(np.log2(np.maximum(lengths, 1))), kind="stable")
         rank = np.empty(count, dtype=np.int64)
         rank[order] = np.arange(count)
         by_sum = np.lexsort((source, rank[target]))
         offsets = np.zeros(count + 1, dtype=np.int64)
         offsets[1:] = np.cumsum(lengths[order])
-        short = int((lengths <= SUMS).sum())
+        short = count if in_order else int((lengths <= SUMS).sum())
         first = np.concatenate([np.arange(0, short, SUMS), np.arange(short, count)])
         blocks = np.stack([first, np.append(first[1:], count)[: len(first)]], axis=1)
         arrays = (offsets, order, source[by_sum], entry[by_sum], blocks)
@@ -73,6 +81,11 @@ _NARROW: Final = 1 << 13
 def pair_block(width: int) -> int:
     """Columns that a program of ``single_kernel`` reads at once, of a student's ``width``."""
     return 1024 if width >= _NARROW else 16
+
+
+def pair_parts(width: int) -> int:
+    """Programs that share a chunk of a student's ``width``, so that few chunks are read at once."""
+    return 16 if width >= _NARROW else 2
 
 
 _RESIDUAL_STEP: Final = 16
@@ -182,7 +195,9 @@ class ColumnPlan:
                 np.pad(residual, (0, residual_rows - len(residual)), constant_values=-1), device
             ),
             by_column=Segments.of(entry_slot, number, whole.place[summed], len(columns), device),
-            by_row=Segments.of(number, entry_slot, whole.place[summed], residual_rows, device),
+            by_row=Segments.of(
+                number, entry_slot, whole.place[summed], residual_rows, device, in_order=True
+            ),
             direct_pairs=int(direct.sum()),
             scratch_width=_scratch_width(whole, crosses),
         )

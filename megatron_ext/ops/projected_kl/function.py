@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from megatron_ext.distributed.vocab_parallel import accumulation_dtype
 from megatron_ext.errors import LossError
 from megatron_ext.ops.chunk_rows import ChunkedLogits
 from megatron_ext.ops.divergence import divergence_reference
@@ -21,16 +22,18 @@ from megatron_ext.ops.launch import (
     uses_triton,
 )
 from megatron_ext.ops.model_rows import chunk_mean_softmax_reference
-from megatron_ext.ops.projected_kl.kernel_evaluation import KernelEvaluation, sum_over_rows
+from megatron_ext.ops.projected_kl.kernel_evaluation import KernelEvaluation
+from megatron_ext.ops.projected_kl.kernel_numbers import KernelNumbers, launch_singles
 from megatron_ext.ops.projected_kl.operands import (
     LearnedEntries,
     ProjectedKL,
     ProjectedKLOptions,
+    ProjectedValues,
     RequestedOutputs,
     ShardedProjection,
     WeightedLabels,
 )
-from megatron_ext.ops.projected_kl.statistics import chunk_statistics, label_columns, token_losses
+from megatron_ext.ops.projected_kl.statistics import chunk_statistics, label_logits, token_losses
 from megatron_ext.ops.projected_kl.torch_evaluation import TorchEvaluation
 from megatron_ext.ops.unit_gradient import kept_gradient
 
@@ -85,6 +88,13 @@ def evaluate_projected_kl(
     by_loops = not by_kernels and _runs_loops(
         implementation, options, projection, student.logits, teacher.logits
     )
+    dtype = accumulation_dtype(student.logits.dtype)
+    weights = student.logits.new_ones(student.rows.chunk_count, dtype=dtype)
+    if grad_scale is not None:
+        weights = grad_scale.to(dtype)
+    requested = RequestedOutputs(gradient, weights, cross_entropy, learned, entry_gradient)
+    if by_kernels and _is_joined(student, projection, options):
+        return _by_joined_kernels(student, teacher, projection, options, requested)
     statistics = chunk_statistics(
         student,
         teacher,
@@ -96,42 +106,97 @@ def evaluate_projected_kl(
     token_loss = None
     if cross_entropy is not None:
         assert statistics.untempered is not None
-        column = label_columns(cross_entropy.label, student.shard)
-        token_loss = token_losses(
-            student.logits, column, cross_entropy.label, statistics.untempered, student.shard
-        )
+        label = cross_entropy.label
+        picked = label_logits(student.logits, label, student.shard)
+        token_loss = token_losses(picked, label, statistics.untempered, student.shard)
     compared = (student.rows.sizes() > 0) & (teacher.rows.sizes() > 0)
     # A teacher row that masks every reachable column gives no distribution over them.
     says_nothing = (statistics.teacher.log_sum == -torch.inf) & (statistics.left_out == 1)
     compared &= teacher.rows.sums(says_nothing.to(statistics.left_out.dtype)) == 0
     # Nor do student rows that mask all mapped columns.
     compared &= ~statistics.carried.is_empty
-    weights = statistics.mapped.new_ones(len(compared)) if grad_scale is None else grad_scale
-    requested = RequestedOutputs(
-        gradient,
-        torch.where(compared, weights.to(statistics.mapped.dtype), 0.0),
-        cross_entropy,
-        learned,
-        entry_gradient,
-    )
-    by: type[KernelEvaluation | TorchEvaluation | CompiledEvaluation]
-    by = KernelEvaluation if by_kernels else TorchEvaluation
-    if by_loops:
-        from megatron_ext.ops.projected_kl.compiled_evaluation import CompiledEvaluation
+    requested = requested._replace(grad_scale=torch.where(compared, weights, 0.0))
+    if by_kernels:
+        numbers = KernelNumbers.of(statistics, student, teacher, requested, compared)
+        kernels = KernelEvaluation(
+            student, teacher, projection, numbers, options, requested, singles=None
+        )
+        values, left_out = kernels.run(), numbers.left_out
+    else:
+        by: type[TorchEvaluation | CompiledEvaluation] = TorchEvaluation
+        if by_loops:
+            from megatron_ext.ops.projected_kl.compiled_evaluation import CompiledEvaluation
 
-        by = CompiledEvaluation
-    values = by(student, teacher, projection, statistics, options, requested).run()
-    left_out, rows = statistics.left_out, teacher.rows
-    offsupport_mass = sum_over_rows(left_out, rows) if by_kernels else rows.sums(left_out)
+            by = CompiledEvaluation
+        values = by(student, teacher, projection, statistics, options, requested).run()
+        left_out = teacher.rows.sums(statistics.left_out)
+    return _result(
+        values, compared, left_out, teacher, options, token_loss, statistics.top_column
+    )
+
+
+def _is_joined(
+    student: ChunkedLogits, projection: ShardedProjection, options: ProjectedKLOptions
+) -> bool:
+    """Whether statistics and direct pairs are one launch: no rank waits for another's sums."""
+    return (
+        student.shard.group is None
+        and projection.has_unit_rows
+        and options.direction == "forward"
+    )
+
+
+def _by_joined_kernels(
+    student: ChunkedLogits,
+    teacher: ChunkedLogits,
+    projection: ShardedProjection,
+    options: ProjectedKLOptions,
+    requested: RequestedOutputs,
+) -> ProjectedKL:
+    """``evaluate_projected_kl`` of one rank by kernels; no collectives."""
+    numbers = KernelNumbers.empty(
+        student, teacher, requested, tempered=options.temperature != 1.0
+    )
+    term, picked = requested.cross_entropy, None
+    if term is not None:
+        # Before the gradient takes the place of the logits.
+        picked = label_logits(student.logits, term.label, student.shard)
+    singles = launch_singles(
+        student, teacher, projection, numbers, options, requested.gradient, is_joined=True
+    )
+    requested = requested._replace(grad_scale=numbers.grad_scale)
+    values = KernelEvaluation(
+        student, teacher, projection, numbers, options, requested, singles
+    ).run()
+    token_loss = top_column = None
+    if term is not None:
+        assert picked is not None
+        assert numbers.untempered is not None
+        token_loss = token_losses(picked, term.label, numbers.untempered, student.shard)
+        top_column = numbers.columns[0] + student.shard.start
+    return _result(
+        values, numbers.is_compared, numbers.left_out, teacher, options, token_loss, top_column
+    )
+
+
+def _result(
+    values: ProjectedValues,
+    compared: torch.Tensor,
+    left_out: torch.Tensor,
+    teacher: ChunkedLogits,
+    options: ProjectedKLOptions,
+    token_loss: torch.Tensor | None,
+    top_column: torch.Tensor | None,
+) -> ProjectedKL:
     return ProjectedKL(
         torch.where(compared, options.temperature**2 * values.value, 0.0),
         torch.where(compared, values.entropy, 0.0),
         values.agreement & compared,
-        offsupport_mass,
+        left_out,
         teacher.rows.sizes().long(),
         values.rest_mass,
         token_loss,
-        statistics.top_column,
+        top_column,
     )
 
 

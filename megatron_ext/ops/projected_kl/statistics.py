@@ -13,6 +13,7 @@ from megatron_ext.distributed.shard_collectives import all_reduce_sum, gather_co
 from megatron_ext.distributed.vocab_parallel import (
     LogSumExp,
     VocabShard,
+    accumulation_dtype,
     merge_argmax,
     merge_log_sum_exp,
     row_slices,
@@ -165,19 +166,22 @@ def label_columns(label: torch.Tensor, shard: VocabShard) -> torch.Tensor:
     return column.masked_fill((column < 0) | (column >= shard.valid_width), -1)
 
 
+def label_logits(logits: torch.Tensor, label: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    """Logit [T] of each label int64 [T], 0 of those that no rank has. One all-reduce of [T]."""
+    column = label_columns(label, shard)
+    picked = logits.detach().gather(-1, column.clamp(min=0)[:, None])[:, 0]
+    picked = picked.to(accumulation_dtype(logits.dtype))
+    return all_reduce_sum(picked.masked_fill_(column < 0, 0.0), shard.group)
+
+
 def token_losses(
-    logits: torch.Tensor,
-    column: torch.Tensor,
-    label: torch.Tensor,
-    lse: LogSumExp,
-    shard: VocabShard,
+    picked: torch.Tensor, label: torch.Tensor, lse: LogSumExp, shard: VocabShard
 ) -> torch.Tensor:
     """``lse - z[label]`` [T]; 0 for negative labels, NaN for those beyond the vocabulary.
 
-    One all-reduce of [T].
+    Args:
+        picked: [T] from ``label_logits``.
     """
-    picked = logits.detach().gather(-1, column.clamp(min=0)[:, None])[:, 0].to(lse.peak.dtype)
-    picked = all_reduce_sum(picked.masked_fill_(column < 0, 0.0), shard.group)
     loss = (lse.peak - picked).add_(lse.log_sum)
     return loss.masked_fill_(label >= shard.vocab_size, torch.nan).masked_fill_(label < 0, 0.0)
 

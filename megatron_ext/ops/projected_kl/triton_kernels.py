@@ -1,4 +1,4 @@
-"""Triton kernels of the projected KL: sums over columns, their slopes, and direct pairs.
+"""Triton kernels of the projected KL: chunks of several student rows, and other directions.
 
 Rows of chunk c of a side are ``order[offsets[c]:offsets[c + 1]]``. Tiles hold chunks from
 ``first_chunk`` on; scratch is indexed by the chunk within the tile. Programs of one chunk are
@@ -90,218 +90,6 @@ def best_of(values, columns):
 
 
 @triton.jit
-def better_of(best, column, values, columns):
-    """``best`` and its ``column`` [CHUNKS], or those of larger ``values`` [CHUNKS, COLUMNS].
-
-    Of equals the first column, whose ``columns`` need not ascend.
-    """
-    top = tl.max(values, axis=1)
-    first = tl.min(tl.where(values == top[:, None], columns[None, :], 2147483647), axis=1)
-    is_better = (top > best) | ((top == best) & (first < column))
-    return tl.where(is_better, top, best), tl.where(is_better, first, column)
-
-
-@triton.jit
-def group_means(
-    logits_ptr,
-    order_ptr,
-    chunk_ptr,
-    first,
-    stop,
-    row_stride,
-    columns,
-    inside,
-    lse_ptr,
-    rows,
-    temperature,
-    HAS_TEMPERATURE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """``chunk_mean`` of chunks from ``first`` on, [CHUNKS, COLUMNS]; 0 from ``stop`` on."""
-    chunk = first + tl.arange(0, CHUNKS)
-    begin = tl.load(chunk_ptr + chunk, mask=chunk < stop, other=0)
-    count = tl.load(chunk_ptr + chunk + 1, mask=chunk < stop, other=0) - begin
-    mean = tl.zeros((CHUNKS, COLUMNS), tl.float32)
-    log_mean = tl.full((CHUNKS, COLUMNS), -float("inf"), tl.float32)
-    for step in range(0, tl.max(count, axis=0)):
-        has_row = step < count
-        row = tl.load(order_ptr + begin + step, mask=has_row, other=0)
-        peak = tl.load(lse_ptr + row, mask=has_row, other=0.0)
-        log_sum = tl.load(lse_ptr + rows + row, mask=has_row, other=0.0)
-        place = logits_ptr + row.to(tl.int64)[:, None] * row_stride + columns[None, :]
-        wanted = has_row[:, None] & inside[None, :]
-        loaded = tl.load(place, mask=wanted, other=-float("inf"))
-        log_row = scaled(loaded, temperature, HAS_TEMPERATURE) - peak[:, None] - log_sum[:, None]
-        log_mean = tl.where(has_row[:, None], log_row, log_mean)
-        mean += tl.exp(log_row)
-    several = (count > 1)[:, None]
-    mean = tl.where(several, mean / tl.maximum(count, 1)[:, None], mean)
-    log_mean = tl.where(several, tl.log(tl.where(mean < FLOOR, FLOOR, mean)), log_mean)
-    # A comparison that NaN fails keeps NaN.
-    return mean, tl.where(log_mean < LOG_FLOOR, LOG_FLOOR, log_mean)
-
-
-@triton.jit(do_not_specialize=["rows", "first_chunk", "chunks", "residual_rows", "block_count"])
-def residual_means_kernel(
-    logits_ptr,
-    order_ptr,
-    chunk_ptr,
-    row_stride,
-    lse_ptr,
-    rows,
-    temperature,
-    first_chunk,
-    chunks,
-    columns_ptr,
-    residual_rows,
-    block_count,
-    out_ptr,
-    HAS_TEMPERATURE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Means of the residual columns, groups of ``CHUNKS`` chunks side by side: [G, R, CHUNKS]."""
-    pid = tl.program_id(0)
-    group = pid // block_count
-    number = (pid % block_count) * COLUMNS + tl.arange(0, COLUMNS)
-    exists = number < residual_rows
-    columns = tl.load(columns_ptr + number, mask=exists, other=-1)
-    mean, _ = group_means(
-        logits_ptr,
-        order_ptr,
-        chunk_ptr,
-        first_chunk + group * CHUNKS,
-        first_chunk + chunks,
-        row_stride,
-        columns,
-        columns >= 0,
-        lse_ptr,
-        rows,
-        temperature,
-        HAS_TEMPERATURE,
-        CHUNKS,
-        COLUMNS,
-    )
-    place = (group.to(tl.int64) * residual_rows + number) * CHUNKS
-    place = out_ptr + place[None, :] + tl.arange(0, CHUNKS)[:, None]
-    tl.store(place, mean, mask=exists[None, :])
-
-
-@triton.jit(do_not_specialize=["value_rows", "block_count", "out_rows", "chunks"])
-def sparse_sums_kernel(
-    value_ptr,
-    value_rows,
-    offsets_ptr,
-    target_ptr,
-    source_ptr,
-    entry_ptr,
-    weight_ptr,
-    blocks_ptr,
-    block_count,
-    out_ptr,
-    out_rows,
-    chunks,
-    BY_CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    SUMS: tl.constexpr,
-):
-    """Sums of weighted rows of ``value`` [G, rows, CHUNKS]: a sparse matrix times a dense one.
-
-    One program for each group and block of ``Segments``; an entry is read once for a whole group.
-    The result is [G, out_rows, CHUNKS], or ``BY_CHUNK`` [C', out_rows].
-    """
-    pid = tl.program_id(0)
-    group = (pid // block_count).to(tl.int64)
-    block = pid % block_count
-    first = tl.load(blocks_ptr + 2 * block)
-    stop = tl.load(blocks_ptr + 2 * block + 1)
-    lane = tl.arange(0, CHUNKS)
-    step_of = tl.arange(0, SUMS)
-    value_ptr += group * value_rows * CHUNKS
-    sums = first + step_of
-    exists = sums < stop
-    begin = tl.load(offsets_ptr + sums, mask=exists, other=0)
-    end = tl.load(offsets_ptr + sums + 1, mask=exists, other=0)
-    longest = tl.max(end - begin, axis=0)
-    total = tl.zeros((SUMS, CHUNKS), tl.float32)
-    if longest <= SUMS:
-        for step in range(0, longest):
-            inside = begin + step < end
-            source = tl.load(source_ptr + begin + step, mask=inside, other=0)
-            entry = tl.load(entry_ptr + begin + step, mask=inside, other=0)
-            weight = tl.load(weight_ptr + entry, mask=inside, other=0.0)
-            place = value_ptr + source[:, None] * CHUNKS + lane[None, :]
-            total += weight[:, None] * tl.load(place, mask=inside[:, None], other=0.0)
-    else:
-        # One sum alone: every row of ``total`` takes each 32nd of its entries.
-        whole_begin = tl.load(offsets_ptr + first)
-        whole_end = tl.load(offsets_ptr + first + 1)
-        for start in range(whole_begin, whole_end, SUMS):
-            inside = start + step_of < whole_end
-            source = tl.load(source_ptr + start + step_of, mask=inside, other=0)
-            entry = tl.load(entry_ptr + start + step_of, mask=inside, other=0)
-            weight = tl.load(weight_ptr + entry, mask=inside, other=0.0)
-            place = value_ptr + source[:, None] * CHUNKS + lane[None, :]
-            total += weight[:, None] * tl.load(place, mask=inside[:, None], other=0.0)
-        total = tl.where((step_of == 0)[:, None], tl.sum(total, axis=0)[None, :], 0.0)
-    target = tl.load(target_ptr + sums, mask=exists, other=0).to(tl.int64)
-    chunk = group * CHUNKS + lane
-    if BY_CHUNK:
-        place = out_ptr + chunk[None, :] * out_rows + target[:, None]
-        tl.store(place, total, mask=exists[:, None] & (chunk < chunks)[None, :])
-    else:
-        place = out_ptr + (group * out_rows + target[:, None]) * CHUNKS + lane[None, :]
-        tl.store(place, total, mask=exists[:, None])
-
-
-@triton.jit(do_not_specialize=["rows", "first_chunk", "chunks", "crossing", "block_count"])
-def crossing_teacher_kernel(
-    logits_ptr,
-    order_ptr,
-    chunk_ptr,
-    row_stride,
-    lse_ptr,
-    rows,
-    temperature,
-    first_chunk,
-    chunks,
-    home_ptr,
-    crossing,
-    block_count,
-    out_ptr,
-    HAS_TEMPERATURE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """``P`` of the crossing columns that this rank holds, 0 at others: [G, X, CHUNKS]."""
-    pid = tl.program_id(0)
-    group = pid // block_count
-    slots = (pid % block_count) * COLUMNS + tl.arange(0, COLUMNS)
-    exists = slots < crossing
-    home = tl.load(home_ptr + slots, mask=exists, other=-1)
-    p, _ = group_means(
-        logits_ptr,
-        order_ptr,
-        chunk_ptr,
-        first_chunk + group * CHUNKS,
-        first_chunk + chunks,
-        row_stride,
-        home,
-        home >= 0,
-        lse_ptr,
-        rows,
-        temperature,
-        HAS_TEMPERATURE,
-        CHUNKS,
-        COLUMNS,
-    )
-    place = (group.to(tl.int64) * crossing + slots) * CHUNKS
-    place = out_ptr + place[None, :] + tl.arange(0, CHUNKS)[:, None]
-    tl.store(place, p, mask=exists[None, :])
-
-
-@triton.jit
 def store_partials(
     partial_ptr,
     best_ptr,
@@ -327,115 +115,16 @@ def store_partials(
         tl.store(best_ptr + stride + place, column_q)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "rows",
-        "first_chunk",
-        "slots",
-        "crossing",
-        "crossed_plane",
-        "chunks",
-        "partial_blocks",
-        "block_count",
-    ]
-)
-def slopes_kernel(
-    logits_ptr,
-    order_ptr,
-    chunk_ptr,
-    row_stride,
-    lse_ptr,
-    rows,
-    temperature,
-    first_chunk,
-    home_ptr,
-    slots,
-    crossing,
-    crossed_ptr,
-    crossed_plane,
-    chunks,
-    scratch_ptr,
-    mass_ptr,
-    mixture,
-    partial_ptr,
-    best_ptr,
-    partial_blocks,
-    block_count,
-    DIRECTION: tl.constexpr,
-    HAS_CROSSING: tl.constexpr,
-    HAS_DIAGNOSTICS: tl.constexpr,
-    HAS_TEMPERATURE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """``dD/dQ`` of summed columns in place of their ``Q~`` [G, D, CHUNKS], and their terms of D.
-
-    One program for each group of chunks and ``BLOCK`` slots, of which it takes ``COLUMNS`` at once.
-    ``crossed`` [2, G, X, CHUNKS] holds ``Q~`` and ``P`` of the crossing ones, over all ranks.
-    """
-    pid = tl.program_id(0)
-    group = pid // block_count
-    block = pid % block_count
-    local = group * CHUNKS + tl.arange(0, CHUNKS)
-    is_chunk = local < chunks
-    lane = tl.arange(0, CHUNKS)[:, None]
-    mass = tl.load(mass_ptr + first_chunk + local, mask=is_chunk, other=1.0)[:, None]
-    total = tl.zeros((CHUNKS,), tl.float32)
-    entropy = tl.zeros((CHUNKS,), tl.float32)
-    best_p = tl.full((CHUNKS,), -1.0, tl.float32)
-    best_q = tl.full((CHUNKS,), -1.0, tl.float32)
-    column_p = tl.zeros((CHUNKS,), tl.int32)
-    column_q = tl.zeros((CHUNKS,), tl.int32)
-    for start in range(0, tl.minimum(BLOCK, slots - block * BLOCK), COLUMNS):
-        slot = block * BLOCK + start + tl.arange(0, COLUMNS)
-        exists = slot < slots
-        home = tl.load(home_ptr + slot, mask=exists, other=-1)
-        is_own = (home >= 0) & (slot >= crossing)
-        p, log_p = group_means(
-            logits_ptr,
-            order_ptr,
-            chunk_ptr,
-            first_chunk + group * CHUNKS,
-            first_chunk + chunks,
-            row_stride,
-            home,
-            is_own,
-            lse_ptr,
-            rows,
-            temperature,
-            HAS_TEMPERATURE,
-            CHUNKS,
-            COLUMNS,
-        )
-        place = (group.to(tl.int64) * slots + slot)[None, :] * CHUNKS + lane
-        projected = tl.load(scratch_ptr + place, mask=exists[None, :], other=0.0)
-        if HAS_CROSSING:
-            crosses = (slot < crossing)[None, :]
-            crossed = (group.to(tl.int64) * crossing + slot)[None, :] * CHUNKS + lane
-            arrived = tl.load(crossed_ptr + crossed, mask=crosses, other=0.0)
-            projected = tl.where(crosses, arrived, projected)
-            arrived = tl.load(crossed_ptr + crossed_plane + crossed, mask=crosses, other=0.0)
-            p = tl.where(crosses, arrived, p)
-            log_p = tl.where(crosses, tl.log(tl.where(p < FLOOR, FLOOR, p)), log_p)
-        log_projected = tl.log(tl.where(projected < FLOOR, FLOOR, projected))
-        value, slope = projected_terms(p, log_p, projected, log_projected, mass, mixture, DIRECTION)
-        tl.store(scratch_ptr + place, slope, mask=exists[None, :])
-        counted = (home >= 0)[None, :]
-        total += tl.sum(tl.where(counted, value, 0.0), axis=1)
-        if HAS_DIAGNOSTICS:
-            entropy += tl.sum(tl.where(counted, -p * log_p, 0.0), axis=1)
-            best_p, column_p = better_of(best_p, column_p, tl.where(counted, p, -1.0), home)
-            best_q, column_q = better_of(best_q, column_q, tl.where(counted, projected, -1.0), home)
-    place = local * partial_blocks + block
-    plane = chunks * partial_blocks
-    tl.store(partial_ptr + place, total, mask=is_chunk)
+@triton.jit
+def store_nothing(partial_ptr, best_ptr, place, stride, HAS_DIAGNOSTICS: tl.constexpr):
+    """Store a block's terms as those of no column."""
+    tl.store(partial_ptr + place, 0.0)
     if HAS_DIAGNOSTICS:
-        tl.store(partial_ptr + plane + place, entropy, mask=is_chunk)
-        tl.store(partial_ptr + 2 * plane + place, best_p, mask=is_chunk)
-        tl.store(partial_ptr + 3 * plane + place, best_q, mask=is_chunk)
-        tl.store(best_ptr + place, column_p, mask=is_chunk)
-        tl.store(best_ptr + plane + place, column_q, mask=is_chunk)
+        tl.store(partial_ptr + stride + place, 0.0)
+        tl.store(partial_ptr + 2 * stride + place, -1.0)
+        tl.store(partial_ptr + 3 * stride + place, -1.0)
+        tl.store(best_ptr + place, 0)
+        tl.store(best_ptr + stride + place, 0)
 
 
 @triton.jit
@@ -494,6 +183,7 @@ def chunk_sums_kernel(values_ptr, order_ptr, chunk_ptr, chunks, out_ptr, BLOCK: 
         "first_chunk",
         "chunks",
         "partial_blocks",
+        "partial_plane",
         "first_block",
         "dots_plane",
         "block_count",
@@ -529,6 +219,7 @@ def sweep_kernel(
     partial_ptr,
     best_ptr,
     partial_blocks,
+    partial_plane,
     first_block,
     dots_ptr,
     dots_plane,
@@ -576,6 +267,16 @@ def sweep_kernel(
     elif DIRECTION == "forward":
         is_scaled = tl.load(is_scaled_ptr + first_chunk + chunk)
         works = not is_single(end - begin, is_scaled, tl.load(grad_scale_ptr + first_chunk + chunk))
+    if (PASS == "values") & (not works):
+        # What is compared elsewhere adds nothing here.
+        for block in range(part, block_count, parts):
+            store_nothing(
+                partial_ptr,
+                best_ptr,
+                chunk * partial_blocks + first_block + block,
+                partial_plane,
+                HAS_DIAGNOSTICS,
+            )
     first = tl.where(works, part, block_count)
     for block in range(first, block_count, parts):
         columns = block * BLOCK + tl.arange(0, BLOCK)
@@ -622,7 +323,7 @@ def sweep_kernel(
                 partial_ptr,
                 best_ptr,
                 chunk * partial_blocks + first_block + block,
-                chunks * partial_blocks,
+                partial_plane,
                 value,
                 p,
                 log_p,

@@ -1,0 +1,253 @@
+"""Numbers of rows and chunks that kernels of the projected KL read. T rows, C chunks.
+
+Where a rank has all columns, one launch takes the statistics of the rows and compares the direct
+pairs of a chunk at once, while its logits are in the GPU's cache. Else ranks exchange what they
+have found in between.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+
+from megatron_ext.distributed.vocab_parallel import LogSumExp
+from megatron_ext.ops.chunk_rows import ChunkedLogits, ChunkRows
+from megatron_ext.ops.divergence import probability_floor
+from megatron_ext.ops.launch import small_block
+from megatron_ext.ops.projected_kl.column_plan import pair_block, pair_parts
+from megatron_ext.ops.projected_kl.operands import (
+    ProjectedKLOptions,
+    RequestedOutputs,
+    ShardedProjection,
+)
+from megatron_ext.ops.projected_kl.statistics import ChunkStatistics, label_columns
+
+_OUTSIDE_ROWS: Final = 8
+"""Most rows of no chunk that are read with those of one chunk."""
+
+_SUMMED_CHUNKS: Final = 1024
+
+
+class KernelNumbers(NamedTuple):
+    """What kernels read of rows and chunks; a log-sum-exp is its peak and logarithm, [2, T]."""
+
+    student_lse: torch.Tensor
+    carried_lse: torch.Tensor
+    teacher_lse: torch.Tensor
+
+    plain_lse: torch.Tensor | None
+    """Of the student at temperature 1; None unless labels are compared."""
+
+    is_scaled: torch.Tensor
+    """bool [C]"""
+
+    mass: torch.Tensor
+    """M_c, fp32 [C]"""
+
+    grad_scale: torch.Tensor
+    """fp32 [C], 0 of chunks that are not compared."""
+
+    is_compared: torch.Tensor
+    """bool [C]"""
+
+    left_out: torch.Tensor
+    """fp32 [C] teacher's mass on columns that are not reachable, summed over the chunk's rows."""
+
+    columns: tuple[torch.Tensor, torch.Tensor]
+    """int64 [Ts] and [Tt]: this rank's column of the largest logit."""
+
+    label: torch.Tensor | None
+    """int64 [Ts]: this rank's column of each label, -1 where it has none."""
+
+    label_weight: torch.Tensor | None
+    """fp32 [Ts]"""
+
+    @classmethod
+    def of(
+        cls,
+        statistics: ChunkStatistics,
+        student: ChunkedLogits,
+        teacher: ChunkedLogits,
+        requested: RequestedOutputs,
+        is_compared: torch.Tensor,
+    ) -> KernelNumbers:
+        """Collect what was exchanged; ``requested`` has the scale of what is compared."""
+        mass = mean_over_rows(statistics.mapped, student.rows)
+        plain = statistics.untempered
+        return cls(
+            torch.stack(list(statistics.student)),
+            torch.stack(list(statistics.carried.lse)),
+            torch.stack(list(statistics.teacher)),
+            None if plain is None else torch.stack(list(plain)),
+            statistics.carried.is_scaled,
+            mass.clamp_(min=probability_floor(mass)),
+            requested.grad_scale.float().contiguous(),
+            is_compared,
+            sum_over_rows(statistics.left_out, teacher.rows),
+            statistics.local_columns,
+            *_labels(student, requested),
+        )
+
+    @classmethod
+    def empty(
+        cls,
+        student: ChunkedLogits,
+        teacher: ChunkedLogits,
+        requested: RequestedOutputs,
+        *,
+        tempered: bool,
+    ) -> KernelNumbers:
+        """Memory for a launch that writes them; ``requested`` has the chunks' weights."""
+        rows, others, chunks = len(student.logits), len(teacher.logits), student.rows.chunk_count
+        new = student.logits.new_empty
+        label, weight = _labels(student, requested)
+        has_plain = tempered and label is not None
+        lse = new(2 + has_plain, 2, rows, dtype=torch.float32)
+        plain = None if label is None else lse[-1] if has_plain else lse[0]
+        numbers = new(2, chunks, dtype=torch.float32)
+        flags = new(2, chunks, dtype=torch.bool)
+        columns = new(rows + others, dtype=torch.int64)
+        return cls(
+            lse[0],
+            lse[1],
+            # Of rows of no chunk, which no program reads.
+            torch.zeros(2, others, dtype=torch.float32, device=lse.device),
+            plain,
+            flags[0],
+            numbers[0],
+            requested.grad_scale.float().clone(),
+            flags[1],
+            numbers[1],
+            (columns[:rows], columns[rows:]),
+            label,
+            weight,
+        )
+
+    @property
+    def untempered(self) -> LogSumExp | None:
+        """``plain_lse``."""
+        return None if self.plain_lse is None else LogSumExp(*self.plain_lse)
+
+
+def launch_singles(
+    student: ChunkedLogits,
+    teacher: ChunkedLogits,
+    projection: ShardedProjection,
+    numbers: KernelNumbers,
+    options: ProjectedKLOptions,
+    gradient: torch.Tensor | None,
+    *,
+    is_joined: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Direct pairs of chunks of one student row, and their gradient but for residual columns.
+
+    Args:
+        is_joined: Take the statistics of all rows first, and write ``numbers``.
+
+    Returns:
+        Terms of D and of the entropy and largest P and Q~, fp32 [4, C, parts], and the teacher's
+        columns of the largest, int32 [2, C, parts]: 0 and -1 of other chunks.
+    """
+    from megatron_ext.ops.projected_kl.single_kernel import single_kernel
+
+    plan, shard = projection.plan, student.shard
+    assert plan is not None
+    logits, others, chunks = student.logits, teacher.logits, student.rows.chunk_count
+    block, parts = pair_block(shard.width), pair_parts(shard.width)
+    units = max(chunks, -(-len(logits) // _OUTSIDE_ROWS)) if is_joined else chunks
+    partial = logits.new_empty(4, chunks, parts, dtype=torch.float32)
+    best = logits.new_empty(2, chunks, parts, dtype=torch.int32)
+    if not options.diagnostics:
+        partial[1:].zero_()
+    counter = found = found_columns = None
+    if is_joined:
+        counter = torch.zeros(1 + units, dtype=torch.int32, device=logits.device)
+        rows = len(logits) + len(others)
+        found = logits.new_empty(5 * rows * parts, dtype=torch.float32)
+        found_columns = logits.new_empty(rows * parts, dtype=torch.int32)
+    aligned = plan.aligned
+    mapped = 0 if aligned is None else aligned + plan.residual_rows
+    if units:
+        single_kernel[((units + is_joined) * parts,)](
+            logits,
+            student.rows.order,
+            student.rows.offsets,
+            logits.stride(0),
+            numbers.student_lse,
+            len(logits),
+            numbers.is_scaled,
+            shard.valid_width,
+            shard.width,
+            others,
+            teacher.rows.order,
+            teacher.rows.offsets,
+            others.stride(0),
+            numbers.teacher_lse,
+            len(others),
+            options.temperature,
+            chunks,
+            plan.partner,
+            0 if aligned is None else aligned // 16,
+            mapped // 16,
+            projection.row_mass,
+            numbers.mass,
+            partial,
+            best,
+            numbers.grad_scale,
+            gradient,
+            0 if gradient is None else gradient.stride(0),
+            numbers.plain_lse,
+            numbers.label,
+            numbers.label_weight,
+            *numbers.columns,
+            units,
+            counter,
+            projection.row_mass > 0 if is_joined else None,
+            projection.reachable,
+            teacher.shard.valid_width,
+            teacher.shard.width,
+            numbers.carried_lse,
+            numbers.is_compared,
+            numbers.left_out,
+            found,
+            found_columns,
+            IS_JOINED=is_joined,
+            IS_ALIGNED=aligned is not None,
+            HAS_GRADIENT=gradient is not None,
+            HAS_DIAGNOSTICS=options.diagnostics,
+            HAS_LABELS=numbers.label is not None,
+            HAS_TEMPERATURE=options.temperature != 1.0,
+            PARTS=parts,
+            BLOCK=block,
+            num_warps=max(1, block // 256),
+        )
+    return partial, best
+
+
+def mean_over_rows(values: torch.Tensor, rows: ChunkRows) -> torch.Tensor:
+    """Means [C] of ``values`` fp32 [T] over the rows of each chunk, in a fixed order."""
+    return sum_over_rows(values, rows).div_(rows.sizes().clamp(min=1))
+
+
+def sum_over_rows(values: torch.Tensor, rows: ChunkRows) -> torch.Tensor:
+    """Sums [C] of ``values`` fp32 [T] over the rows of each chunk, in a fixed order."""
+    from megatron_ext.ops.projected_kl.triton_kernels import chunk_sums_kernel
+
+    out = torch.empty(rows.chunk_count, dtype=torch.float32, device=values.device)
+    if len(out):
+        block = small_block(len(out), _SUMMED_CHUNKS)
+        chunk_sums_kernel[(-(-len(out) // block),)](
+            values, rows.order, rows.offsets, len(out), out, BLOCK=block
+        )
+    return out
+
+
+def _labels(
+    student: ChunkedLogits, requested: RequestedOutputs
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    if requested.cross_entropy is None:
+        return None, None
+    label, weight = requested.cross_entropy
+    column = label_columns(label, student.shard)
+    return column, weight.float().masked_fill(label < 0, 0.0)

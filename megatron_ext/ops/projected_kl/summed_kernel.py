@@ -1,0 +1,710 @@
+"""Triton kernels of summed columns: means of residual ones, sums, slopes, and residual gradients.
+
+Chunks are taken ``CHUNKS`` at a time, a group, whose numbers stand side by side: an entry of the
+projection is read once for all of them. Equations are those of the README.
+"""
+
+import math
+
+import triton
+import triton.language as tl
+
+from megatron_ext.ops.program_order import arrive, ticket_of, wait_for
+from megatron_ext.ops.projected_kl.single_kernel import bits_of, is_single
+from megatron_ext.ops.triton_math import FLOOR, LOG2_E, projected_terms, scaled
+
+LOG_FLOOR = tl.constexpr(math.log(1024 * 1.1754943508222875e-38))
+
+
+@triton.jit
+def group_means(
+    logits_ptr,
+    order_ptr,
+    chunk_ptr,
+    first,
+    stop,
+    row_stride,
+    columns,
+    inside,
+    lse_ptr,
+    rows,
+    temperature,
+    HAS_TEMPERATURE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """``chunk_mean`` of chunks from ``first`` on, [CHUNKS, COLUMNS]; 0 from ``stop`` on."""
+    chunk = first + tl.arange(0, CHUNKS)
+    begin = tl.load(chunk_ptr + chunk, mask=chunk < stop, other=0)
+    count = tl.load(chunk_ptr + chunk + 1, mask=chunk < stop, other=0) - begin
+    mean = tl.zeros((CHUNKS, COLUMNS), tl.float32)
+    log_mean = tl.full((CHUNKS, COLUMNS), -float("inf"), tl.float32)
+    for step in range(0, tl.max(count, axis=0)):
+        has_row = step < count
+        row = tl.load(order_ptr + begin + step, mask=has_row, other=0)
+        peak = tl.load(lse_ptr + row, mask=has_row, other=0.0)
+        log_sum = tl.load(lse_ptr + rows + row, mask=has_row, other=0.0)
+        place = logits_ptr + row.to(tl.int64)[:, None] * row_stride + columns[None, :]
+        wanted = has_row[:, None] & inside[None, :]
+        loaded = tl.load(place, mask=wanted, other=-float("inf"))
+        log_row = scaled(loaded, temperature, HAS_TEMPERATURE) - peak[:, None] - log_sum[:, None]
+        log_mean = tl.where(has_row[:, None], log_row, log_mean)
+        mean += tl.exp(log_row)
+    several = (count > 1)[:, None]
+    mean = tl.where(several, mean / tl.maximum(count, 1)[:, None], mean)
+    log_mean = tl.where(several, tl.log(tl.where(mean < FLOOR, FLOOR, mean)), log_mean)
+    # A comparison that NaN fails keeps NaN.
+    return mean, tl.where(log_mean < LOG_FLOOR, LOG_FLOOR, log_mean)
+
+
+@triton.jit
+def better_of(best, column, values, columns):
+    """``best`` and its ``column`` [CHUNKS], or those of larger ``values`` [CHUNKS, COLUMNS].
+
+    Of equals the first column, whose ``columns`` need not ascend.
+    """
+    top = tl.max(values, axis=1)
+    first = tl.min(tl.where(values == top[:, None], columns[None, :], 2147483647), axis=1)
+    is_better = (top > best) | ((top == best) & (first < column))
+    return tl.where(is_better, top, best), tl.where(is_better, first, column)
+
+
+@triton.jit
+def residual_columns(
+    number, residual_rows, columns_ptr, pairs, IS_ALIGNED: tl.constexpr
+):
+    """Student columns of residual rows; -1 of those that are 0 or do not exist."""
+    if IS_ALIGNED:
+        columns = pairs + number
+    else:
+        columns = tl.load(columns_ptr + number, mask=number < residual_rows, other=-1)
+    return columns
+
+
+@triton.jit
+def residual_means(
+    group,
+    block,
+    logits_ptr,
+    order_ptr,
+    chunk_ptr,
+    row_stride,
+    lse_ptr,
+    rows,
+    temperature,
+    first_chunk,
+    chunks,
+    width,
+    columns_ptr,
+    pairs,
+    residual_rows,
+    out_ptr,
+    IS_ALIGNED: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Means of residual columns of a group, [R, CHUNKS] from ``out`` on."""
+    number = block * COLUMNS + tl.arange(0, COLUMNS)
+    exists = number < residual_rows
+    columns = residual_columns(number, residual_rows, columns_ptr, pairs, IS_ALIGNED)
+    inside = exists & (columns >= 0) & (columns < width)
+    lane = tl.arange(0, CHUNKS)
+    local = group * CHUNKS + lane
+    begin = tl.load(chunk_ptr + first_chunk + local, mask=local < chunks, other=0)
+    end = tl.load(chunk_ptr + first_chunk + local + 1, mask=local < chunks, other=0)
+    count = end - begin
+    mean = tl.zeros((CHUNKS, COLUMNS), tl.float32)
+    for step in range(0, tl.max(count, axis=0)):
+        has_row = step < count
+        row = tl.load(order_ptr + begin + step, mask=has_row, other=0)
+        peak = tl.load(lse_ptr + row, mask=has_row, other=0.0)
+        log_sum = tl.load(lse_ptr + rows + row, mask=has_row, other=0.0) * LOG2_E
+        place = logits_ptr + row.to(tl.int64)[:, None] * row_stride + columns[None, :]
+        wanted = has_row[:, None] & inside[None, :]
+        loaded = tl.load(place, mask=wanted, other=-float("inf"))
+        log_q = bits_of(loaded, peak[:, None], log_sum[:, None], temperature, HAS_TEMPERATURE)
+        mean += tl.exp2(log_q)
+    mean = mean * (1.0 / tl.maximum(count, 1).to(tl.float32))[:, None]
+    place = out_ptr + number[None, :] * CHUNKS + lane[:, None]
+    tl.store(place, mean, mask=exists[None, :])
+
+
+@triton.jit
+def column_sums(
+    group,
+    block,
+    value_ptr,
+    offsets_ptr,
+    target_ptr,
+    source_ptr,
+    entry_ptr,
+    weight_ptr,
+    blocks_ptr,
+    out_ptr,
+    out_rows,
+    CHUNKS: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """Sums of weighted rows of ``value`` [R, CHUNKS] as a group's part of ``out`` [G, D, CHUNKS].
+
+    A sparse matrix times a dense one; the sums are those of a block of ``Segments``.
+    """
+    first = tl.load(blocks_ptr + 2 * block)
+    stop = tl.load(blocks_ptr + 2 * block + 1)
+    lane = tl.arange(0, CHUNKS)
+    step_of = tl.arange(0, SUMS)
+    sums = first + step_of
+    exists = sums < stop
+    begin = tl.load(offsets_ptr + sums, mask=exists, other=0)
+    end = tl.load(offsets_ptr + sums + 1, mask=exists, other=0)
+    longest = tl.max(end - begin, axis=0)
+    total = tl.zeros((SUMS, CHUNKS), tl.float32)
+    if longest <= SUMS:
+        total = entry_sums(
+            begin, end, longest, value_ptr, source_ptr, entry_ptr, weight_ptr, CHUNKS, SUMS
+        )
+    else:
+        # One sum alone: every row of ``total`` takes each 32nd of its entries.
+        whole_begin = tl.load(offsets_ptr + first)
+        whole_end = tl.load(offsets_ptr + first + 1)
+        for start in range(whole_begin, whole_end, SUMS):
+            inside = start + step_of < whole_end
+            source = tl.load(source_ptr + start + step_of, mask=inside, other=0)
+            entry = tl.load(entry_ptr + start + step_of, mask=inside, other=0)
+            weight = tl.load(weight_ptr + entry, mask=inside, other=0.0)
+            place = value_ptr + source[:, None] * CHUNKS + lane[None, :]
+            total += weight[:, None] * tl.load(place, mask=inside[:, None], other=0.0)
+        total = tl.where((step_of == 0)[:, None], tl.sum(total, axis=0)[None, :], 0.0)
+    target = tl.load(target_ptr + sums, mask=exists, other=0)
+    place = (group.to(tl.int64) * out_rows + target)[:, None] * CHUNKS + lane[None, :]
+    tl.store(out_ptr + place, total, mask=exists[:, None])
+
+
+@triton.jit
+def entry_sums(
+    begin,
+    end,
+    longest,
+    value_ptr,
+    source_ptr,
+    entry_ptr,
+    weight_ptr,
+    CHUNKS: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """Sums [SUMS, CHUNKS] of weighted rows of ``value`` over entries from ``begin`` to ``end``."""
+    total = tl.zeros((SUMS, CHUNKS), tl.float32)
+    for step in range(0, longest):
+        inside = begin + step < end
+        source = tl.load(source_ptr + begin + step, mask=inside, other=0)
+        entry = tl.load(entry_ptr + begin + step, mask=inside, other=0)
+        weight = tl.load(weight_ptr + entry, mask=inside, other=0.0)
+        place = value_ptr + source[:, None] * CHUNKS + tl.arange(0, CHUNKS)[None, :]
+        total += weight[:, None] * tl.load(place, mask=inside[:, None], other=0.0)
+    return total
+
+
+@triton.jit
+def residual_gradients(
+    group,
+    block,
+    slope_ptr,
+    offsets_ptr,
+    source_ptr,
+    entry_ptr,
+    weight_ptr,
+    residual_ptr,
+    residual_rows,
+    student_ptr,
+    order_ptr,
+    chunk_ptr,
+    row_stride,
+    lse_ptr,
+    rows,
+    temperature,
+    first_chunk,
+    chunks,
+    width,
+    padded_width,
+    columns_ptr,
+    pairs,
+    row_mass_ptr,
+    is_scaled_ptr,
+    mass_ptr,
+    grad_scale_ptr,
+    gradient_ptr,
+    gradient_stride,
+    plain_lse_ptr,
+    label_ptr,
+    label_weight_ptr,
+    IS_FORWARD: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    HAS_GRADIENT: tl.constexpr,
+    HAS_LABELS: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """``W f`` of ``SUMS`` residual rows and a group's chunks.
+
+    Of chunks of ``single_kernel`` it goes into the gradient of the residual columns, of the others
+    to ``residual`` [C', R].
+    """
+    number = block * SUMS + tl.arange(0, SUMS)
+    exists = number < residual_rows
+    begin = tl.load(offsets_ptr + number, mask=exists, other=0)
+    end = tl.load(offsets_ptr + number + 1, mask=exists, other=0)
+    longest = tl.max(end - begin, axis=0)
+    total = entry_sums(
+        begin, end, longest, slope_ptr, source_ptr, entry_ptr, weight_ptr, CHUNKS, SUMS
+    )
+    local = group * CHUNKS + tl.arange(0, CHUNKS)
+    is_chunk = local < chunks
+    chunk = first_chunk + local
+    first = tl.load(chunk_ptr + chunk, mask=is_chunk, other=0)
+    count = tl.load(chunk_ptr + chunk + 1, mask=is_chunk, other=0) - first
+    grad_scale = tl.load(grad_scale_ptr + chunk, mask=is_chunk, other=0.0)
+    single = is_chunk & IS_FORWARD
+    if IS_FORWARD:
+        is_scaled = tl.load(is_scaled_ptr + chunk, mask=is_chunk, other=0)
+        single = is_chunk & is_single(count, is_scaled, grad_scale)
+    place = local.to(tl.int64)[None, :] * residual_rows + number[:, None]
+    stored = exists[:, None] & (is_chunk & (single == 0))[None, :]
+    tl.store(residual_ptr + place, total, mask=stored)
+    if HAS_GRADIENT & IS_FORWARD:
+        columns = residual_columns(number, residual_rows, columns_ptr, pairs, IS_ALIGNED)
+        held = exists & (columns >= 0) & (columns < padded_width)
+        row = tl.load(order_ptr + first, mask=single, other=0)
+        start = row.to(tl.int64)
+        written = held[:, None] & single[None, :]
+        place = student_ptr + start[None, :] * row_stride + columns[:, None]
+        loaded = tl.load(place, mask=written, other=0.0)
+        mass = tl.load(mass_ptr + chunk, mask=single, other=1.0)
+        peak = tl.load(lse_ptr + row, mask=single, other=0.0)
+        log_sum = tl.load(lse_ptr + rows + row, mask=single, other=0.0) * LOG2_E + tl.log2(mass)
+        log_q = bits_of(loaded, peak[None, :], log_sum[None, :], temperature, HAS_TEMPERATURE)
+        row_mass = tl.load(row_mass_ptr + columns, mask=held, other=0.0)
+        out = (total + row_mass[:, None]) * (temperature * grad_scale)[None, :]
+        if HAS_LABELS:
+            label = tl.load(label_ptr + row, mask=single, other=-1).to(tl.int32)
+            label_weight = tl.load(label_weight_ptr + row, mask=single, other=0.0)
+            if not HAS_TEMPERATURE:
+                out += (label_weight * mass)[None, :]
+        out = out * tl.exp2(log_q)
+        if HAS_LABELS:
+            if HAS_TEMPERATURE:
+                plain_peak = tl.load(plain_lse_ptr + row, mask=single, other=0.0)
+                plain_sum = tl.load(plain_lse_ptr + rows + row, mask=single, other=0.0) * LOG2_E
+                plain = bits_of(loaded, plain_peak[None, :], plain_sum[None, :], 1.0, False)
+                out += label_weight[None, :] * tl.exp2(plain)
+            is_label = columns[:, None] == label[None, :]
+            out -= tl.where(is_label, label_weight[None, :], 0.0)
+        out = tl.where((columns < width)[:, None], out, 0.0)
+        # After every thread has read what the gradient may overwrite.
+        tl.debug_barrier()
+        place = gradient_ptr + start[None, :] * gradient_stride + columns[:, None]
+        tl.store(place, out.to(gradient_ptr.dtype.element_ty), mask=written)
+
+
+@triton.jit
+def summed_slopes(
+    group,
+    block,
+    logits_ptr,
+    order_ptr,
+    chunk_ptr,
+    row_stride,
+    lse_ptr,
+    rows,
+    temperature,
+    first_chunk,
+    home_ptr,
+    slots,
+    crossing,
+    crossed_ptr,
+    crossed_plane,
+    chunks,
+    scratch_ptr,
+    mass_ptr,
+    mixture,
+    partial_ptr,
+    best_ptr,
+    partial_blocks,
+    partial_plane,
+    DIRECTION: tl.constexpr,
+    HAS_CROSSING: tl.constexpr,
+    HAS_DIAGNOSTICS: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``dD/dQ`` of summed columns in place of their ``Q~`` [G, D, CHUNKS], and their terms of D.
+
+    Of a group's ``BLOCK`` slots, ``COLUMNS`` at once. ``crossed`` [2, G, X, CHUNKS] holds ``Q~``
+    and ``P`` of the crossing ones, over all ranks.
+    """
+    local = group * CHUNKS + tl.arange(0, CHUNKS)
+    is_chunk = local < chunks
+    lane = tl.arange(0, CHUNKS)[:, None]
+    mass = tl.load(mass_ptr + first_chunk + local, mask=is_chunk, other=1.0)[:, None]
+    total = tl.zeros((CHUNKS,), tl.float32)
+    entropy = tl.zeros((CHUNKS,), tl.float32)
+    best_p = tl.full((CHUNKS,), -1.0, tl.float32)
+    best_q = tl.full((CHUNKS,), -1.0, tl.float32)
+    column_p = tl.zeros((CHUNKS,), tl.int32)
+    column_q = tl.zeros((CHUNKS,), tl.int32)
+    for start in range(0, tl.minimum(BLOCK, slots - block * BLOCK), COLUMNS):
+        slot = block * BLOCK + start + tl.arange(0, COLUMNS)
+        exists = slot < slots
+        home = tl.load(home_ptr + slot, mask=exists, other=-1)
+        is_own = (home >= 0) & (slot >= crossing)
+        p, log_p = group_means(
+            logits_ptr,
+            order_ptr,
+            chunk_ptr,
+            first_chunk + group * CHUNKS,
+            first_chunk + chunks,
+            row_stride,
+            home,
+            is_own,
+            lse_ptr,
+            rows,
+            temperature,
+            HAS_TEMPERATURE,
+            CHUNKS,
+            COLUMNS,
+        )
+        place = (group.to(tl.int64) * slots + slot)[None, :] * CHUNKS + lane
+        projected = tl.load(scratch_ptr + place, mask=exists[None, :], other=0.0)
+        if HAS_CROSSING:
+            crosses = (slot < crossing)[None, :]
+            crossed = (group.to(tl.int64) * crossing + slot)[None, :] * CHUNKS + lane
+            arrived = tl.load(crossed_ptr + crossed, mask=crosses, other=0.0)
+            projected = tl.where(crosses, arrived, projected)
+            arrived = tl.load(crossed_ptr + crossed_plane + crossed, mask=crosses, other=0.0)
+            p = tl.where(crosses, arrived, p)
+            log_p = tl.where(crosses, tl.log(tl.where(p < FLOOR, FLOOR, p)), log_p)
+        log_projected = tl.log(tl.where(projected < FLOOR, FLOOR, projected))
+        value, slope = projected_terms(p, log_p, projected, log_projected, mass, mixture, DIRECTION)
+        tl.store(scratch_ptr + place, slope, mask=exists[None, :])
+        counted = (home >= 0)[None, :]
+        total += tl.sum(tl.where(counted, value, 0.0), axis=1)
+        if HAS_DIAGNOSTICS:
+            entropy += tl.sum(tl.where(counted, -p * log_p, 0.0), axis=1)
+            best_p, column_p = better_of(best_p, column_p, tl.where(counted, p, -1.0), home)
+            best_q, column_q = better_of(best_q, column_q, tl.where(counted, projected, -1.0), home)
+    place = local * partial_blocks + block
+    plane = partial_plane
+    tl.store(partial_ptr + place, total, mask=is_chunk)
+    if HAS_DIAGNOSTICS:
+        tl.store(partial_ptr + plane + place, entropy, mask=is_chunk)
+        tl.store(partial_ptr + 2 * plane + place, best_p, mask=is_chunk)
+        tl.store(partial_ptr + 3 * plane + place, best_q, mask=is_chunk)
+        tl.store(best_ptr + place, column_p, mask=is_chunk)
+        tl.store(best_ptr + plane + place, column_q, mask=is_chunk)
+
+
+@triton.jit(do_not_specialize=["rows", "first_chunk", "chunks", "crossing", "block_count"])
+def crossing_teacher_kernel(
+    logits_ptr,
+    order_ptr,
+    chunk_ptr,
+    row_stride,
+    lse_ptr,
+    rows,
+    temperature,
+    first_chunk,
+    chunks,
+    home_ptr,
+    crossing,
+    block_count,
+    out_ptr,
+    HAS_TEMPERATURE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """``P`` of the crossing columns that this rank holds, 0 at others: [G, X, CHUNKS]."""
+    pid = tl.program_id(0)
+    group = pid // block_count
+    slots = (pid % block_count) * COLUMNS + tl.arange(0, COLUMNS)
+    exists = slots < crossing
+    home = tl.load(home_ptr + slots, mask=exists, other=-1)
+    p, _ = group_means(
+        logits_ptr,
+        order_ptr,
+        chunk_ptr,
+        first_chunk + group * CHUNKS,
+        first_chunk + chunks,
+        row_stride,
+        home,
+        home >= 0,
+        lse_ptr,
+        rows,
+        temperature,
+        HAS_TEMPERATURE,
+        CHUNKS,
+        COLUMNS,
+    )
+    place = (group.to(tl.int64) * crossing + slots) * CHUNKS
+    place = out_ptr + place[None, :] + tl.arange(0, CHUNKS)[:, None]
+    tl.store(place, p, mask=exists[None, :])
+
+
+@triton.jit(
+    do_not_specialize=[
+        "student_rows",
+        "teacher_rows",
+        "first_chunk",
+        "chunks",
+        "groups",
+        "sixteen_pairs",
+        "residual_rows",
+        "slots",
+        "crossing",
+        "crossed_plane",
+        "partial_blocks",
+        "partial_plane",
+        "means_blocks",
+        "column_blocks",
+        "slot_blocks",
+        "row_blocks",
+        "ring",
+    ]
+)
+def summed_kernel(
+    student_ptr,
+    student_order_ptr,
+    student_chunk_ptr,
+    student_stride,
+    carried_lse_ptr,
+    student_rows,
+    teacher_ptr,
+    teacher_order_ptr,
+    teacher_chunk_ptr,
+    teacher_stride,
+    teacher_lse_ptr,
+    teacher_rows,
+    temperature,
+    width,
+    padded_width,
+    first_chunk,
+    chunks,
+    groups,
+    columns_ptr,
+    sixteen_pairs,
+    residual_rows,
+    home_ptr,
+    slots,
+    crossing,
+    crossed_ptr,
+    crossed_plane,
+    offsets_ptr,
+    target_ptr,
+    source_ptr,
+    entry_ptr,
+    blocks_ptr,
+    row_offsets_ptr,
+    row_source_ptr,
+    row_entry_ptr,
+    weight_ptr,
+    means_ptr,
+    ring,
+    scratch_ptr,
+    residual_ptr,
+    row_mass_ptr,
+    is_scaled_ptr,
+    mass_ptr,
+    mixture,
+    grad_scale_ptr,
+    gradient_ptr,
+    gradient_stride,
+    plain_lse_ptr,
+    label_ptr,
+    label_weight_ptr,
+    partial_ptr,
+    best_ptr,
+    partial_blocks,
+    partial_plane,
+    means_blocks,
+    column_blocks,
+    slot_blocks,
+    row_blocks,
+    counter_ptr,
+    STAGES: tl.constexpr,
+    DIRECTION: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    HAS_CROSSING: tl.constexpr,
+    HAS_GRADIENT: tl.constexpr,
+    HAS_DIAGNOSTICS: tl.constexpr,
+    HAS_LABELS: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SUMS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SLOT_BLOCK: tl.constexpr,
+):
+    """Means, sums, slopes and residual gradients of groups of chunks: four stages of a group.
+
+    ``STAGES`` "all": in turn t the programs are those of stage s of group ``t - s``, so that one
+    stage's results are in the cache when the next reads them, and the means of ``ring`` groups are
+    kept at a time. Else one stage of every group, where an all-reduce comes in between.
+    """
+    turn_blocks = means_blocks + column_blocks + slot_blocks + row_blocks
+    if STAGES == "all":
+        place = ticket_of(counter_ptr)
+        turn = place // turn_blocks
+        block = place % turn_blocks
+    else:
+        turn = tl.program_id(0) // turn_blocks
+        block = tl.program_id(0) % turn_blocks
+    counters = counter_ptr
+    pairs = sixteen_pairs * 16
+    if block < means_blocks:
+        group = turn
+        if group < groups:
+            if STAGES == "all":
+                counters = counter_ptr + 1 + 3 * group
+                if group >= ring:
+                    wait_for(counter_ptr + 1 + 3 * (group - ring) + 1, column_blocks)
+            residual_means(
+                group,
+                block,
+                student_ptr,
+                student_order_ptr,
+                student_chunk_ptr,
+                student_stride,
+                carried_lse_ptr,
+                student_rows,
+                temperature,
+                first_chunk,
+                chunks,
+                width,
+                columns_ptr,
+                pairs,
+                residual_rows,
+                means_ptr + (group % ring).to(tl.int64) * residual_rows * CHUNKS,
+                IS_ALIGNED,
+                HAS_TEMPERATURE,
+                CHUNKS,
+                COLUMNS,
+            )
+            if STAGES == "all":
+                arrive(counters)
+    elif block < means_blocks + column_blocks:
+        group = turn
+        if STAGES == "all":
+            group = turn - 1
+        if (group >= 0) & (group < groups):
+            if STAGES == "all":
+                counters = counter_ptr + 1 + 3 * group
+                wait_for(counters, means_blocks)
+            column_sums(
+                group,
+                block - means_blocks,
+                means_ptr + (group % ring).to(tl.int64) * residual_rows * CHUNKS,
+                offsets_ptr,
+                target_ptr,
+                source_ptr,
+                entry_ptr,
+                weight_ptr,
+                blocks_ptr,
+                scratch_ptr,
+                slots,
+                CHUNKS,
+                SUMS,
+            )
+            if STAGES == "all":
+                arrive(counters + 1)
+    elif block < means_blocks + column_blocks + slot_blocks:
+        group = turn
+        if STAGES == "all":
+            group = turn - 2
+        if (group >= 0) & (group < groups):
+            if STAGES == "all":
+                counters = counter_ptr + 1 + 3 * group
+                wait_for(counters + 1, column_blocks)
+            summed_slopes(
+                group,
+                block - means_blocks - column_blocks,
+                teacher_ptr,
+                teacher_order_ptr,
+                teacher_chunk_ptr,
+                teacher_stride,
+                teacher_lse_ptr,
+                teacher_rows,
+                temperature,
+                first_chunk,
+                home_ptr,
+                slots,
+                crossing,
+                crossed_ptr,
+                crossed_plane,
+                chunks,
+                scratch_ptr,
+                mass_ptr,
+                mixture,
+                partial_ptr,
+                best_ptr,
+                partial_blocks,
+                partial_plane,
+                DIRECTION,
+                HAS_CROSSING,
+                HAS_DIAGNOSTICS,
+                HAS_TEMPERATURE,
+                CHUNKS,
+                SLOTS,
+                SLOT_BLOCK,
+            )
+            if STAGES == "all":
+                arrive(counters + 2)
+    else:
+        group = turn
+        if STAGES == "all":
+            group = turn - 3
+        if (group >= 0) & (group < groups):
+            if STAGES == "all":
+                counters = counter_ptr + 1 + 3 * group
+                wait_for(counters + 2, slot_blocks)
+            residual_gradients(
+                group,
+                block - means_blocks - column_blocks - slot_blocks,
+                scratch_ptr + group.to(tl.int64) * slots * CHUNKS,
+                row_offsets_ptr,
+                row_source_ptr,
+                row_entry_ptr,
+                weight_ptr,
+                residual_ptr,
+                residual_rows,
+                student_ptr,
+                student_order_ptr,
+                student_chunk_ptr,
+                student_stride,
+                carried_lse_ptr,
+                student_rows,
+                temperature,
+                first_chunk,
+                chunks,
+                width,
+                padded_width,
+                columns_ptr,
+                pairs,
+                row_mass_ptr,
+                is_scaled_ptr,
+                mass_ptr,
+                grad_scale_ptr,
+                gradient_ptr,
+                gradient_stride,
+                plain_lse_ptr,
+                label_ptr,
+                label_weight_ptr,
+                DIRECTION == "forward",
+                IS_ALIGNED,
+                HAS_GRADIENT,
+                HAS_LABELS,
+                HAS_TEMPERATURE,
+                CHUNKS,
+                SUMS,
+            )
