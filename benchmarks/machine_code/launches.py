@@ -12,22 +12,23 @@ from megatron_ext.ops.partition_kl.single_chunks import SINGLE_CONFIGS
 
 _POINTERS: Final = {
     "*bf16": "logits student teacher gradient kept",
-    "*i64": "column label row student_row teacher_row",
+    "*i64": "column student_column teacher_column label row student_row teacher_row",
     "*i32": "order offsets chunk student_order student_offsets student_chunk teacher_order "
     "teacher_offsets teacher_chunk columns pairs partner set bits target source entry blocks home "
-    "slot best",
-    "*i1": "members read excluded masked is_masked is_scaled",
+    "slot best row_offsets row_source row_entry part_columns counter",
+    "*i1": "members student_members teacher_members read excluded masked is_masked is_scaled "
+    "is_compared",
     "*i8": "signs",
 }
 _TYPES: Final = {
     f"{name}_ptr": f"{kind}:16" for kind, names in _POINTERS.items() for name in names.split()
 }
 _FLOATS: Final = ("temperature", "mixture", "weight")
-_PADDED: Final = ("held_width", "padded_width")
+_PADDED: Final = ("held_width", "padded_width", "padded_teacher_width")
 """Widths in memory; that of a vocabulary ends anywhere, and a row's stride is padded too."""
 
 
-_WITH_PARTS: Final = ("single_kernel", "sweep_kernel", "sparse_sums_kernel")
+_WITH_PARTS: Final = ("single_kernel", "sweep_kernel", "summed_kernel")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,13 +88,24 @@ _PROJECTED: Final = {"HAS_DOTS": True, **_WHOLE}
 _SINGLE: Final = {"STORES_SUMS": True, "STORES_GRADIENT": True, "HAS_LABELS": True, **_PLAIN}
 _MATCHED: Final = {"moved_ptr": None, "MOVED": False, "DIRECTION": "forward", **_PLAIN}
 
-_SINGLE_CHUNK: Final = {"SEVERAL": False, "PLACES": 64, **_WHOLE}
+_SINGLE_CHUNK: Final = {"IS_JOINED": True, "PARTS": 16, **_WHOLE}
 _ONE: Final = (LaunchConfig(1024, 4),)
-_GROUP: Final = (LaunchConfig(32 * 64, 8),)
-"""Columns of 64 chunks: the count is one a column and chunk."""
+_GROUP: Final = (LaunchConfig(32 * 32, 4),)
+"""Columns of 32 chunks: the count is one a column and chunk."""
 
-_MEANS: Final = {"CHUNKS": 64, "COLUMNS": 32, **_PLAIN}
-_SUMS: Final = {"CHUNKS": 64, "SUMS": 32}
+_SUMMED: Final = {
+    "CHUNKS": 32,
+    "SUMS": 32,
+    "COLUMNS": 32,
+    "SLOTS": 8,
+    "SLOT_BLOCK": 64,
+    "ROW_BLOCK": 128,
+    "DIRECTION": "forward",
+    "IS_ALIGNED": True,
+    "HAS_CROSSING": False,
+    "HAS_DIAGNOSTICS": True,
+    **_WHOLE,
+}
 
 _ROWS: Final[tuple[tuple[str, str, str, dict[str, Any], tuple[LaunchConfig, ...]], ...]] = (
     (
@@ -120,16 +132,15 @@ _ROWS: Final[tuple[tuple[str, str, str, dict[str, Any], tuple[LaunchConfig, ...]
         )
         for order, diagnostics in (("aligned", True), ("aligned", False), ("any order", True))
     ),
-    ("projected_kl.triton_kernels", "residual_means_kernel", "of 64 chunks", _MEANS, _GROUP),
     *(
         (
-            "projected_kl.triton_kernels",
-            "sparse_sums_kernel",
-            f"of 64 chunks, by {'chunk' if by_chunk else 'column'}",
-            {"BY_CHUNK": by_chunk, **_SUMS},
-            (LaunchConfig(32 * 64, 4),),
+            "projected_kl.summed_kernel",
+            "summed_kernel",
+            f"of 32 chunks, {stages}",
+            {"STAGES": stages, **_SUMMED},
+            _GROUP,
         )
-        for by_chunk in (False, True)
+        for stages in ("all", "means", "sums", "slopes", "rows")
     ),
     (
         "projected_kl.triton_kernels",

@@ -175,7 +175,9 @@ class Schedule:
             programs, rows, self.residual_first, self.residual, columns, out, reads=False, **event
         )
 
-    def slopes(self, programs: _Programs, group: int, out: int, columns: int, **event: Ints) -> None:
+    def slopes(
+        self, programs: _Programs, group: int, out: int, columns: int, **event: Ints
+    ) -> None:
         """Slopes of summed columns in place of their sums."""
         rows = self.memory.teacher[self.members(1, group)]
         self._gathered(

@@ -85,7 +85,7 @@ def pair_block(width: int) -> int:
 
 def pair_parts(width: int) -> int:
     """Programs that share a chunk of a student's ``width``, so that few chunks are read at once."""
-    return 16 if width >= _NARROW else 2
+    return 16 if width >= _NARROW else 1
 
 
 _RESIDUAL_STEP: Final = 16

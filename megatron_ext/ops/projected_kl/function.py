@@ -130,9 +130,7 @@ def evaluate_projected_kl(
             by = CompiledEvaluation
         values = by(student, teacher, projection, statistics, options, requested).run()
         left_out = teacher.rows.sums(statistics.left_out)
-    return _result(
-        values, compared, left_out, teacher, options, token_loss, statistics.top_column
-    )
+    return _result(values, compared, left_out, teacher, options, token_loss, statistics.top_column)
 
 
 def _is_joined(
@@ -140,9 +138,7 @@ def _is_joined(
 ) -> bool:
     """Whether statistics and direct pairs are one launch: no rank waits for another's sums."""
     return (
-        student.shard.group is None
-        and projection.has_unit_rows
-        and options.direction == "forward"
+        student.shard.group is None and projection.has_unit_rows and options.direction == "forward"
     )
 
 
@@ -154,9 +150,7 @@ def _by_joined_kernels(
     requested: RequestedOutputs,
 ) -> ProjectedKL:
     """``evaluate_projected_kl`` of one rank by kernels; no collectives."""
-    numbers = KernelNumbers.empty(
-        student, teacher, requested, tempered=options.temperature != 1.0
-    )
+    numbers = KernelNumbers.empty(student, teacher, requested, tempered=options.temperature != 1.0)
     term, picked = requested.cross_entropy, None
     if term is not None:
         # Before the gradient takes the place of the logits.

@@ -24,16 +24,19 @@ from megatron_ext.ops.projected_kl.operands import (
     ShardedProjection,
 )
 
-CHUNKS: Final = 64
+CHUNKS: Final = 32
 """Chunks of a group, whose sums over columns are made together."""
 
 _SCRATCH_BYTES: Final = 1 << 28
 _ENTRY_BLOCK: Final = 1024
 _COLUMNS: Final = 32
-_SLOTS: Final = 16
+_SLOTS: Final = 8
 """Columns of a group of chunks that a program holds at once, alone and with what else it needs."""
 
 _SLOT_BLOCK: Final = 64
+_ROW_BLOCK: Final = 128
+"""Summed columns, and residual rows, of a program."""
+
 _RING: Final = 4
 """Groups whose means are kept at once."""
 
@@ -212,10 +215,10 @@ class KernelEvaluation:
         plan, numbers, shard = self.plan, self.numbers, self.student.shard
         rows = plan.residual_rows
         blocks = {
-            "means": -(-rows // _COLUMNS),
+            "means": -(-rows // _ROW_BLOCK),
             "sums": len(plan.by_column.blocks),
             "slopes": self.slot_blocks,
-            "rows": -(-rows // SUMS) if self._wants_gradient() else 0,
+            "rows": -(-rows // _ROW_BLOCK) if self._wants_gradient() else 0,
         }
         if stages != "all":
             blocks = {name: count if name == stages else 0 for name, count in blocks.items()}
@@ -280,6 +283,7 @@ class KernelEvaluation:
             COLUMNS=_COLUMNS,
             SLOTS=_SLOTS,
             SLOT_BLOCK=_SLOT_BLOCK,
+            ROW_BLOCK=_ROW_BLOCK,
             num_warps=_WARPS,
         )
 

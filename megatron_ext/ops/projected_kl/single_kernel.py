@@ -208,9 +208,7 @@ def pairs_of_row(
                     out += label_weight * tl.exp2(plain)
                 tl.store(gradient_ptr + columns, out.to(gradient_ptr.dtype.element_ty))
         if HAS_GRADIENT:
-            for start in tl.range(
-                mapped + part * BLOCK, padded_width, PARTS * BLOCK, num_stages=3
-            ):
+            for start in tl.range(mapped + part * BLOCK, padded_width, PARTS * BLOCK, num_stages=3):
                 columns = start + places
                 held = columns < padded_width
                 loaded = tl.load(student_ptr + columns, mask=held, other=0.0)

@@ -59,26 +59,34 @@ def group_means(
 
 @triton.jit
 def better_of(best, column, values, columns):
-    """``best`` and its ``column`` [CHUNKS], or those of larger ``values`` [CHUNKS, COLUMNS].
+    """``best`` and its ``column``, or larger ``values`` with theirs; of equals the first column."""
+    is_better = (values > best) | ((values == best) & (columns < column))
+    return tl.where(is_better, values, best), tl.where(is_better, columns, column)
 
-    Of equals the first column, whose ``columns`` need not ascend.
-    """
-    top = tl.max(values, axis=1)
-    first = tl.min(tl.where(values == top[:, None], columns[None, :], 2147483647), axis=1)
-    is_better = (top > best) | ((top == best) & (first < column))
-    return tl.where(is_better, top, best), tl.where(is_better, first, column)
+
+@triton.jit
+def best_of_lanes(best, column):
+    """The largest of each chunk [CHUNKS, COLUMNS], and the first of its columns."""
+    top = tl.max(best, axis=1)
+    return top, tl.min(tl.where(best == top[:, None], column, 2147483647), axis=1)
 
 
 @triton.jit
 def residual_columns(
-    number, residual_rows, columns_ptr, pairs, IS_ALIGNED: tl.constexpr
+    number, residual_rows, columns_ptr, pairs, padded_width, IS_ALIGNED: tl.constexpr
 ):
-    """Student columns of residual rows; -1 of those that are 0 or do not exist."""
+    """Student columns of residual rows, and whether they are ``held`` in memory.
+
+    In an aligned plan a multiple of 16 of them are: their masks are one, and a thread loads 16
+    bytes.
+    """
     if IS_ALIGNED:
         columns = pairs + number
+        held = (number < residual_rows // 16 * 16) & (columns < padded_width)
     else:
         columns = tl.load(columns_ptr + number, mask=number < residual_rows, other=-1)
-    return columns
+        held = columns >= 0
+    return columns, held
 
 
 @triton.jit
@@ -95,6 +103,7 @@ def residual_means(
     first_chunk,
     chunks,
     width,
+    padded_width,
     columns_ptr,
     pairs,
     residual_rows,
@@ -103,31 +112,64 @@ def residual_means(
     HAS_TEMPERATURE: tl.constexpr,
     CHUNKS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Means of residual columns of a group, [R, CHUNKS] from ``out`` on."""
-    number = block * COLUMNS + tl.arange(0, COLUMNS)
-    exists = number < residual_rows
-    columns = residual_columns(number, residual_rows, columns_ptr, pairs, IS_ALIGNED)
-    inside = exists & (columns >= 0) & (columns < width)
+    """Means of residual columns of a group, [R, CHUNKS] from ``out`` on.
+
+    Of ``BLOCK`` of them, ``COLUMNS`` at once.
+    """
     lane = tl.arange(0, CHUNKS)
     local = group * CHUNKS + lane
     begin = tl.load(chunk_ptr + first_chunk + local, mask=local < chunks, other=0)
     end = tl.load(chunk_ptr + first_chunk + local + 1, mask=local < chunks, other=0)
     count = end - begin
-    mean = tl.zeros((CHUNKS, COLUMNS), tl.float32)
-    for step in range(0, tl.max(count, axis=0)):
-        has_row = step < count
-        row = tl.load(order_ptr + begin + step, mask=has_row, other=0)
-        peak = tl.load(lse_ptr + row, mask=has_row, other=0.0)
-        log_sum = tl.load(lse_ptr + rows + row, mask=has_row, other=0.0) * LOG2_E
-        place = logits_ptr + row.to(tl.int64)[:, None] * row_stride + columns[None, :]
-        wanted = has_row[:, None] & inside[None, :]
-        loaded = tl.load(place, mask=wanted, other=-float("inf"))
-        log_q = bits_of(loaded, peak[:, None], log_sum[:, None], temperature, HAS_TEMPERATURE)
-        mean += tl.exp2(log_q)
-    mean = mean * (1.0 / tl.maximum(count, 1).to(tl.float32))[:, None]
-    place = out_ptr + number[None, :] * CHUNKS + lane[:, None]
-    tl.store(place, mean, mask=exists[None, :])
+    most = tl.max(count, axis=0)
+    share = 1.0 / tl.maximum(count, 1).to(tl.float32)
+    first = tl.load(order_ptr + begin, mask=count > 0, other=0)
+    first_peak = tl.load(lse_ptr + first, mask=count > 0, other=0.0)
+    first_sum = tl.load(lse_ptr + rows + first, mask=count > 0, other=0.0) * LOG2_E
+    for start in range(block * BLOCK, tl.minimum((block + 1) * BLOCK, residual_rows), COLUMNS):
+        number = start + tl.arange(0, COLUMNS)
+        exists = number < residual_rows
+        columns, held = residual_columns(
+            number, residual_rows, columns_ptr, pairs, padded_width, IS_ALIGNED
+        )
+        mean = row_shares(
+            logits_ptr, first, row_stride, columns, count > 0, held, first_peak, first_sum,
+            temperature, HAS_TEMPERATURE,
+        )  # fmt: skip
+        for step in range(1, most):
+            has_row = step < count
+            row = tl.load(order_ptr + begin + step, mask=has_row, other=0)
+            peak = tl.load(lse_ptr + row, mask=has_row, other=0.0)
+            log_sum = tl.load(lse_ptr + rows + row, mask=has_row, other=0.0) * LOG2_E
+            mean += row_shares(
+                logits_ptr, row, row_stride, columns, has_row, held, peak, log_sum, temperature,
+                HAS_TEMPERATURE,
+            )  # fmt: skip
+        place = out_ptr + number[None, :] * CHUNKS + lane[:, None]
+        mean = tl.where((columns < width)[None, :], mean * share[:, None], 0.0)
+        tl.store(place, mean, mask=exists[None, :])
+
+
+@triton.jit
+def row_shares(
+    logits_ptr,
+    row,
+    row_stride,
+    columns,
+    has_row,
+    inside,
+    peak,
+    log_sum,
+    temperature,
+    HAS_TEMPERATURE: tl.constexpr,
+):
+    """Probabilities of a row of each chunk [CHUNKS, COLUMNS], 0 where there is none."""
+    place = logits_ptr + row.to(tl.int64)[:, None] * row_stride + columns[None, :]
+    wanted = has_row[:, None] & inside[None, :]
+    loaded = tl.load(place, mask=wanted, other=-float("inf"))
+    return tl.exp2(bits_of(loaded, peak[:, None], log_sum[:, None], temperature, HAS_TEMPERATURE))
 
 
 @triton.jit
@@ -245,66 +287,74 @@ def residual_gradients(
     HAS_TEMPERATURE: tl.constexpr,
     CHUNKS: tl.constexpr,
     SUMS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """``W f`` of ``SUMS`` residual rows and a group's chunks.
+    """``W f`` of ``BLOCK`` residual rows and a group's chunks, ``SUMS`` at once.
 
     Of chunks of ``single_kernel`` it goes into the gradient of the residual columns, of the others
     to ``residual`` [C', R].
     """
-    number = block * SUMS + tl.arange(0, SUMS)
-    exists = number < residual_rows
-    begin = tl.load(offsets_ptr + number, mask=exists, other=0)
-    end = tl.load(offsets_ptr + number + 1, mask=exists, other=0)
-    longest = tl.max(end - begin, axis=0)
-    total = entry_sums(
-        begin, end, longest, slope_ptr, source_ptr, entry_ptr, weight_ptr, CHUNKS, SUMS
-    )
     local = group * CHUNKS + tl.arange(0, CHUNKS)
     is_chunk = local < chunks
     chunk = first_chunk + local
-    first = tl.load(chunk_ptr + chunk, mask=is_chunk, other=0)
-    count = tl.load(chunk_ptr + chunk + 1, mask=is_chunk, other=0) - first
-    grad_scale = tl.load(grad_scale_ptr + chunk, mask=is_chunk, other=0.0)
     single = is_chunk & IS_FORWARD
     if IS_FORWARD:
+        first = tl.load(chunk_ptr + chunk, mask=is_chunk, other=0)
+        count = tl.load(chunk_ptr + chunk + 1, mask=is_chunk, other=0) - first
+        grad_scale = tl.load(grad_scale_ptr + chunk, mask=is_chunk, other=0.0)
         is_scaled = tl.load(is_scaled_ptr + chunk, mask=is_chunk, other=0)
         single = is_chunk & is_single(count, is_scaled, grad_scale)
-    place = local.to(tl.int64)[None, :] * residual_rows + number[:, None]
-    stored = exists[:, None] & (is_chunk & (single == 0))[None, :]
-    tl.store(residual_ptr + place, total, mask=stored)
+    is_stored = is_chunk & (single == 0)
+    stores = tl.max(is_stored.to(tl.int32), axis=0) > 0
     if HAS_GRADIENT & IS_FORWARD:
-        columns = residual_columns(number, residual_rows, columns_ptr, pairs, IS_ALIGNED)
-        held = exists & (columns >= 0) & (columns < padded_width)
         row = tl.load(order_ptr + first, mask=single, other=0)
-        start = row.to(tl.int64)
-        written = held[:, None] & single[None, :]
-        place = student_ptr + start[None, :] * row_stride + columns[:, None]
-        loaded = tl.load(place, mask=written, other=0.0)
         mass = tl.load(mass_ptr + chunk, mask=single, other=1.0)
         peak = tl.load(lse_ptr + row, mask=single, other=0.0)
         log_sum = tl.load(lse_ptr + rows + row, mask=single, other=0.0) * LOG2_E + tl.log2(mass)
-        log_q = bits_of(loaded, peak[None, :], log_sum[None, :], temperature, HAS_TEMPERATURE)
-        row_mass = tl.load(row_mass_ptr + columns, mask=held, other=0.0)
-        out = (total + row_mass[:, None]) * (temperature * grad_scale)[None, :]
+        factor = temperature * grad_scale
+        label_factor = 0.0 * mass
         if HAS_LABELS:
             label = tl.load(label_ptr + row, mask=single, other=-1).to(tl.int32)
             label_weight = tl.load(label_weight_ptr + row, mask=single, other=0.0)
-            if not HAS_TEMPERATURE:
-                out += (label_weight * mass)[None, :]
-        out = out * tl.exp2(log_q)
-        if HAS_LABELS:
             if HAS_TEMPERATURE:
                 plain_peak = tl.load(plain_lse_ptr + row, mask=single, other=0.0)
                 plain_sum = tl.load(plain_lse_ptr + rows + row, mask=single, other=0.0) * LOG2_E
-                plain = bits_of(loaded, plain_peak[None, :], plain_sum[None, :], 1.0, False)
-                out += label_weight[None, :] * tl.exp2(plain)
-            is_label = columns[:, None] == label[None, :]
-            out -= tl.where(is_label, label_weight[None, :], 0.0)
-        out = tl.where((columns < width)[:, None], out, 0.0)
-        # After every thread has read what the gradient may overwrite.
-        tl.debug_barrier()
-        place = gradient_ptr + start[None, :] * gradient_stride + columns[:, None]
-        tl.store(place, out.to(gradient_ptr.dtype.element_ty), mask=written)
+            else:
+                label_factor = label_weight * mass
+    for start in range(block * BLOCK, tl.minimum((block + 1) * BLOCK, residual_rows), SUMS):
+        number = start + tl.arange(0, SUMS)
+        exists = number < residual_rows
+        begin = tl.load(offsets_ptr + number, mask=exists, other=0)
+        end = tl.load(offsets_ptr + number + 1, mask=exists, other=0)
+        longest = tl.max(end - begin, axis=0)
+        total = entry_sums(
+            begin, end, longest, slope_ptr, source_ptr, entry_ptr, weight_ptr, CHUNKS, SUMS
+        )
+        if stores:
+            place = local.to(tl.int64)[None, :] * residual_rows + number[:, None]
+            tl.store(residual_ptr + place, total, mask=exists[:, None] & is_stored[None, :])
+        if HAS_GRADIENT & IS_FORWARD:
+            columns, held = residual_columns(
+                number, residual_rows, columns_ptr, pairs, padded_width, IS_ALIGNED
+            )
+            written = held[:, None] & single[None, :]
+            place = student_ptr + row.to(tl.int64)[None, :] * row_stride + columns[:, None]
+            loaded = tl.load(place, mask=written, other=0.0)
+            log_q = bits_of(loaded, peak[None, :], log_sum[None, :], temperature, HAS_TEMPERATURE)
+            row_mass = tl.load(row_mass_ptr + columns, mask=held, other=0.0)
+            out = (total + row_mass[:, None]) * factor[None, :] + label_factor[None, :]
+            out = out * tl.exp2(log_q)
+            if HAS_LABELS:
+                if HAS_TEMPERATURE:
+                    plain = bits_of(loaded, plain_peak[None, :], plain_sum[None, :], 1.0, False)
+                    out += label_weight[None, :] * tl.exp2(plain)
+                is_label = columns[:, None] == label[None, :]
+                out -= tl.where(is_label, label_weight[None, :], 0.0)
+            out = tl.where((columns < width)[:, None], out, 0.0)
+            # After every thread has read what the gradient may overwrite.
+            tl.debug_barrier()
+            place = gradient_ptr + row.to(tl.int64)[None, :] * gradient_stride + columns[:, None]
+            tl.store(place, out.to(gradient_ptr.dtype.element_ty), mask=written)
 
 
 @triton.jit
@@ -349,12 +399,12 @@ def summed_slopes(
     is_chunk = local < chunks
     lane = tl.arange(0, CHUNKS)[:, None]
     mass = tl.load(mass_ptr + first_chunk + local, mask=is_chunk, other=1.0)[:, None]
-    total = tl.zeros((CHUNKS,), tl.float32)
-    entropy = tl.zeros((CHUNKS,), tl.float32)
-    best_p = tl.full((CHUNKS,), -1.0, tl.float32)
-    best_q = tl.full((CHUNKS,), -1.0, tl.float32)
-    column_p = tl.zeros((CHUNKS,), tl.int32)
-    column_q = tl.zeros((CHUNKS,), tl.int32)
+    total = tl.zeros((CHUNKS, COLUMNS), tl.float32)
+    entropy = tl.zeros((CHUNKS, COLUMNS), tl.float32)
+    best_p = tl.full((CHUNKS, COLUMNS), -1.0, tl.float32)
+    best_q = tl.full((CHUNKS, COLUMNS), -1.0, tl.float32)
+    column_p = tl.zeros((CHUNKS, COLUMNS), tl.int32)
+    column_q = tl.zeros((CHUNKS, COLUMNS), tl.int32)
     for start in range(0, tl.minimum(BLOCK, slots - block * BLOCK), COLUMNS):
         slot = block * BLOCK + start + tl.arange(0, COLUMNS)
         exists = slot < slots
@@ -390,20 +440,24 @@ def summed_slopes(
         value, slope = projected_terms(p, log_p, projected, log_projected, mass, mixture, DIRECTION)
         tl.store(scratch_ptr + place, slope, mask=exists[None, :])
         counted = (home >= 0)[None, :]
-        total += tl.sum(tl.where(counted, value, 0.0), axis=1)
+        total += tl.where(counted, value, 0.0)
         if HAS_DIAGNOSTICS:
-            entropy += tl.sum(tl.where(counted, -p * log_p, 0.0), axis=1)
-            best_p, column_p = better_of(best_p, column_p, tl.where(counted, p, -1.0), home)
-            best_q, column_q = better_of(best_q, column_q, tl.where(counted, projected, -1.0), home)
+            entropy -= tl.where(counted, p * log_p, 0.0)
+            columns = home[None, :]
+            best_p, column_p = better_of(best_p, column_p, tl.where(counted, p, -1.0), columns)
+            said = tl.where(counted, projected, -1.0)
+            best_q, column_q = better_of(best_q, column_q, said, columns)
     place = local * partial_blocks + block
     plane = partial_plane
-    tl.store(partial_ptr + place, total, mask=is_chunk)
+    tl.store(partial_ptr + place, tl.sum(total, axis=1), mask=is_chunk)
     if HAS_DIAGNOSTICS:
-        tl.store(partial_ptr + plane + place, entropy, mask=is_chunk)
-        tl.store(partial_ptr + 2 * plane + place, best_p, mask=is_chunk)
-        tl.store(partial_ptr + 3 * plane + place, best_q, mask=is_chunk)
-        tl.store(best_ptr + place, column_p, mask=is_chunk)
-        tl.store(best_ptr + plane + place, column_q, mask=is_chunk)
+        tl.store(partial_ptr + plane + place, tl.sum(entropy, axis=1), mask=is_chunk)
+        top, column = best_of_lanes(best_p, column_p)
+        tl.store(partial_ptr + 2 * plane + place, top, mask=is_chunk)
+        tl.store(best_ptr + place, column, mask=is_chunk)
+        top, column = best_of_lanes(best_q, column_q)
+        tl.store(partial_ptr + 3 * plane + place, top, mask=is_chunk)
+        tl.store(best_ptr + plane + place, column, mask=is_chunk)
 
 
 @triton.jit(do_not_specialize=["rows", "first_chunk", "chunks", "crossing", "block_count"])
@@ -545,6 +599,7 @@ def summed_kernel(
     COLUMNS: tl.constexpr,
     SLOTS: tl.constexpr,
     SLOT_BLOCK: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
 ):
     """Means, sums, slopes and residual gradients of groups of chunks: four stages of a group.
 
@@ -562,149 +617,156 @@ def summed_kernel(
         block = tl.program_id(0) % turn_blocks
     counters = counter_ptr
     pairs = sixteen_pairs * 16
-    if block < means_blocks:
-        group = turn
-        if group < groups:
+    if (STAGES == "all") | (STAGES == "means"):
+        if block < means_blocks:
+            group = turn
+            if group < groups:
+                if STAGES == "all":
+                    counters = counter_ptr + 1 + 3 * group
+                    if group >= ring:
+                        wait_for(counter_ptr + 1 + 3 * (group - ring) + 1, column_blocks)
+                residual_means(
+                    group,
+                    block,
+                    student_ptr,
+                    student_order_ptr,
+                    student_chunk_ptr,
+                    student_stride,
+                    carried_lse_ptr,
+                    student_rows,
+                    temperature,
+                    first_chunk,
+                    chunks,
+                    width,
+                    padded_width,
+                    columns_ptr,
+                    pairs,
+                    residual_rows,
+                    means_ptr + (group % ring).to(tl.int64) * residual_rows * CHUNKS,
+                    IS_ALIGNED,
+                    HAS_TEMPERATURE,
+                    CHUNKS,
+                    COLUMNS,
+                    ROW_BLOCK,
+                )
+                if STAGES == "all":
+                    arrive(counters)
+    if (STAGES == "all") | (STAGES == "sums"):
+        if (block >= means_blocks) & (block < means_blocks + column_blocks):
+            group = turn
             if STAGES == "all":
-                counters = counter_ptr + 1 + 3 * group
-                if group >= ring:
-                    wait_for(counter_ptr + 1 + 3 * (group - ring) + 1, column_blocks)
-            residual_means(
-                group,
-                block,
-                student_ptr,
-                student_order_ptr,
-                student_chunk_ptr,
-                student_stride,
-                carried_lse_ptr,
-                student_rows,
-                temperature,
-                first_chunk,
-                chunks,
-                width,
-                columns_ptr,
-                pairs,
-                residual_rows,
-                means_ptr + (group % ring).to(tl.int64) * residual_rows * CHUNKS,
-                IS_ALIGNED,
-                HAS_TEMPERATURE,
-                CHUNKS,
-                COLUMNS,
-            )
+                group = turn - 1
+            if (group >= 0) & (group < groups):
+                if STAGES == "all":
+                    counters = counter_ptr + 1 + 3 * group
+                    wait_for(counters, means_blocks)
+                column_sums(
+                    group,
+                    block - means_blocks,
+                    means_ptr + (group % ring).to(tl.int64) * residual_rows * CHUNKS,
+                    offsets_ptr,
+                    target_ptr,
+                    source_ptr,
+                    entry_ptr,
+                    weight_ptr,
+                    blocks_ptr,
+                    scratch_ptr,
+                    slots,
+                    CHUNKS,
+                    SUMS,
+                )
+                if STAGES == "all":
+                    arrive(counters + 1)
+    if (STAGES == "all") | (STAGES == "slopes"):
+        if (block >= means_blocks + column_blocks) & (block < turn_blocks - row_blocks):
+            group = turn
             if STAGES == "all":
-                arrive(counters)
-    elif block < means_blocks + column_blocks:
-        group = turn
-        if STAGES == "all":
-            group = turn - 1
-        if (group >= 0) & (group < groups):
+                group = turn - 2
+            if (group >= 0) & (group < groups):
+                if STAGES == "all":
+                    counters = counter_ptr + 1 + 3 * group
+                    wait_for(counters + 1, column_blocks)
+                summed_slopes(
+                    group,
+                    block - means_blocks - column_blocks,
+                    teacher_ptr,
+                    teacher_order_ptr,
+                    teacher_chunk_ptr,
+                    teacher_stride,
+                    teacher_lse_ptr,
+                    teacher_rows,
+                    temperature,
+                    first_chunk,
+                    home_ptr,
+                    slots,
+                    crossing,
+                    crossed_ptr,
+                    crossed_plane,
+                    chunks,
+                    scratch_ptr,
+                    mass_ptr,
+                    mixture,
+                    partial_ptr,
+                    best_ptr,
+                    partial_blocks,
+                    partial_plane,
+                    DIRECTION,
+                    HAS_CROSSING,
+                    HAS_DIAGNOSTICS,
+                    HAS_TEMPERATURE,
+                    CHUNKS,
+                    SLOTS,
+                    SLOT_BLOCK,
+                )
+                if STAGES == "all":
+                    arrive(counters + 2)
+    if (STAGES == "all") | (STAGES == "rows"):
+        if block >= turn_blocks - row_blocks:
+            group = turn
             if STAGES == "all":
-                counters = counter_ptr + 1 + 3 * group
-                wait_for(counters, means_blocks)
-            column_sums(
-                group,
-                block - means_blocks,
-                means_ptr + (group % ring).to(tl.int64) * residual_rows * CHUNKS,
-                offsets_ptr,
-                target_ptr,
-                source_ptr,
-                entry_ptr,
-                weight_ptr,
-                blocks_ptr,
-                scratch_ptr,
-                slots,
-                CHUNKS,
-                SUMS,
-            )
-            if STAGES == "all":
-                arrive(counters + 1)
-    elif block < means_blocks + column_blocks + slot_blocks:
-        group = turn
-        if STAGES == "all":
-            group = turn - 2
-        if (group >= 0) & (group < groups):
-            if STAGES == "all":
-                counters = counter_ptr + 1 + 3 * group
-                wait_for(counters + 1, column_blocks)
-            summed_slopes(
-                group,
-                block - means_blocks - column_blocks,
-                teacher_ptr,
-                teacher_order_ptr,
-                teacher_chunk_ptr,
-                teacher_stride,
-                teacher_lse_ptr,
-                teacher_rows,
-                temperature,
-                first_chunk,
-                home_ptr,
-                slots,
-                crossing,
-                crossed_ptr,
-                crossed_plane,
-                chunks,
-                scratch_ptr,
-                mass_ptr,
-                mixture,
-                partial_ptr,
-                best_ptr,
-                partial_blocks,
-                partial_plane,
-                DIRECTION,
-                HAS_CROSSING,
-                HAS_DIAGNOSTICS,
-                HAS_TEMPERATURE,
-                CHUNKS,
-                SLOTS,
-                SLOT_BLOCK,
-            )
-            if STAGES == "all":
-                arrive(counters + 2)
-    else:
-        group = turn
-        if STAGES == "all":
-            group = turn - 3
-        if (group >= 0) & (group < groups):
-            if STAGES == "all":
-                counters = counter_ptr + 1 + 3 * group
-                wait_for(counters + 2, slot_blocks)
-            residual_gradients(
-                group,
-                block - means_blocks - column_blocks - slot_blocks,
-                scratch_ptr + group.to(tl.int64) * slots * CHUNKS,
-                row_offsets_ptr,
-                row_source_ptr,
-                row_entry_ptr,
-                weight_ptr,
-                residual_ptr,
-                residual_rows,
-                student_ptr,
-                student_order_ptr,
-                student_chunk_ptr,
-                student_stride,
-                carried_lse_ptr,
-                student_rows,
-                temperature,
-                first_chunk,
-                chunks,
-                width,
-                padded_width,
-                columns_ptr,
-                pairs,
-                row_mass_ptr,
-                is_scaled_ptr,
-                mass_ptr,
-                grad_scale_ptr,
-                gradient_ptr,
-                gradient_stride,
-                plain_lse_ptr,
-                label_ptr,
-                label_weight_ptr,
-                DIRECTION == "forward",
-                IS_ALIGNED,
-                HAS_GRADIENT,
-                HAS_LABELS,
-                HAS_TEMPERATURE,
-                CHUNKS,
-                SUMS,
-            )
+                group = turn - 3
+            if (group >= 0) & (group < groups):
+                if STAGES == "all":
+                    counters = counter_ptr + 1 + 3 * group
+                    wait_for(counters + 2, slot_blocks)
+                residual_gradients(
+                    group,
+                    block - means_blocks - column_blocks - slot_blocks,
+                    scratch_ptr + group.to(tl.int64) * slots * CHUNKS,
+                    row_offsets_ptr,
+                    row_source_ptr,
+                    row_entry_ptr,
+                    weight_ptr,
+                    residual_ptr,
+                    residual_rows,
+                    student_ptr,
+                    student_order_ptr,
+                    student_chunk_ptr,
+                    student_stride,
+                    carried_lse_ptr,
+                    student_rows,
+                    temperature,
+                    first_chunk,
+                    chunks,
+                    width,
+                    padded_width,
+                    columns_ptr,
+                    pairs,
+                    row_mass_ptr,
+                    is_scaled_ptr,
+                    mass_ptr,
+                    grad_scale_ptr,
+                    gradient_ptr,
+                    gradient_stride,
+                    plain_lse_ptr,
+                    label_ptr,
+                    label_weight_ptr,
+                    DIRECTION == "forward",
+                    IS_ALIGNED,
+                    HAS_GRADIENT,
+                    HAS_LABELS,
+                    HAS_TEMPERATURE,
+                    CHUNKS,
+                    SUMS,
+                    ROW_BLOCK,
+                )
