@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,15 +105,18 @@ class _Programs:
         is_write: NDArray[np.bool_],
         *,
         arrival: int = -1,
+        arrives_after: int | None = None,
         wait: tuple[int, int] | None = None,
+        waits_after: int = 0,
     ) -> None:
-        """Programs that wait first and arrive at last."""
+        """Programs that wait for a counter's number, at first, and arrive at another, at last."""
         self.lengths.append(lengths)
         self.parts.append((granule, mask, is_write))
-        self.arrivals.append(np.stack([lengths, np.full_like(lengths, arrival)], axis=1))
+        after = lengths if arrives_after is None else np.full_like(lengths, arrives_after)
+        self.arrivals.append(np.stack([after, np.full_like(lengths, arrival)], axis=1))
         if arrival < 0:
             self.arrivals[-1][:, 0] = -1
-        row = (-1, -1, -1) if wait is None else (0, *wait)
+        row = (-1, -1, -1) if wait is None else (waits_after, *wait)
         self.waits.append(np.tile(np.array(row, dtype=np.int64), (len(lengths), 1)))
 
     def trace(self, residents: int) -> Trace:
@@ -168,7 +171,7 @@ class Schedule:
         chunks = self.batch.rows[side][group * self.chunks : (group + 1) * self.chunks]
         return np.concatenate(chunks)
 
-    def means(self, programs: _Programs, group: int, out: int, columns: int, **event: Ints) -> None:
+    def means(self, programs: _Programs, group: int, out: int, columns: int, **event: Any) -> None:
         """Probabilities of residual columns, ``columns`` at a time, side by side for a group."""
         rows = self.memory.student[self.members(0, group)]
         self._gathered(
@@ -176,7 +179,7 @@ class Schedule:
         )
 
     def slopes(
-        self, programs: _Programs, group: int, out: int, columns: int, **event: Ints
+        self, programs: _Programs, group: int, out: int, columns: int, **event: Any
     ) -> None:
         """Slopes of summed columns in place of their sums."""
         rows = self.memory.teacher[self.members(1, group)]
@@ -194,7 +197,7 @@ class Schedule:
         out: int,
         *,
         reads: bool,
-        **event: Ints,
+        **event: Any,
     ) -> None:
         blocks = -(-count // columns)
         begin = 2 * (first + columns * np.arange(blocks))
@@ -223,6 +226,173 @@ class Schedule:
         bits = np.uint64(2**self.slot_sectors - 1)
         shift = (index % in_granule * self.slot_sectors).astype(np.uint64)
         return base + index // in_granule, bits << shift
+
+
+def joined(
+    batch: Microbatch, parts: int = 16, ring: int = 4, scratch: int = 1 << 28
+) -> Iterator[tuple[str, Trace]]:
+    """``single_kernel``, then ``summed_kernel`` and both passes of ``sweep_kernel`` a tile.
+
+    Means of ``ring`` groups of 32 chunks are kept at once.
+    """
+    schedule = Schedule(batch, chunks=32)
+    memory, plan = schedule.memory, batch.plan
+    step = scratch // (4 * 32 * plan.scratch_width) * 32
+    means = memory.rows(ring, 128 * schedule.residual)
+    sums = memory.rows(step // 32, 128 * schedule.slots)
+    residual = memory.rows(step, 4 * schedule.residual)
+    yield "statistics and pairs", _statistics_and_pairs(schedule, parts)
+    for first in range(0, schedule.count, step):
+        stop = min(first + step, schedule.count)
+        yield "summed columns", _summed(schedule, first, stop, means, sums, residual)
+        if not schedule.singles[first:stop].all():
+            yield "second sweep", _others(schedule, first, step, residual)
+
+
+def _statistics_and_pairs(schedule: Schedule, parts: int) -> Trace:
+    """Statistics of a part of a chunk, then pairs and unmapped columns of the one before."""
+    batch, memory, programs = schedule.batch, schedule.memory, _Programs()
+    pairs, mapped = batch.pairs // _COLUMNS, batch.pairs + schedule.residual
+    masks = [blocks_of(width) for width in batch.widths]
+    firsts = memory.student, memory.teacher
+    for unit in range(schedule.count + 1):
+        for part in range(parts):
+            granule: list[int] = []
+            mask: list[np.uint64] = []
+            writes: list[bool] = []
+            for side in (0, 1) if unit < schedule.count else ():
+                for row in batch.rows[side][unit]:
+                    for begin in range(2 * part, len(masks[side]), 2 * parts):
+                        for block in range(begin, min(begin + 2, len(masks[side]))):
+                            granule.append(int(firsts[side][row]) + block)
+                            mask.append(masks[side][block])
+                            writes.append(False)
+            taken, chunk = len(granule), unit - 1
+            if chunk >= 0 and schedule.singles[chunk]:
+                row = batch.rows[0][chunk][0]
+                teachers = [int(memory.teacher[each]) for each in batch.rows[1][chunk]]
+                student, gradient = int(memory.student[row]), int(memory.gradient[row])
+                for block in range(part, pairs, parts):
+                    granule += [student + block, *(each + block for each in teachers)]
+                    granule.append(gradient + block)
+                    mask += [_WHOLE] * (len(teachers) + 2)
+                    writes += [False] * (len(teachers) + 1) + [True]
+                for start in range(mapped + part * _COLUMNS, batch.widths[0], parts * _COLUMNS):
+                    stop = min(start + _COLUMNS, batch.widths[0])
+                    for first, is_write in ((student, False), (gradient, True)):
+                        for block, bits in _span(2 * start, 2 * stop):
+                            granule.append(first + block)
+                            mask.append(bits)
+                            writes.append(is_write)
+            programs.add(
+                np.array([len(granule)]),
+                np.array(granule, dtype=np.int64),
+                np.array(mask, dtype=np.uint64),
+                np.array(writes, dtype=np.bool_),
+                arrival=unit,
+                arrives_after=taken,
+                wait=(chunk, parts) if chunk >= 0 else None,
+                waits_after=taken,
+            )
+    return programs.trace(Kernel.of("single_kernel", 0.3125, 4).residents)
+
+
+def _span(begin: int, end: int) -> Iterator[tuple[int, np.uint64]]:
+    """Granules of a range of bytes, with their masks."""
+    for block in range(begin // GRANULE, -(-end // GRANULE)):
+        first = max(begin - block * GRANULE, 0) // SECTOR
+        last = -(-min(end - block * GRANULE, GRANULE) // SECTOR)
+        yield block, np.uint64(2**last - 2**first)
+
+
+def _summed(
+    schedule: Schedule, first: int, stop: int, means: Ints, sums: Ints, residual: Ints
+) -> Trace:
+    """Turns of means, sums, slopes and gradients, each of the group before the last one's."""
+    size, plan = schedule.chunks, schedule.batch.plan
+    begin, groups = first // size, -(-(stop - first) // size)
+    column_blocks, slot_blocks = len(plan.by_column.blocks), -(-schedule.slots // 64)
+    means_blocks = -(-schedule.residual // 128)
+    programs, ring = _Programs(), len(means)
+    for turn in range(groups + 3):
+        group = turn
+        if group < groups:
+            waits = (3 * (group - ring) + 1, column_blocks) if group >= ring else None
+            out = int(means[group % ring])
+            schedule.means(
+                programs, begin + group, out, 128, arrival=3 * group, wait=waits
+            )
+        group = turn - 1
+        if 0 <= group < groups:
+            _entry_sums(
+                schedule,
+                programs,
+                plan.by_column,
+                int(means[group % ring]),
+                int(sums[group]),
+                arrival=3 * group + 1,
+                wait=(3 * group, means_blocks),
+            )
+        group = turn - 2
+        if 0 <= group < groups:
+            schedule.slopes(
+                programs,
+                begin + group,
+                int(sums[group]),
+                64,
+                arrival=3 * group + 2,
+                wait=(3 * group + 1, column_blocks),
+            )
+        group = turn - 3
+        if 0 <= group < groups:
+            rows = residual[group * size : (group + 1) * size]
+            wait = (3 * group + 2, slot_blocks)
+            _gradients(schedule, programs, begin + group, int(sums[group]), rows, wait)
+    return programs.trace(Kernel.of("summed_kernel", 0.25, 4).residents)
+
+
+def _gradients(
+    schedule: Schedule,
+    programs: _Programs,
+    group: int,
+    slopes: int,
+    residual: Ints,
+    wait: tuple[int, int],
+) -> None:
+    """Gradients of 128 residual columns a program, and ``W f`` of chunks of several rows."""
+    memory, batch, size = schedule.memory, schedule.batch, schedule.chunks
+    chosen = np.arange(group * size, min((group + 1) * size, schedule.count))
+    singles = schedule.singles[chosen]
+    rows = np.array([batch.rows[0][chunk][0] for chunk in chosen[singles]], dtype=np.int64)
+    others = residual[: len(chosen)][~singles]
+    offsets, source = (
+        getattr(batch.plan.by_row, name).numpy().astype(np.int64) for name in ("offsets", "source")
+    )
+    granule, mask, is_write, lengths = [], [], [], []
+    for start in range(0, schedule.residual, 128):
+        end = min(start + 128, schedule.residual)
+        found = schedule.slot_places(source[offsets[start] : offsets[end]], slopes)
+        place = 2 * (batch.pairs + start)
+        bits = np.uint64(0xFF) << np.uint64(place % GRANULE // SECTOR)
+        stored = np.uint64(0xFFFF) << np.uint64(4 * start % GRANULE // SECTOR)
+        columns = (
+            memory.student[rows] + place // GRANULE,
+            memory.gradient[rows] + place // GRANULE,
+            others + 4 * start // GRANULE,
+        )
+        granule += [found[0], *columns]
+        mask += [found[1], *(np.full(len(rows), bits) for _ in range(2))]
+        mask.append(np.full(len(others), stored))
+        is_write += [np.zeros(len(found[0]) + len(rows), np.bool_)]
+        is_write.append(np.ones(len(rows) + len(others), np.bool_))
+        lengths.append(len(found[0]) + 2 * len(rows) + len(others))
+    programs.add(
+        np.array(lengths),
+        np.concatenate(granule),
+        np.concatenate(mask),
+        np.concatenate(is_write),
+        wait=wait,
+    )
 
 
 def before(batch: Microbatch, scratch: int = 1 << 28) -> Iterator[tuple[str, Trace]]:
@@ -258,7 +428,14 @@ def before(batch: Microbatch, scratch: int = 1 << 28) -> Iterator[tuple[str, Tra
 
 
 def _entry_sums(
-    schedule: Schedule, programs: _Programs, sums: object, values: int, out: int | Ints
+    schedule: Schedule,
+    programs: _Programs,
+    sums: object,
+    values: int,
+    out: int | Ints,
+    *,
+    arrival: int = -1,
+    wait: tuple[int, int] | None = None,
 ) -> None:
     """Sums over entries for a group of chunks: by columns side by side, or by chunks."""
     offsets, target, source, blocks = (
@@ -282,7 +459,12 @@ def _entry_sums(
         is_write += [np.zeros(len(read[0]), np.bool_), np.ones(len(write[0]), np.bool_)]
         lengths.append(len(read[0]) + len(write[0]))
     programs.add(
-        np.array(lengths), np.concatenate(granule), np.concatenate(mask), np.concatenate(is_write)
+        np.array(lengths),
+        np.concatenate(granule),
+        np.concatenate(mask),
+        np.concatenate(is_write),
+        arrival=arrival,
+        wait=wait,
     )
 
 

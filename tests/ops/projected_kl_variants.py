@@ -7,21 +7,25 @@ from tests.ops.kernel_case import DIRECTIONS
 
 triton_kernels = pytest.importorskip("megatron_ext.ops.projected_kl.triton_kernels")
 single_kernel = pytest.importorskip("megatron_ext.ops.projected_kl.single_kernel")
+summed_kernel = pytest.importorskip("megatron_ext.ops.projected_kl.summed_kernel")
 
 LOGITS = ("*bf16", "*fp32")
 
 FLOATS = {"temperature": "fp32", "mixture": "fp32"}
 POINTERS = arguments(
     "lse student_lse carried_lse teacher_lse plain_lse weight out slope values scratch crossed "
-    "residual mass row_mass partial dots grad_scale label_weight: *fp32; "
-    "is_scaled: *i1; label row column student_column teacher_column: *i64"
+    "residual mass row_mass partial dots grad_scale label_weight means parts left_out: *fp32; "
+    "is_scaled is_compared student_members teacher_members: *i1; "
+    "label row column student_column teacher_column: *i64"
 )
 
 
 def variant(name, logits, **constants):
     """Types of every argument of a kernel that ``constants`` does not name."""
     types = {}
-    module = single_kernel if name == "single_kernel" else triton_kernels
+    module = next(
+        each for each in (triton_kernels, single_kernel, summed_kernel) if name in vars(each)
+    )
     for argument in getattr(module, name).arg_names:
         if argument in ("logits_ptr", "student_ptr", "teacher_ptr", "gradient_ptr"):
             types[argument] = logits
@@ -32,36 +36,49 @@ def variant(name, logits, **constants):
     return name, {key: kind for key, kind in types.items() if key not in constants}, constants
 
 
-def sum_variants():
-    group = {"CHUNKS": 64, "COLUMNS": 32}
+def other_variants():
     found = [
-        variant("sparse_sums_kernel", "*bf16", CHUNKS=64, SUMS=32, BY_CHUNK=by_chunk)
-        for by_chunk in (False, True)
+        variant("outside_kernel", logits, HAS_LABELS=True, BLOCK=1024) for logits in LOGITS
     ]
-    for logits in LOGITS:
-        found.append(variant("residual_means_kernel", logits, HAS_TEMPERATURE=True, **group))
-        found.append(variant("outside_kernel", logits, HAS_LABELS=True, BLOCK=1024))
     unlabelled = dict.fromkeys(("plain_lse_ptr", "label_ptr", "label_weight_ptr"), None)
     block = {"BLOCK": 1024}
-    learned = {"DIRECTION": "reverse", "HAS_TEMPERATURE": True, "CHUNKS": 64}
+    learned = {"DIRECTION": "reverse", "HAS_TEMPERATURE": True, "CHUNKS": 32}
     return [
         *found,
         variant("outside_kernel", "*bf16", HAS_LABELS=False, **unlabelled, **block),
         variant("chunk_sums_kernel", "*bf16", **block),
-        variant("crossing_teacher_kernel", "*bf16", HAS_TEMPERATURE=True, **group),
         variant("entry_gradient_kernel", "*bf16", **learned, **block),
     ]
 
 
+def summed_variants():
+    sizes = {"SUMS": 32, "COLUMNS": 32, "SLOTS": 8, "SLOT_BLOCK": 64, "ROW_BLOCK": 128}
+    sizes |= {"CHUNKS": 32, "HAS_TEMPERATURE": True}
+    flags = ("IS_ALIGNED", "HAS_GRADIENT", "HAS_DIAGNOSTICS", "HAS_LABELS")
+    whole, alone = (dict.fromkeys(flags, flag) for flag in (True, False))
+    nothing = ("gradient_ptr", "plain_lse_ptr", "label_ptr", "label_weight_ptr", "crossed_ptr")
+    chosen = {"DIRECTION": "jensen_shannon", "STAGES": "slopes", "HAS_CROSSING": True}
+    joined = {"STAGES": "all", "HAS_CROSSING": False, "DIRECTION": "forward", "crossed_ptr": None}
+    return [
+        variant("summed_kernel", "*fp32", **sizes, **whole, **joined),
+        variant("summed_kernel", "*bf16", **sizes, **whole, **chosen),
+        variant(
+            "summed_kernel", "*bf16", **sizes, **alone, **(joined | dict.fromkeys(nothing, None))
+        ),
+        variant("crossing_teacher_kernel", "*bf16", HAS_TEMPERATURE=True, CHUNKS=32, COLUMNS=32),
+    ]
+
+
 def single_variants():
-    found = []
-    for logits in LOGITS:
-        flags = ("IS_ALIGNED", "SEVERAL", "HAS_GRADIENT", "HAS_DIAGNOSTICS", "HAS_LABELS")
-        whole = dict.fromkeys(flags, True)
-        sizes = {"HAS_TEMPERATURE": True, "BLOCK": 1024, "PLACES": 64}
-        found.append(variant("single_kernel", logits, **sizes, **whole))
+    flags = ("IS_JOINED", "IS_ALIGNED", "HAS_GRADIENT", "HAS_DIAGNOSTICS", "HAS_LABELS")
+    sizes = {"HAS_TEMPERATURE": True, "BLOCK": 1024, "PARTS": 16}
+    found = [
+        variant("single_kernel", logits, **sizes, **dict.fromkeys(flags, True))
+        for logits in LOGITS
+    ]
     nothing = ("gradient_ptr", "plain_lse_ptr", "label_ptr", "label_weight_ptr")
-    alone = dict.fromkeys(flags, False) | dict.fromkeys(nothing, None)
+    written = ("counter_ptr", "parts_ptr", "part_columns_ptr", "student_members_ptr")
+    alone = dict.fromkeys(flags, False) | dict.fromkeys((*nothing, *written), None)
     return [*found, variant("single_kernel", "*bf16", **sizes, **alone)]
 
 
@@ -74,8 +91,6 @@ def sweep_variants():
     ]
     for direction in DIRECTIONS:
         chosen = {"DIRECTION": direction}
-        group = {"HAS_CROSSING": True, "CHUNKS": 64, "COLUMNS": 32}
-        found.append(variant("slopes_kernel", "*bf16", **group, **shared, **chosen))
         found.append(variant("sweep_kernel", "*bf16", PASS="gradient", **wanted, **chosen))
     nothing = ("dots_ptr", "gradient_ptr", "plain_lse_ptr", "label_ptr", "label_weight_ptr")
     alone = dict.fromkeys(("HAS_DOTS", "HAS_GRADIENT", "HAS_LABELS"), False)

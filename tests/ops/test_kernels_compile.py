@@ -3,7 +3,12 @@
 import pytest
 
 from tests.ops.compile_kernel import arguments, compiled_variants, compiles
-from tests.ops.projected_kl_variants import single_variants, sum_variants, sweep_variants
+from tests.ops.projected_kl_variants import (
+    other_variants,
+    single_variants,
+    summed_variants,
+    sweep_variants,
+)
 from tests.ops.wide_load_variants import wide_variants
 
 LOGITS = ("*bf16", "*fp32")
@@ -188,13 +193,17 @@ def test_matched_divergence():
     compiles("matched_divergence.triton_kernels", variants)
 
 
-@pytest.mark.parametrize("variants", [sum_variants, sweep_variants])
-def test_projected_kl(variants):
-    compiles("projected_kl.triton_kernels", variants())
-
-
-def test_projected_kl_of_single_rows():
-    compiles("projected_kl.single_kernel", single_variants())
+@pytest.mark.parametrize(
+    ("module", "variants"),
+    [
+        ("triton_kernels", other_variants),
+        ("triton_kernels", sweep_variants),
+        ("summed_kernel", summed_variants),
+        ("single_kernel", single_variants),
+    ],
+)
+def test_projected_kl(module, variants):
+    compiles(f"projected_kl.{module}", variants())
 
 
 @pytest.mark.parametrize(("module", "variant"), wide_variants())
@@ -212,7 +221,8 @@ def test_rows_are_read_16_bytes_at_once(module, variant):
         ("partition_kl.triton_kernels", 5),
         ("sorted_l1.triton_kernels", 4),
         ("matched_divergence.triton_kernels", 2),
-        ("projected_kl.triton_kernels", 8),
+        ("projected_kl.triton_kernels", 4),
+        ("projected_kl.summed_kernel", 2),
         ("projected_kl.single_kernel", 1),
     ],
 )
