@@ -178,9 +178,7 @@ class Schedule:
             programs, rows, self.residual_first, self.residual, columns, out, reads=False, **event
         )
 
-    def slopes(
-        self, programs: _Programs, group: int, out: int, columns: int, **event: Any
-    ) -> None:
+    def slopes(self, programs: _Programs, group: int, out: int, columns: int, **event: Any) -> None:
         """Slopes of summed columns in place of their sums."""
         rows = self.memory.teacher[self.members(1, group)]
         self._gathered(
@@ -229,17 +227,22 @@ class Schedule:
 
 
 def joined(
-    batch: Microbatch, parts: int = 16, ring: int = 4, scratch: int = 1 << 28
+    batch: Microbatch,
+    chunks: int = 32,
+    parts: int = 16,
+    ring: int = 3,
+    scratch: int = 1 << 28,
 ) -> Iterator[tuple[str, Trace]]:
     """``single_kernel``, then ``summed_kernel`` and both passes of ``sweep_kernel`` a tile.
 
-    Means of ``ring`` groups of 32 chunks are kept at once.
+    Means and slopes of ``ring`` groups of chunks are kept at once.
     """
-    schedule = Schedule(batch, chunks=32)
+    schedule = Schedule(batch, chunks=chunks)
     memory, plan = schedule.memory, batch.plan
-    step = scratch // (4 * 32 * plan.scratch_width) * 32
-    means = memory.rows(ring, 128 * schedule.residual)
-    sums = memory.rows(step // 32, 128 * schedule.slots)
+    size = 4 * chunks
+    step = scratch // (size * schedule.residual) * chunks
+    means = memory.rows(ring, size * schedule.residual)
+    sums = memory.rows(ring, size * schedule.slots)
     residual = memory.rows(step, 4 * schedule.residual)
     yield "statistics and pairs", _statistics_and_pairs(schedule, parts)
     for first in range(0, schedule.count, step):
@@ -314,40 +317,44 @@ def _summed(
     column_blocks, slot_blocks = len(plan.by_column.blocks), -(-schedule.slots // 64)
     means_blocks = -(-schedule.residual // 128)
     programs, ring = _Programs(), len(means)
-    for turn in range(groups + 3):
-        group = turn
-        if group < groups:
-            waits = (3 * (group - ring) + 1, column_blocks) if group >= ring else None
-            out = int(means[group % ring])
-            schedule.means(
-                programs, begin + group, out, 128, arrival=3 * group, wait=waits
-            )
-        group = turn - 1
+    for turn in range(groups + 2):
+        if turn < groups:
+            waits = (4 * (turn - ring) + 1, column_blocks) if turn >= ring else None
+            out = int(means[turn % ring])
+            schedule.means(programs, begin + turn, out, 128, arrival=4 * turn, wait=waits)
+        group = turn - 2
         if 0 <= group < groups:
+            rows = residual[group * size : (group + 1) * size]
+            wait = (4 * group + 2, slot_blocks)
+            _gradients(
+                schedule,
+                programs,
+                begin + group,
+                int(sums[group % ring]),
+                rows,
+                wait,
+                4 * group + 3,
+            )
+        if turn < groups:
             _entry_sums(
                 schedule,
                 programs,
                 plan.by_column,
-                int(means[group % ring]),
-                int(sums[group]),
-                arrival=3 * group + 1,
-                wait=(3 * group, means_blocks),
+                int(means[turn % ring]),
+                int(sums[turn % ring]),
+                arrival=4 * turn + 1,
+                wait=(4 * turn, means_blocks),
             )
-        group = turn - 2
+        group = turn - 1
         if 0 <= group < groups:
             schedule.slopes(
                 programs,
                 begin + group,
-                int(sums[group]),
+                int(sums[group % ring]),
                 64,
-                arrival=3 * group + 2,
-                wait=(3 * group + 1, column_blocks),
+                arrival=4 * group + 2,
+                wait=(4 * group + 1, column_blocks),
             )
-        group = turn - 3
-        if 0 <= group < groups:
-            rows = residual[group * size : (group + 1) * size]
-            wait = (3 * group + 2, slot_blocks)
-            _gradients(schedule, programs, begin + group, int(sums[group]), rows, wait)
     return programs.trace(Kernel.of("summed_kernel", 0.25, 4).residents)
 
 
@@ -358,6 +365,7 @@ def _gradients(
     slopes: int,
     residual: Ints,
     wait: tuple[int, int],
+    arrival: int,
 ) -> None:
     """Gradients of 128 residual columns a program, and ``W f`` of chunks of several rows."""
     memory, batch, size = schedule.memory, schedule.batch, schedule.chunks
@@ -392,6 +400,7 @@ def _gradients(
         np.concatenate(mask),
         np.concatenate(is_write),
         wait=wait,
+        arrival=arrival,
     )
 
 

@@ -37,9 +37,7 @@ def variant(name, logits, **constants):
 
 
 def other_variants():
-    found = [
-        variant("outside_kernel", logits, HAS_LABELS=True, BLOCK=1024) for logits in LOGITS
-    ]
+    found = [variant("outside_kernel", logits, HAS_LABELS=True, BLOCK=1024) for logits in LOGITS]
     unlabelled = dict.fromkeys(("plain_lse_ptr", "label_ptr", "label_weight_ptr"), None)
     block = {"BLOCK": 1024}
     learned = {"DIRECTION": "reverse", "HAS_TEMPERATURE": True, "CHUNKS": 32}
@@ -73,8 +71,7 @@ def single_variants():
     flags = ("IS_JOINED", "IS_ALIGNED", "HAS_GRADIENT", "HAS_DIAGNOSTICS", "HAS_LABELS")
     sizes = {"HAS_TEMPERATURE": True, "BLOCK": 1024, "PARTS": 16}
     found = [
-        variant("single_kernel", logits, **sizes, **dict.fromkeys(flags, True))
-        for logits in LOGITS
+        variant("single_kernel", logits, **sizes, **dict.fromkeys(flags, True)) for logits in LOGITS
     ]
     nothing = ("gradient_ptr", "plain_lse_ptr", "label_ptr", "label_weight_ptr")
     written = ("counter_ptr", "parts_ptr", "part_columns_ptr", "student_members_ptr")

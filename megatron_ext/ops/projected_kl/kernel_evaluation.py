@@ -25,20 +25,24 @@ from megatron_ext.ops.projected_kl.operands import (
 )
 
 CHUNKS: Final = 32
-"""Chunks of a group, whose sums over columns are made together."""
+"""Chunks of a group, whose sums over columns are made together; half as many where their scratch
+would fill the cache."""
+
+_WIDE: Final = 1 << 16
+"""Summed columns and residual rows from which on it would."""
 
 _SCRATCH_BYTES: Final = 1 << 28
 _ENTRY_BLOCK: Final = 1024
-_COLUMNS: Final = 32
+_NUMBERS: Final = 1024
 _SLOTS: Final = 8
-"""Columns of a group of chunks that a program holds at once, alone and with what else it needs."""
+"""Columns times chunks that a program holds at once, and columns where it needs more of each."""
 
 _SLOT_BLOCK: Final = 64
 _ROW_BLOCK: Final = 128
 """Summed columns, and residual rows, of a program."""
 
-_RING: Final = 4
-"""Groups whose means are kept at once."""
+_RING: Final = 3
+"""Groups whose means and slopes are kept at once."""
 
 _WARPS: Final = 4
 
@@ -61,7 +65,8 @@ class _ChunkTile(NamedTuple):
     first: int
     chunks: int
     scratch: torch.Tensor
-    """fp32 [G, D, CHUNKS]: ``Q~``, then ``dD/dQ`` of summed columns, by groups of chunks."""
+    """fp32 [.., D, chunks]: ``Q~``, then ``dD/dQ`` of summed columns, by groups of chunks, of those
+    that are kept at once."""
 
     residual: torch.Tensor
     """fp32 [C', R]: ``W f`` of residual rows, of chunks that the sweep compares."""
@@ -73,12 +78,10 @@ class _ChunkTile(NamedTuple):
     """int32 [2, C', blocks]: columns of the largest P and Q~."""
 
     counter: torch.Tensor
-    """int32 [3 G + 1], 0: programs that have started, and that are done with a group's stages."""
+    """int32 [4 G + 1], 0: programs that have started, and that are done with a group's stages."""
 
-    @property
-    def groups(self) -> int:
-        """G, the last of which may be short of chunks."""
-        return len(self.scratch)
+    groups: int
+    """G, the last of which may be short of chunks."""
 
 
 class KernelEvaluation:
@@ -106,6 +109,8 @@ class KernelEvaluation:
         self.options, self.requested = options, requested
         self.tempered = options.temperature != 1.0
         self.is_forward = options.direction == "forward"
+        is_wide = self.plan.scratch_width > _WIDE
+        self.group_chunks = max(1, CHUNKS // 2 if is_wide else CHUNKS)
         self.slot_blocks = -(-len(self.plan.home) // _SLOT_BLOCK)
         self.config = fitting_config(self._config(), student.shard.width)
         self.column_blocks = -(-student.shard.width // self.config.block)
@@ -140,12 +145,15 @@ class KernelEvaluation:
 
     def _tile_chunks(self) -> int:
         """C', chunks of a tile, whole groups, the same on every rank."""
-        # ``W f`` of residual rows and slopes of the others; where ranks exchange sums, means of
-        # residual rows and both sides of the crossing columns too.
-        wide = self.plan.scratch_width
+        # ``W f`` of residual rows, and slopes where learned entries read them; where ranks exchange
+        # sums, means of residual rows and both sides of the crossing columns too.
+        wide = self.plan.residual_rows
+        if self.requested.entry_gradient is not None:
+            wide += len(self.plan.home)
         if self.plan.crossing:
-            wide = 2 * wide + 6 * self.plan.crossing
-        return max(1, _SCRATCH_BYTES // (4 * CHUNKS * max(wide, 1))) * CHUNKS
+            wide = 2 * self.plan.scratch_width + 6 * self.plan.crossing
+        size = 4 * self.group_chunks
+        return max(1, _SCRATCH_BYTES // (size * max(wide, 1))) * self.group_chunks
 
     def _terms(self, count: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
         device = self.student.logits.device
@@ -155,8 +163,8 @@ class KernelEvaluation:
         return partial, torch.empty(2, count, blocks, dtype=torch.int32, device=device)
 
     def _counters(self, tiles: int, step: int) -> torch.Tensor:
-        groups = -(-min(step, self.student.rows.chunk_count) // CHUNKS)
-        shape = (tiles, 1 + 3 * groups)
+        groups = -(-min(step, self.student.rows.chunk_count) // self.group_chunks)
+        shape = (tiles, 1 + 4 * groups)
         return torch.zeros(shape, dtype=torch.int32, device=self.student.logits.device)
 
     def _dots(self) -> torch.Tensor | None:
@@ -169,9 +177,15 @@ class KernelEvaluation:
         self, partial: torch.Tensor, best: torch.Tensor, first: int, counter: torch.Tensor
     ) -> _ChunkTile:
         new, count = partial.new_empty, partial.shape[1]
-        scratch = new(-(-count // CHUNKS), len(self.plan.home), CHUNKS)
+        groups = -(-count // self.group_chunks)
+        kept = groups if self._keeps_slopes() else min(groups, _RING)
+        scratch = new(kept, len(self.plan.home), self.group_chunks)
         residual = new(count, self.plan.residual_rows)
-        return _ChunkTile(first, count, scratch, residual, partial, best, counter)
+        return _ChunkTile(first, count, scratch, residual, partial, best, counter, groups)
+
+    def _keeps_slopes(self) -> bool:
+        """Whether slopes are read by other launches."""
+        return self.plan.crossing > 0 or self.requested.entry_gradient is not None
 
     def _largest(
         self, values: torch.Tensor, columns: torch.Tensor
@@ -198,7 +212,7 @@ class KernelEvaluation:
             self._summed(tile, "rows", tile.groups, crossed, means)
 
     def _means(self, groups: int) -> torch.Tensor:
-        shape = (groups, self.plan.residual_rows, CHUNKS)
+        shape = (groups, self.plan.residual_rows, self.group_chunks)
         return torch.empty(shape, dtype=torch.float32, device=self.student.logits.device)
 
     def _summed(
@@ -222,7 +236,7 @@ class KernelEvaluation:
         }
         if stages != "all":
             blocks = {name: count if name == stages else 0 for name, count in blocks.items()}
-        turns = tile.groups + (3 if stages == "all" else 0)
+        turns = tile.groups + (2 if stages == "all" else 0)
         gradient = self.requested.gradient
         programs = turns * sum(blocks.values())
         if not programs:
@@ -253,6 +267,7 @@ class KernelEvaluation:
             self._means(ring) if means is None else means,
             ring,
             tile.scratch,
+            len(tile.scratch),
             tile.residual,
             self.projection.row_mass,
             numbers.is_scaled,
@@ -278,23 +293,27 @@ class KernelEvaluation:
             HAS_DIAGNOSTICS=self.options.diagnostics,
             HAS_LABELS=numbers.label is not None,
             HAS_TEMPERATURE=self.tempered,
-            CHUNKS=CHUNKS,
+            CHUNKS=self.group_chunks,
             SUMS=SUMS,
-            COLUMNS=_COLUMNS,
+            COLUMNS=self._columns(),
             SLOTS=_SLOTS,
             SLOT_BLOCK=_SLOT_BLOCK,
             ROW_BLOCK=_ROW_BLOCK,
             num_warps=_WARPS,
         )
 
+    def _columns(self) -> int:
+        """Columns of a group that a program holds at once."""
+        return min(_ROW_BLOCK, _NUMBERS // self.group_chunks)
+
     def _cross(self, tile: _ChunkTile) -> torch.Tensor:
-        """Q~ and P of the crossing columns over all ranks, [2, G, X, CHUNKS]. One all-reduce."""
+        """Q~ and P of the crossing columns over all ranks, [2, G, X, chunks]. One all-reduce."""
         from megatron_ext.ops.projected_kl.summed_kernel import crossing_teacher_kernel
 
         crossing = self.plan.crossing
         both = tile.scratch.new_empty(2, tile.groups, crossing, CHUNKS)
         both[0] = tile.scratch[:, :crossing]
-        blocks = -(-crossing // _COLUMNS)
+        blocks = -(-crossing // self._columns())
         crossing_teacher_kernel[(tile.groups * blocks,)](
             *self._read(self.teacher, self.numbers.teacher_lse),
             self.options.temperature,
@@ -305,8 +324,8 @@ class KernelEvaluation:
             blocks,
             both[1],
             HAS_TEMPERATURE=self.tempered,
-            CHUNKS=CHUNKS,
-            COLUMNS=_COLUMNS,
+            CHUNKS=self.group_chunks,
+            COLUMNS=self._columns(),
             num_warps=_WARPS,
         )
         return all_reduce_sum(both, self.student.shard.group)
@@ -438,7 +457,7 @@ class KernelEvaluation:
             out,
             DIRECTION=self.options.direction,
             HAS_TEMPERATURE=self.tempered,
-            CHUNKS=CHUNKS,
+            CHUNKS=self.group_chunks,
             BLOCK=_ENTRY_BLOCK,
         )
         total += self.options.temperature**2 * out.sum(dim=0)

@@ -360,6 +360,7 @@ def residual_gradients(
 @triton.jit
 def summed_slopes(
     group,
+    place_of_group,
     block,
     logits_ptr,
     order_ptr,
@@ -390,7 +391,7 @@ def summed_slopes(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``dD/dQ`` of summed columns in place of their ``Q~`` [G, D, CHUNKS], and their terms of D.
+    """``dD/dQ`` of summed columns in place of their ``Q~`` [.., D, CHUNKS], and their terms of D.
 
     Of a group's ``BLOCK`` slots, ``COLUMNS`` at once. ``crossed`` [2, G, X, CHUNKS] holds ``Q~``
     and ``P`` of the crossing ones, over all ranks.
@@ -426,7 +427,7 @@ def summed_slopes(
             CHUNKS,
             COLUMNS,
         )
-        place = (group.to(tl.int64) * slots + slot)[None, :] * CHUNKS + lane
+        place = (place_of_group.to(tl.int64) * slots + slot)[None, :] * CHUNKS + lane
         projected = tl.load(scratch_ptr + place, mask=exists[None, :], other=0.0)
         if HAS_CROSSING:
             crosses = (slot < crossing)[None, :]
@@ -525,6 +526,7 @@ def crossing_teacher_kernel(
         "slot_blocks",
         "row_blocks",
         "ring",
+        "scratch_ring",
     ]
 )
 def summed_kernel(
@@ -566,6 +568,7 @@ def summed_kernel(
     means_ptr,
     ring,
     scratch_ptr,
+    scratch_ring,
     residual_ptr,
     row_mass_ptr,
     is_scaled_ptr,
@@ -603,9 +606,11 @@ def summed_kernel(
 ):
     """Means, sums, slopes and residual gradients of groups of chunks: four stages of a group.
 
-    ``STAGES`` "all": in turn t the programs are those of stage s of group ``t - s``, so that one
-    stage's results are in the cache when the next reads them, and the means of ``ring`` groups are
-    kept at a time. Else one stage of every group, where an all-reduce comes in between.
+    ``STAGES`` "all": turn t has the means of group t, the gradients of group ``t - 2``, the sums of
+    group t and the slopes of group ``t - 1``. So a stage is over or far ahead when the next one
+    begins, and what it left is in the cache. Means of ``ring`` groups and slopes of
+    ``scratch_ring`` are kept at a time. Else one stage of every group, where an all-reduce comes in
+    between.
     """
     turn_blocks = means_blocks + column_blocks + slot_blocks + row_blocks
     if STAGES == "all":
@@ -616,15 +621,20 @@ def summed_kernel(
         turn = tl.program_id(0) // turn_blocks
         block = tl.program_id(0) % turn_blocks
     counters = counter_ptr
+    # Of the last stage that reads a group's slopes.
+    last_stage = tl.where(row_blocks > 0, 3, 2)
+    last_blocks = tl.where(row_blocks > 0, row_blocks, slot_blocks)
+    first_sums = means_blocks + row_blocks
+    first_slopes = first_sums + column_blocks
     pairs = sixteen_pairs * 16
     if (STAGES == "all") | (STAGES == "means"):
         if block < means_blocks:
             group = turn
             if group < groups:
                 if STAGES == "all":
-                    counters = counter_ptr + 1 + 3 * group
+                    counters = counter_ptr + 1 + 4 * group
                     if group >= ring:
-                        wait_for(counter_ptr + 1 + 3 * (group - ring) + 1, column_blocks)
+                        wait_for(counters - 4 * ring + 1, column_blocks)
                 residual_means(
                     group,
                     block,
@@ -652,17 +662,17 @@ def summed_kernel(
                 if STAGES == "all":
                     arrive(counters)
     if (STAGES == "all") | (STAGES == "sums"):
-        if (block >= means_blocks) & (block < means_blocks + column_blocks):
+        if (block >= first_sums) & (block < first_slopes):
             group = turn
-            if STAGES == "all":
-                group = turn - 1
-            if (group >= 0) & (group < groups):
+            if group < groups:
                 if STAGES == "all":
-                    counters = counter_ptr + 1 + 3 * group
+                    counters = counter_ptr + 1 + 4 * group
                     wait_for(counters, means_blocks)
+                    if group >= scratch_ring:
+                        wait_for(counters - 4 * scratch_ring + last_stage, last_blocks)
                 column_sums(
-                    group,
-                    block - means_blocks,
+                    group % scratch_ring,
+                    block - first_sums,
                     means_ptr + (group % ring).to(tl.int64) * residual_rows * CHUNKS,
                     offsets_ptr,
                     target_ptr,
@@ -678,17 +688,18 @@ def summed_kernel(
                 if STAGES == "all":
                     arrive(counters + 1)
     if (STAGES == "all") | (STAGES == "slopes"):
-        if (block >= means_blocks + column_blocks) & (block < turn_blocks - row_blocks):
+        if block >= first_slopes:
             group = turn
             if STAGES == "all":
-                group = turn - 2
+                group = turn - 1
             if (group >= 0) & (group < groups):
                 if STAGES == "all":
-                    counters = counter_ptr + 1 + 3 * group
+                    counters = counter_ptr + 1 + 4 * group
                     wait_for(counters + 1, column_blocks)
                 summed_slopes(
                     group,
-                    block - means_blocks - column_blocks,
+                    group % scratch_ring,
+                    block - first_slopes,
                     teacher_ptr,
                     teacher_order_ptr,
                     teacher_chunk_ptr,
@@ -721,18 +732,18 @@ def summed_kernel(
                 if STAGES == "all":
                     arrive(counters + 2)
     if (STAGES == "all") | (STAGES == "rows"):
-        if block >= turn_blocks - row_blocks:
+        if (block >= means_blocks) & (block < first_sums):
             group = turn
             if STAGES == "all":
-                group = turn - 3
+                group = turn - 2
             if (group >= 0) & (group < groups):
                 if STAGES == "all":
-                    counters = counter_ptr + 1 + 3 * group
+                    counters = counter_ptr + 1 + 4 * group
                     wait_for(counters + 2, slot_blocks)
                 residual_gradients(
                     group,
-                    block - means_blocks - column_blocks - slot_blocks,
-                    scratch_ptr + group.to(tl.int64) * slots * CHUNKS,
+                    block - means_blocks,
+                    scratch_ptr + (group % scratch_ring).to(tl.int64) * slots * CHUNKS,
                     row_offsets_ptr,
                     row_source_ptr,
                     row_entry_ptr,
@@ -770,3 +781,5 @@ def summed_kernel(
                     SUMS,
                     ROW_BLOCK,
                 )
+                if STAGES == "all":
+                    arrive(counters + 3)
