@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.ops.projected_kl import ColumnPlan
+from megatron_ext.ops.projected_kl.column_plan import pair_parts
+from megatron_ext.ops.projected_kl.kernel_evaluation import CHUNKS, WIDE
 
 from .cache import GRANULE, SECTOR, Ints, Masks, Trace
 
@@ -228,8 +230,6 @@ class Schedule:
 
 def joined(
     batch: Microbatch,
-    chunks: int = 32,
-    parts: int = 16,
     ring: int = 3,
     scratch: int = 1 << 28,
 ) -> Iterator[tuple[str, Trace]]:
@@ -237,9 +237,10 @@ def joined(
 
     Means and slopes of ``ring`` groups of chunks are kept at once.
     """
+    parts = pair_parts(*batch.widths)
+    chunks = CHUNKS // 2 if batch.plan.scratch_width > WIDE else CHUNKS
     schedule = Schedule(batch, chunks=chunks)
-    memory, plan = schedule.memory, batch.plan
-    size = 4 * chunks
+    memory, size = schedule.memory, 4 * chunks
     step = scratch // (size * schedule.residual) * chunks
     means = memory.rows(ring, size * schedule.residual)
     sums = memory.rows(ring, size * schedule.slots)

@@ -11,6 +11,7 @@ from megatron_ext.ops.projected_kl import (
     evaluate_projected_kl,
     projected_kl_reference,
 )
+from megatron_ext.ops.projected_kl import kernel_numbers
 from megatron_ext.ops.unit_gradient import kept_gradient
 from tests.ops.kernel_case import ALL_THREE, assert_as_exact
 from tests.ops.projected_kl_case import (
@@ -147,6 +148,26 @@ def test_diagnostics_are_those_of_torch_wherever_the_largest_column_is(order, ra
         assert torch.equal(values[0].top1_agreement, values[1].top1_agreement)
         agreed += values[0].top1_agreement.tolist()
     assert raised != "direct" or any(agreed)
+
+
+@pytest.mark.parametrize("raised", [None, "residual", "direct"])
+def test_chunks_that_several_programs_share_are_those_of_one(monkeypatch, raised):
+    projection = aligned_projection(STUDENT, TEACHER)
+    student, teacher = logits_of(3, torch.float32)
+    if raised is not None:
+        # Each part looks for its own largest pair where the row's is none.
+        student[:, 20 if raised == "residual" else 3] += 9.0
+    chosen = ProjectedKLOptions(temperature=1.5)
+    found = []
+    for parts in (1, 4):
+        monkeypatch.setattr(kernel_numbers, "pair_parts", lambda *_, parts=parts: parts)
+        leaf = student.clone().requires_grad_()
+        total, values = evaluated(
+            leaf * 1.0, teacher, projection, in_place=True, chosen=chosen, implementation="triton"
+        )
+        found.append((torch.autograd.grad(total, leaf)[0], *values[:1], *values[1:4], *values[6:]))
+    for one, several in zip(*found, strict=True):
+        torch.testing.assert_close(one, several)
 
 
 def test_plans_of_both_orders_are_what_they_are_named_for():

@@ -76,6 +76,8 @@ NO_PARTNER: Final = -1
 """Partner of a student column without an entry."""
 
 _NARROW: Final = 1 << 13
+_MANY: Final = 300_000
+"""Columns of both models of which 660 programs, as many as an H100 runs at once, read 25 MB."""
 
 
 def pair_block(width: int) -> int:
@@ -83,9 +85,11 @@ def pair_block(width: int) -> int:
     return 1024 if width >= _NARROW else 16
 
 
-def pair_parts(width: int) -> int:
-    """Programs that share a chunk of a student's ``width``, so that few chunks are read at once."""
-    return 16 if width >= _NARROW else 1
+def pair_parts(width: int, teacher_width: int) -> int:
+    """Programs that share a chunk, so that the rows which are read at once fill half a cache."""
+    if width < _NARROW:
+        return 1
+    return 16 if width + teacher_width < _MANY else 32
 
 
 _RESIDUAL_STEP: Final = 16

@@ -28,7 +28,7 @@ CHUNKS: Final = 32
 """Chunks of a group, whose sums over columns are made together; half as many where their scratch
 would fill the cache."""
 
-_WIDE: Final = 1 << 16
+WIDE: Final = 1 << 16
 """Summed columns and residual rows from which on it would."""
 
 _SCRATCH_BYTES: Final = 1 << 28
@@ -109,7 +109,7 @@ class KernelEvaluation:
         self.options, self.requested = options, requested
         self.tempered = options.temperature != 1.0
         self.is_forward = options.direction == "forward"
-        is_wide = self.plan.scratch_width > _WIDE
+        is_wide = self.plan.scratch_width > WIDE
         self.group_chunks = max(1, CHUNKS // 2 if is_wide else CHUNKS)
         self.slot_blocks = -(-len(self.plan.home) // _SLOT_BLOCK)
         self.config = fitting_config(self._config(), student.shard.width)

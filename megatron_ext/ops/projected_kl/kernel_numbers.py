@@ -154,7 +154,8 @@ def launch_singles(
     plan, shard = projection.plan, student.shard
     assert plan is not None
     logits, others, chunks = student.logits, teacher.logits, student.rows.chunk_count
-    block, parts = pair_block(shard.width), pair_parts(shard.width)
+    block = pair_block(shard.width)
+    parts = pair_parts(shard.width, teacher.shard.width)
     units = max(chunks, -(-len(logits) // _OUTSIDE_ROWS)) if is_joined else chunks
     partial = logits.new_empty(4, chunks, parts, dtype=torch.float32)
     best = logits.new_empty(2, chunks, parts, dtype=torch.int32)
