@@ -39,14 +39,14 @@ OBJECTIVES = {
 LAYOUTS = [("tp2", TP2), ("pp2", PP2), ("dp2", {})]
 SHARDED = ("partition_kl", "byte_prefix", "hybrid_kl", "dskd-heads")
 CONTEXT = ("cp2", CP2)
-OVER_CONTEXT = ("hybrid_kl", "dskd")
-"""Sums over chunks, and with parameters of its own; rows of 41 and 53 positions, which are filled
-up to divide. Sums over labels too with MEGATRON_EXT_ALL_TEXT."""
-OF_LAYOUT = {"tp2": ("partition_kl", "byte_prefix", "dskd-heads"), "pp2": ("hybrid_kl",)}
+OVER_CONTEXT = ("dskd",)
+"""With parameters of its own; rows of 41 and 53 positions, which are filled up to divide. Other
+sums over chunks, and those over labels, with MEGATRON_EXT_ALL_TEXT."""
+OF_LAYOUT = {"tp2": ("byte_prefix", "dskd-heads"), "pp2": ("hybrid_kl",)}
 """What each layout runs; all that is sharded with MEGATRON_EXT_ALL_TEXT."""
 if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
     OF_LAYOUT = {name: SHARDED for name, _ in LAYOUTS}
-    OVER_CONTEXT = ("next_token", "byte_prefix", *OVER_CONTEXT)
+    OVER_CONTEXT = ("next_token", "byte_prefix", "hybrid_kl", *OVER_CONTEXT)
 CASES = [
     *((name, layout) for layout, names in OF_LAYOUT.items() for name in names),
     *((name, CONTEXT[0]) for name in OVER_CONTEXT),

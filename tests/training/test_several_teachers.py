@@ -64,7 +64,6 @@ SHARDED = ["dynamic", "three", "three-linear", "selected", "pulled", "latents"]
 OF_LAYOUT = {
     "tp2": ["three-linear", "latents"],
     "pp2": ["dynamic"],
-    "dp2": ["dynamic"],
     "cp2": ["averaged"],
 }
 """What each layout runs; all that is sharded with MEGATRON_EXT_ALL_TEXT."""
