@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 from functools import cache
 
 import pytest
@@ -189,9 +190,14 @@ print(json.dumps([[type(b).__module__, b.vocab_size] for b in built]), flush=Tru
 
 def test_the_builder_of_the_installed_megatron_core_is_replaced(tmp_path):
     # In a process that has megatron-core already, whose import takes seconds.
-    code, printed, errors = run_forked(tmp_path, exec, REPLACED, {"__name__": "__main__"})
+    (tmp_path / "own.py").write_text(REPLACED, encoding="utf-8")
+    code, printed, errors = run_forked(tmp_path, _run_as_main, "own.py")
     assert code == 0, errors
     assert json.loads(printed) == [["megatron_ext.tokenizers.text_tokenizer", 7]] * 2
+
+
+def _run_as_main(script):
+    runpy.run_path(script, run_name="__main__")
 
 
 def test_torchrun_runs_a_script_on_every_rank(checkout):

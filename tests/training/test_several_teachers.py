@@ -202,10 +202,10 @@ def test_a_layout_trains_the_student_of_one_process(runs, name, layout):
 
 
 def test_a_run_goes_on_exactly_with_the_weights_it_had_come_to(runs):
-    before = read_metrics(runs / "dynamic-dp2")
-    again = Run("dynamic-dp2", THREE, DYNAMIC, is_kept=True, goes_on=True)
+    before = read_metrics(runs / "dynamic-pp2")
+    again = Run("dynamic-pp2", THREE, DYNAMIC, PP2, is_kept=True, goes_on=True)
     run_ranks(2, train_runs, runs, [again])
-    after = read_metrics(runs / "dynamic-dp2")
+    after = read_metrics(runs / "dynamic-pp2")
     keys = ("loss", "kd", "ce", "grad_norm", "kd_weight", "kd/other/weight")
     assert [[row[key] for key in keys] for row in after] == [
         [row[key] for key in keys] for row in before
