@@ -71,6 +71,7 @@ def test_a_link_leads_to_a_file_and_a_heading(page, link):
         ("performance", "performance_page"),
         ("scaling", "scaling_page"),
         ("megatron_core", "megatron_core_page"),
+        ("prompt_formats", "prompt_formats_page"),
     ],
 )
 def test_a_generated_page_is_current(name, made):

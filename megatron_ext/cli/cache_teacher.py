@@ -42,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.usage = "%(prog)s --config FILE --output FOLDER [options]"
     recording = parser.add_argument_group("recording")
-    recording.add_argument("--output", type=Path, required=True, help="folder of the cache")
+    recording.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="FOLDER", help="folder of the cache"
+    )
     recording.add_argument(
         "--teacher",
         metavar="NAME",

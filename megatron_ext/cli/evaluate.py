@@ -1,11 +1,11 @@
 """Measure a model: bits per byte, MMLU, GSM8K, HumanEval+, MBPP+, from local files.
 
-    megatron-ext evaluate --checkpoint runs/student --task bits_per_byte --data held_out.jsonl
-    megatron-ext evaluate --checkpoint Llama-3.2-1B --task mmlu --data mmlu/ --output mmlu.json
+    megatron-ext evaluate --model runs/student --task bits_per_byte --data held_out.jsonl
+    megatron-ext evaluate --model Llama-3.2-1B --task mmlu --data mmlu/ --output mmlu.json
     torchrun --nproc-per-node 8 -m megatron_ext evaluate --tensor-model-parallel-size 2 ...
 
-A checkpoint is a run folder, its folder of checkpoints, one of these, or a HuggingFace folder.
-Several predict together, token by token or, with --mode byte, across vocabularies. Processes beyond
+A model is a run folder, its folder of checkpoints, one of these, or a HuggingFace folder. Several
+predict together, token by token or, with --mode byte, across vocabularies. Processes beyond
 tensor and pipeline parallelism are replicas, which share the items.
 """
 
@@ -52,17 +52,23 @@ _ABOUT = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the verb."""
     parser.add_argument(
+        "--model",
         "--checkpoint",
+        dest="checkpoint",
         type=Path,
         required=True,
         action="append",
-        help="what to measure; several times for models that predict together",
+        metavar="MODEL",
+        help="what to measure: a run, a checkpoint, a HuggingFace folder or a name on the hub; may "
+        "be repeated, for models that predict together",
     )
     parser.add_argument("--task", required=True, help=f"one of {', '.join(TASKS)}, or lm_eval:NAME")
     parser.add_argument(
         "--data", type=Path, help="file or folder in its published format; for lm_eval:NAME tasks"
     )
-    parser.add_argument("--output", type=Path, help="file for the results, as JSON")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="file for the results, as JSON"
+    )
     parser.add_argument("--samples", type=Path, help="file for every item, as JSON Lines")
     task = parser.add_argument_group("task")
     task.add_argument(

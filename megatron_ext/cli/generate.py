@@ -55,11 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--model",
+        "--checkpoint",
         dest="checkpoint",
         type=Path,
         action="append",
-        help="what generates: a run, a checkpoint, a HuggingFace folder or a name on the hub; "
-        "several times for models that predict together",
+        metavar="MODEL",
+        help="what generates: a run, a checkpoint, a HuggingFace folder or a name on the hub; may "
+        "be repeated, for models that predict together",
     )
     source.add_argument(
         "--endpoint",
@@ -74,7 +76,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     given.add_argument("--prompts", type=Path, help="JSON Lines with one in each record")
     parser.add_argument("--text-field", default="prompt", help="field of a record's prompt")
     parser.add_argument(
-        "--output", type=Path, help="file for prompts and completions, as JSON Lines"
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="file for prompts and completions, as JSON Lines",
     )
     training = parser.add_argument_group("training data")
     training.add_argument(

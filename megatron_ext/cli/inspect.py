@@ -30,6 +30,7 @@ from megatron_ext.conversation.records import RECORD_SCHEMA_REGISTRY
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.tokenizers import MegatronTokenizerText, build_tokenizer
 from megatron_ext.training.tokenizer_arguments import (
+    add_short_tokenizer_flag,
     add_tokenizer_arguments,
     tokenizer_config_from_arguments,
 )
@@ -75,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="one JSON object for each token; with --conversation for each conversation",
     )
     add_tokenizer_arguments(parser)
+    add_short_tokenizer_flag(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -22,7 +22,12 @@ _OF_ENSEMBLE: Final = ("mode", "weight", "mean", "prune", "beam")
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a model, and of several that predict together."""
     model = parser.add_argument_group("model")
-    model.add_argument("--tokenizer", help="the one that comes with the checkpoint if not given")
+    model.add_argument(
+        "--tokenizer",
+        "--tokenizer-model",
+        metavar="PATH",
+        help="the one that comes with the model if not given",
+    )
     model.add_argument(
         "--allow-other-tokenizer",
         action="store_true",

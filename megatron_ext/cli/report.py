@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the verb."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run_dir of a run")
     parser.add_argument(
+        "-o",
         "--output",
         type=Path,
         metavar="FILE",

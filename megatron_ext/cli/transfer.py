@@ -76,14 +76,17 @@ def add_init_flags(parser: argparse.ArgumentParser) -> None:
     new = parser.add_mutually_exclusive_group(required=True)
     new.add_argument(
         "--tokenizer",
+        "--tokenizer-model",
         type=Path,
-        metavar="DIR",
+        metavar="PATH",
         help="file or folder of the new tokenizer, or a run",
     )
     new.add_argument(
         "--to-bytes", action="store_true", help="one token for each byte: the library byte-level"
     )
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new folder")
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="DIR", help="new folder"
+    )
     parser.add_argument(
         "--method",
         choices=("fvt", "fvt-asymmetric", "omp", "mean", "hypernet"),
@@ -222,7 +225,9 @@ def add_extend_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--data", type=Path, metavar="FILE", help="text, or JSON lines with a text")
     parser.add_argument("--text-field", default="text", help="field with a record's text")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new folder")
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="DIR", help="new folder"
+    )
     parser.add_argument(
         "--method",
         choices=("fvt", "fvt-asymmetric", "mean"),
@@ -448,7 +453,9 @@ def add_train_hypernet_flags(parser: argparse.ArgumentParser) -> None:
         "--data", type=Path, required=True, metavar="FILE", help="text to learn from"
     )
     parser.add_argument("--text-field", default="text", help="field with a record's text")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new folder")
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="DIR", help="new folder"
+    )
     for name, default, words in (
         ("steps", 1000, "optimizer steps"),
         ("batch-size", 8, "texts of a step"),
