@@ -39,6 +39,8 @@ LENGTH: Final = 128
 def main() -> None:
     """Write ``data/``, ``teacher/`` and ``student/`` under the folder."""
     arguments = _arguments()
+    # A model this small gains nothing from more, and where other programs run, waits for them.
+    torch.set_num_threads(1)
     folder, started = Path(arguments.folder), time.perf_counter()
     torch.manual_seed(0)
     write_corpus(folder / "data")
