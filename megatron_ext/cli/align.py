@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", metavar="FILE|-", help="write the report as JSON; - prints it in place of text"
     )
     output.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page that shows both tokenizations"
+        "--html", type=Path, metavar="FILE", help="write an HTML page that shows both tokenizations"
     )
     output.add_argument(
         "--html-bytes",

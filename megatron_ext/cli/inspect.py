@@ -59,11 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--conversation-schema",
         choices=("auto", *RECORD_SCHEMA_REGISTRY),
         default="auto",
-        help="how the records say what they say; auto finds out",
+        help="format of the records; auto detects it",
     )
-    conversation.add_argument(
-        "--html", type=Path, metavar="PATH", help="write a page that a browser shows"
-    )
+    conversation.add_argument("--html", type=Path, metavar="PATH", help="write an HTML page")
     conversation.add_argument("--tokens", action="store_true", help="list the tokens too")
     output = parser.add_argument_group("output")
     output.add_argument(

@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--conversation-schema",
         choices=get_args(RecordSchemaName),
         default="auto",
-        help="how records hold conversations in the mode sft; what the first ones have, with auto",
+        help="format of conversations in the mode sft; auto takes that of the first records",
     )
     data.add_argument(
         "--append-eod",
