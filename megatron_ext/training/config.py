@@ -56,8 +56,8 @@ class TeacherConfig:
     """Objective for this teacher; ``loss.objective`` when not given."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of this teacher's objective, added to ``loss.options``, or in their place where the
-    teacher has an objective of its own."""
+    """Options of this teacher's objective, added to ``loss.options``; if the teacher has an
+    objective of its own, they replace these."""
 
     temperature: float | None = None
     """Temperature for this teacher; ``loss.temperature`` when not given."""
@@ -90,7 +90,7 @@ class TeacherConfig:
     placement: Placement = "student_ranks"
     """Place of the model: the student's ranks, ranks of its own in the same launch, a process
     beside each replica of the student, a server that was started before, or an inference engine
-    (``engine``); of the last the checkpoint is a folder with ``config.json`` and tokenizer."""
+    (``engine``), for which the checkpoint is a folder with ``config.json`` and tokenizer."""
 
     serving: ServingConfig = field(default_factory=ServingConfig, metadata={"prefix": "serving-"})
 
@@ -231,10 +231,10 @@ class LossConfig:
     """Train the shares of the projection's inexact rows with the student (projected_kl)."""
 
     linear: bool | None = None
-    """Compute the loss from hidden states and heads, one tile of logits at a time, and never all
-    logits; for the objectives that are sums over chunks or labels. When not given, a run on a CPU
-    does where a microbatch's logits have more than 64 MiB and nothing speaks against it, in tiles
-    of at most 128 MiB."""
+    """Compute the loss from hidden states and heads, one tile of logits at a time, for objectives
+    that are sums over chunks or labels. When not given, a run on a CPU does so if the logits of a
+    microbatch take more than 64 MiB and no other setting forbids it, in tiles of at most 128
+    MiB."""
 
     linear_tile_rows: int = 2048
     """Most rows of a tile of the linear form, of either model."""
@@ -275,8 +275,8 @@ class DistillConfig:
     teacher: TeacherConfig | None = field(default=None, metadata={"prefix": "teacher-"})
 
     teachers: Mapping[str, TeacherConfig] = field(default_factory=dict)
-    """Several teachers in place of ``teacher``: sections with the keys of that one, by name, or as
-    a list with a ``name`` in each."""
+    """Several teachers in place of ``teacher``: sections with the keys of ``teacher``, by name, or
+    as a list with a ``name`` in each."""
 
     loss: LossConfig = field(default_factory=LossConfig, metadata={"prefix": "loss-"})
 
