@@ -309,6 +309,7 @@ ENGINE: Final = Feature(
 WORD_BEGINS: Final = Feature(name="an objective that reads where words begin", value=_word_begins)
 OFFLOAD: Final = key_feature("{teacher}.offload")
 WEIGHT_PRECISION: Final = key_feature("{teacher}.weight_precision", off=None)
+AVERAGE: Final = key_feature("{teacher}.ema_decay", off=None)
 TRANSFORMERS: Final = key_feature("{teacher}.library", off="megatron", only=("huggingface",))
 TEACHER: Final = Feature(
     name="`teacher`",

@@ -146,7 +146,10 @@ def _constants(run: StudentParts, teacher: LoadedTeacher, objective: Objective) 
         table = same_tokens(*tokenizers, layout=layout, device=device)
         constants = dataclasses.replace(constants, same_tokens=table)
     if run.inputs.data.texts is not None:
-        stops = stop_tokens_of(tokenizers[1]) | generation_stops(teacher.plan.config.checkpoint)
+        of_model = teacher.plan.config.checkpoint or run.plan.initial_checkpoint
+        stops = stop_tokens_of(tokenizers[1])
+        if of_model is not None:
+            stops |= generation_stops(of_model)
         if layout is not None:
             known = [token for token in stops if token < len(layout.teacher.places)]
             stops = frozenset(layout.teacher.places[known].tolist())

@@ -222,8 +222,31 @@ def check_loss(
         make_aggregator(config.loss, plans, objectives)
     check_exclusions(config, "objectives", objectives=objectives)
     for name in objectives:
+        if plans[name].config.ema_decay is not None:
+            why = "an average of the student is a teacher"
+            _check_same_ids(why, plans[name], tokenizer, teachers[name])
         if reads_student_ids(plans[name]):
             _check_same_tokenizer(plans[name], tokenizer, teachers[name])
+
+
+def _check_same_ids(
+    why: str,
+    teacher: TeacherPlan,
+    tokenizer: MegatronTokenizerText,
+    other: MegatronTokenizerText,
+) -> None:
+    """Check that a teacher has the student's vocabulary; ``why`` begins the error."""
+    if tokenizer.fingerprint() == other.fingerprint():
+        return
+    is_average = teacher.config.ema_decay is not None
+    raise ConfigError(
+        f"{why} with the student's tokenizer",
+        where=f"{teacher.section}.tokenizer",
+        got="another vocabulary",
+        fix="leave the section out"
+        if is_average
+        else "take another loss.objective, see docs/losses.md",
+    )
 
 
 def _check_same_tokenizer(
@@ -241,13 +264,7 @@ def _check_same_tokenizer(
     why = f"the objective {objective} needs a teacher"
     if teacher.loss.teacher_mode == "averaged_logits":
         why = "averaged logits need teachers"
-    if tokenizer.fingerprint() != other.fingerprint():
-        raise ConfigError(
-            f"{why} with the student's tokenizer",
-            where=f"{teacher.section}.tokenizer",
-            got="another vocabulary",
-            fix="take another loss.objective, see docs/losses.md",
-        )
+    _check_same_ids(why, teacher, tokenizer, other)
     length, of_student = teacher.config.model.seq_length, teacher.student.seq_length
     if length != of_student:
         raise ConfigError(

@@ -275,6 +275,8 @@ class Trainer:
                 metrics["grad_norm"] = self.student.update()
             if policy.check_gradient(metrics["grad_norm"], iteration=iteration):
                 update_biases(self.student.chunks)
+                for average in self.student.averages:
+                    average.update()
                 has_both = counts.tokens > 0 and counts.compared > 0
                 observe(self.weighting, metrics, step.gradients, self.groups, has_both=has_both)
         return finite_only(metrics) | {

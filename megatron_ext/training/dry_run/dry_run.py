@@ -154,6 +154,8 @@ def _check_checkpoints(run: RunPlan, initial_checkpoint: str | None) -> dict[str
     if latest is not None:
         compared[str(latest)] = check_checkpoint(latest, run.student, where="student")
     for teacher in run.teachers.values():
+        if teacher.config.ema_decay is not None:
+            continue
         checkpoint = teacher.checkpoint
         if teacher.config.library == "huggingface":
             # Compared before, with the check of its files.

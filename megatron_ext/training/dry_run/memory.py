@@ -252,9 +252,12 @@ def _weights(plan: Plan, name: str, stage: int) -> int:
     """Bytes of one teacher's weights, which are 0 where its model is elsewhere."""
     if name in plan.forms:
         return 0
-    teacher = plan.teachers[name]
+    teacher, config = plan.teachers[name], plan.run.teachers[name].config
+    if config.ema_decay is not None:
+        # Fp32 averages of what learns, and in bf16 the rounded ones that the model has.
+        return plan.learning(stage) * (FP32 if plan.element == FP32 else FP32 + plan.element)
     weights = teacher.parameters(stage) * plan.element
-    if plan.run.teachers[name].config.weight_precision is None:
+    if config.weight_precision is None:
         return weights
     # A byte of each; the scale of a row is left out.
     return weights - teacher.layers * teacher.layer_products * (plan.element - 1)

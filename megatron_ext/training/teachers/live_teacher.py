@@ -33,6 +33,7 @@ from megatron_ext.training.inputs import Inputs
 from megatron_ext.training.models import DTYPES
 from megatron_ext.training.run_plan import RunPlan, TeacherPlan
 from megatron_ext.training.teachers.cached_teacher import CachedTeacher
+from megatron_ext.training.teachers.student_average import StudentAverage
 from megatron_ext.training.vocabulary_layout import RunLayout
 
 
@@ -78,6 +79,9 @@ class LoadedTeacher(NamedTuple):
 
     laid_out: RunLayout | None = None
     """Order of both heads' rows; None for the order of ids."""
+
+    average: StudentAverage | None = None
+    """The average of the student that it is; None for a frozen model."""
 
 
 class LiveTeacher(NamedTuple):

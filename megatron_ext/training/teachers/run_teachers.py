@@ -32,6 +32,7 @@ from megatron_ext.training.teachers.live_teacher import (
     live_teacher,
 )
 from megatron_ext.training.teachers.own_ranks import RoleStore
+from megatron_ext.training.teachers.student_average import student_average
 from megatron_ext.training.teachers.target_checks import described, served_form
 from megatron_ext.training.teachers.teacher_process import TeacherProcess, server_token
 from megatron_ext.training.vocabulary_layout import lay_out
@@ -82,6 +83,24 @@ def teacher_on_student_ranks(teacher: TeacherPlan, run: StudentParts) -> LoadedT
         laid_out = lay_out(run, projection, teacher.config.model, chunks, shard)
     live = live_megatron_teacher(chunks, shard, run.groups, offload=teacher.config.offload)
     return LoadedTeacher(teacher, shard, projection, live.head, live.teacher, laid_out=laid_out)
+
+
+def teacher_from_student(teacher: TeacherPlan, run: StudentParts) -> LoadedTeacher:
+    """Build the average of the student.
+
+    Collectives: those that build a model, of ``teacher_vocab_shard`` and of ``run_projection``.
+    """
+    shard = teacher_vocab_shard(teacher, run.tokenizer(teacher), run.groups)
+    average = student_average(
+        teacher,
+        run.plan,
+        run.chunks,
+        run.groups,
+        padded_vocab_size=run.shard.width * run.plan.parallel.tensor_model_parallel_size,
+    )
+    projection = run_projection(teacher, run)
+    live = live_megatron_teacher(average.chunks, shard, run.groups, offload=False)
+    return LoadedTeacher(teacher, shard, projection, live.head, live.teacher, average=average)
 
 
 class _Processes(NamedTuple):
@@ -229,12 +248,13 @@ _MAKERS: Final[Mapping[str, Callable[[TeacherPlan, StudentParts], LoadedTeacher]
     "cache": teacher_from_cache,
     "remote": teacher_from_remote,
     "engine": teacher_from_engine,
+    "average": teacher_from_student,
     "huggingface": teacher_from_huggingface,
     "megatron": teacher_on_student_ranks,
 }
 """By kind: ``cache`` where targets are read from files, ``remote`` where other processes send them,
-``engine`` where an inference server does, otherwise the library that runs the model on the
-student's ranks."""
+``engine`` where an inference server does, ``average`` for the student's average, otherwise the
+library that runs the model on the student's ranks."""
 
 
 def make_run_teachers(run: StudentParts) -> dict[str, LoadedTeacher]:
@@ -252,4 +272,6 @@ def _kind(teacher: TeacherPlan) -> str:
         return "cache"
     if teacher.config.engine is not None:
         return "engine"
+    if teacher.config.ema_decay is not None:
+        return "average"
     return "remote" if teacher.config.is_remote else teacher.config.library
