@@ -196,8 +196,9 @@ class LossConfig:
 
     objective: str = "projected_kl"
     """Distillation objective: ``projected_kl``, ``partition_kl``, ``byte_prefix``, ``strict_topk``,
-    ``hybrid_kl``, ``gold``, ``uld``, ``alm``, ``sampled_kl``, ``mined``, ``dskd`` or ``vocab_kl``,
-    see docs/losses.md; ``next_token`` to train without a teacher."""
+    ``hybrid_kl``, ``gold``, ``uld``, ``alm``, ``sampled_kl``, ``mined``, ``dskd``, ``hidden_mse``,
+    ``hidden_cosine`` or ``vocab_kl``, see docs/losses.md; ``next_token`` to train without a
+    teacher."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the objective, see docs/losses.md; as a flag ``'{"top_k": 32}'``, which replaces

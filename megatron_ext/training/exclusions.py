@@ -259,6 +259,13 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "take another weighting, or keep activations",
     ),
     Exclusion(
+        features.RECOMPUTED_WHOLE,
+        features.LOWER_LAYERS,
+        "states of layers that are computed again have no gradient",
+        "compare the last layer, or keep activations: none, or selective",
+        "objectives",
+    ),
+    Exclusion(
         features.BY_GRADIENTS,
         features.FROZEN_LAYERS,
         "the weighting compares gradients of the last layer's matrices, which do not learn",

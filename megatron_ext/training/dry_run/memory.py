@@ -39,6 +39,7 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 from megatron_ext.training.dry_run.plan import FP32, ModelShape, Plan
+from megatron_ext.training.objective import lower_layers
 
 
 def layer_activations(plan: Plan, shape: ModelShape) -> int:
@@ -208,8 +209,8 @@ class RankMemory:
     """Weights of teachers on the student's ranks, and on the last stage the heads of others."""
 
     teacher_targets: int
-    """Last hidden states of a whole global batch, or the targets of a remote or cached teacher; on
-    the last stage."""
+    """Hidden states of a whole global batch, or the targets of a remote or cached teacher; on the
+    last stage."""
 
     batch: int
     """Tokens, labels, positions, chunks and masks of a whole global batch."""
@@ -276,7 +277,8 @@ def _optimizer_state(plan: Plan, parameters: int) -> int:
 def _targets(plan: Plan, name: str) -> int:
     """Bytes of one teacher's targets; forms other than ``hidden`` take the bytes that are sent."""
     teacher, form = plan.teachers[name], plan.forms.get(name)
-    width = teacher.model.hidden_size * plan.element
+    layers = 1 + len(lower_layers(plan.run.teachers[name], of_student=False))
+    width = layers * teacher.model.hidden_size * plan.element
     if form is not None and form.kind != "hidden":
         width = form.bytes_per_token
     return plan.microbatches * plan.tokens(teacher) * width

@@ -19,7 +19,7 @@ from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.training.first_weights import frozen_teacher, teacher_vocab_shard
 from megatron_ext.training.learning_step import run_projection
 from megatron_ext.training.models import DTYPES
-from megatron_ext.training.objective import teacher_objective
+from megatron_ext.training.objective import lower_layers, teacher_objective
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.teachers.cached_teacher import open_cached_teacher
 from megatron_ext.training.teachers.engine_teacher import teacher_from_engine
@@ -59,7 +59,8 @@ def teacher_from_huggingface(teacher: TeacherPlan, run: StudentParts) -> LoadedT
         ConfigError: The objective reads hidden states, and the model's logits are not their product
             with the head.
     """
-    live = live_teacher(teacher, run.tokenizer(teacher), run.groups)
+    layers = lower_layers(teacher, of_student=False)
+    live = live_teacher(teacher, run.tokenizer(teacher), run.groups, layers=layers)
     if teacher_objective(teacher).needs.hidden:
         where = f"{teacher.section}.checkpoint"
         why = f"the objective {teacher.loss.objective} reads"
@@ -81,7 +82,13 @@ def teacher_on_student_ranks(teacher: TeacherPlan, run: StudentParts) -> LoadedT
     if run.plan.training.vocabulary_layout == "co_sharded":
         assert projection is not None, "checked with the objective"
         laid_out = lay_out(run, projection, teacher.config.model, chunks, shard)
-    live = live_megatron_teacher(chunks, shard, run.groups, offload=teacher.config.offload)
+    live = live_megatron_teacher(
+        chunks,
+        shard,
+        run.groups,
+        offload=teacher.config.offload,
+        layers=lower_layers(teacher, of_student=False),
+    )
     return LoadedTeacher(teacher, shard, projection, live.head, live.teacher, laid_out=laid_out)
 
 
@@ -99,7 +106,13 @@ def teacher_from_student(teacher: TeacherPlan, run: StudentParts) -> LoadedTeach
         padded_vocab_size=run.shard.width * run.plan.parallel.tensor_model_parallel_size,
     )
     projection = run_projection(teacher, run)
-    live = live_megatron_teacher(average.chunks, shard, run.groups, offload=False)
+    live = live_megatron_teacher(
+        average.chunks,
+        shard,
+        run.groups,
+        offload=False,
+        layers=lower_layers(teacher, of_student=False),
+    )
     return LoadedTeacher(teacher, shard, projection, live.head, live.teacher, average=average)
 
 
