@@ -48,9 +48,11 @@ def config_of(**changes):
 
 
 def check(config):
-    check_loss(
-        config, student_tokenizer(), dict.fromkeys(config.named_teachers, teacher_tokenizer())
-    )
+    teachers = {
+        name: teacher_tokenizer() if teacher.ema_decay is None else student_tokenizer()
+        for name, teacher in config.named_teachers.items()
+    }
+    check_loss(config, student_tokenizer(), teachers)
 
 
 def objective(name, temperature=None, **options):

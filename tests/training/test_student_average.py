@@ -7,7 +7,12 @@ import pytest
 import torch
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.training.config import DistillConfig, LossConfig
+from megatron_ext.training.config import (
+    DistillConfig,
+    LossConfig,
+    ParallelConfig,
+    TeacherConfig,
+)
 from megatron_ext.training.dry_run.dry_run import dry_run
 from megatron_ext.training.dry_run.memory import rank_memory
 from megatron_ext.training.dry_run.plan import Plan
@@ -33,43 +38,74 @@ from tests.training.tiny_run import (
     TP2,
     changed,
     checkpoints,
-    same_tokenizer_teacher,
     student_run,
 )
 
-DECAY, STEPS = 0.6, 3
+DECAY, STEPS = 0.6, 2
 PREFIX = "averages.teacher."
-ADAPTED = {"lora": LoraConfig(rank=2, targets=("linear_qkv", "linear_fc2"))}
-LAYOUTS = {"tp2": TP2, "pp2": PP2}
-if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
+BF16 = {"precision": "bf16", "use_distributed_optimizer": True}
+ADAPTED = BF16 | {"lora": LoraConfig(rank=2, targets=("linear_qkv", "linear_fc2"))}
+SIZES = {"seq_length": 40}
+EXPERTS = SIZES | {
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 24,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_bias_update_rate": 0.01,
+}
+ALL = bool(os.environ.get("MEGATRON_EXT_ALL_TEXT"))
+ALONE = {"alone": {}, "adapted": ADAPTED}
+LAYOUTS = {"tp2": TP2}
+AGAIN = {"adapted-again": ("adapted", ADAPTED)}
+if ALL:
+    ALONE |= {"bf16": BF16, "experts": {}}
+    AGAIN |= {"bf16-again": ("bf16", BF16), "again": ("alone", {}), "from-tp2": ("tp2", {})}
     LAYOUTS |= {
-        "dp2": {},
+        "pp2": PP2,
+        "dp2": {"use_distributed_optimizer": True},
         "cp2": CP2,
         "sp2": TP2 | {"sequence_parallel": True, "use_distributed_optimizer": True},
+        "experts-ep2": {"expert_model_parallel_size": 2},
     }
 
 
 def averaged_run(folder, name, *, precision="fp32", lora=None, **parallel):
     """Some steps of a student by its own average, from the first weights in ``folder``."""
+    has_experts = name.startswith("experts")
     config = changed(
-        student_run(folder, name, **parallel),
+        student_run(folder, name),
+        student=EXPERTS if has_experts else SIZES,
+        teacher=None,
+        loss=LossConfig(objective="next_token"),
+    )
+    config = changed(
+        config,
         loss=LossConfig(objective="vocab_kl", ce_weight=0.5),
-        training={"train_iters": STEPS, "save_interval": 1, "keep_checkpoints": STEPS},
+        teacher=TeacherConfig(
+            tokenizer=config.tokenizer, model=config.student, checkpoint="", ema_decay=DECAY
+        ),
+        training={
+            "train_iters": STEPS,
+            "save_interval": 1,
+            "keep_checkpoints": STEPS,
+            "precision": precision,
+        },
         optimizer={"lr": 1e-2 if precision == "bf16" else 1e-3},
-        initial_checkpoint=checkpoints(folder, "start"),
+        initial_checkpoint=checkpoints(folder, _start_of(name)),
         lora=lora,
         data={"validation": ()},
     )
-    config = changed(config, training={"precision": precision})
-    teacher = replace(same_tokenizer_teacher(folder, "none"), checkpoint="", ema_decay=DECAY)
-    return replace(config, teacher=teacher)
+    return replace(config, parallel=ParallelConfig(**parallel))
+
+
+def _start_of(name):
+    return "experts-start" if name.startswith("experts") else "start"
 
 
 def train(rank, folder, runs):
-    if not (folder / "start").exists():
-        untaught = {"teacher": None, "loss": LossConfig(objective="next_token")}
-        save_start(replace(student_run(folder, "start"), **untaught))
     for name, settings in runs.items():
+        start = _start_of(name)
+        if not (folder / start).exists():
+            save_start(replace(averaged_run(folder, start), initial_checkpoint=None))
         _trainer(averaged_run(folder, name, **settings)).train()
 
 
@@ -81,11 +117,9 @@ def go_on(rank, folder, runs):
 
 @pytest.fixture(scope="module")
 def runs(folder):
-    bf16 = {"precision": "bf16", "use_distributed_optimizer": True}
-    run_ranks(1, train, folder, {"alone": {}, "adapted": ADAPTED, "bf16": bf16})
+    run_ranks(1, train, folder, ALONE)
     run_ranks(2, train, folder, LAYOUTS)
-    again = {"again": ("alone", {}), "bf16-again": ("bf16", bf16), "from-tp2": ("tp2", {})}
-    run_ranks(1, go_on, folder, again)
+    run_ranks(1, go_on, folder, AGAIN)
     return folder
 
 
@@ -99,50 +133,49 @@ def averages_of(run, step):
     }
 
 
-@pytest.mark.parametrize("name", ["alone", "adapted", "bf16"])
+@pytest.mark.parametrize("name", ALONE)
 def test_the_average_is_that_of_the_weights_after_each_step(runs, name):
-    first = weights_of(runs / "start", 0)
-    means = {}
+    first, means = weights_of(runs / _start_of(name), 0), {}
     for step in range(1, STEPS + 1):
         weights, averages = weights_of(runs / name, step), averages_of(runs / name, step)
-        learning = {key for key in weights if not key.startswith(PREFIX)}
+        learning = {k for k in weights if not k.startswith(PREFIX) and "expert_bias" not in k}
         if name == "adapted":
             learning = {key for key in learning if ".lora." in key}
         assert averages.keys() == learning
         for key in learning:
-            if step == 1 and name == "adapted":
-                # An adapter's first matrices are drawn where it is made.
+            assert averages[key].dtype == torch.float32
+            if step == 1 and key.endswith(".lora.a"):
+                # It is drawn where the adapter is made.
                 means[key] = averages[key].double()
                 continue
-            start = means[key] if step > 1 else _start(first[key], weights[key])
-            means[key] = DECAY * start + (1 - DECAY) * weights[key].double()
-            assert averages[key].dtype == torch.float32
+            before = means[key] if step > 1 else _start(first.get(key), weights[key])
+            means[key] = DECAY * before + (1 - DECAY) * weights[key].double()
             torch.testing.assert_close(averages[key].double(), means[key], rtol=1e-6, atol=1e-8)
-        moved = [key for key in learning if not torch.equal(averages[key], weights[key].float())]
-        assert moved
+        assert any(not torch.equal(averages[key], weights[key].float()) for key in learning)
 
 
 def _start(first, weight):
-    """First weights as the run has them, in its precision."""
-    return first.to(weight.dtype).double()
+    """First weights as the run has them, in its precision; of an adapter's second matrix 0."""
+    return torch.zeros_like(weight).double() if first is None else first.to(weight.dtype).double()
 
 
-@pytest.mark.parametrize("name", ["alone", "adapted", "bf16"])
+@pytest.mark.parametrize("name", ALONE)
 def test_a_student_agrees_with_its_average_until_it_moves(runs, name):
     first, *later = read_metrics(runs / name)
     assert first["kd"] == pytest.approx(0.0, abs=1e-6)
-    assert all(row["kd"] > first["kd"] for row in later)
-    assert all(row["kd"] > 0 for row in later)
+    assert all(row["kd"] > max(first["kd"], 0) for row in later)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_average_alike(runs, name):
-    assert_same_numbers(read_metrics(runs / name), read_metrics(runs / "alone"), ("loss", "ce"))
-    assert_same_weights(runs / name, runs / "alone", STEPS)
+    alone = runs / ("experts" if name.startswith("experts") else "alone")
+    assert_same_numbers(read_metrics(runs / name), read_metrics(alone), ("loss", "ce"))
+    assert_same_weights(runs / name, alone, STEPS)
 
 
-@pytest.mark.parametrize(("after", "before"), [("again", "alone"), ("bf16-again", "bf16")])
-def test_a_run_goes_on_bit_for_bit(runs, after, before):
+@pytest.mark.parametrize("after", [name for name in AGAIN if name.endswith("again")])
+def test_a_run_goes_on_bit_for_bit(runs, after):
+    before = AGAIN[after][0]
     ours, theirs = (map(without_measurements, read_metrics(runs / run)) for run in (after, before))
     assert [*ours] == [*theirs]
     expected = tensors_of(runs / before, STEPS)
@@ -191,7 +224,7 @@ def test_an_average_of_another_vocabulary_is_refused(folder):
 
 @pytest.mark.parametrize(
     ("name", "settings", "each"),
-    [("alone", {}, 4), ("adapted", ADAPTED, 4), ("bf16", {"precision": "bf16"}, 6)],
+    [("alone", {}, 4), ("adapted", ADAPTED, 6)],
 )
 def test_a_dry_run_counts_what_is_averaged(runs, name, settings, each):
     config = averaged_run(runs, name, **settings)
@@ -208,5 +241,6 @@ def test_a_dry_run_says_that_the_teacher_is_an_average(runs):
     assert "teacher     the average of the student, of which an update keeps 0.6" in report
 
 
+@pytest.mark.skipif(not ALL, reason="runs are kept with MEGATRON_EXT_ALL_TEXT")
 def test_a_run_goes_on_under_another_layout(runs):
     assert_same_weights(runs / "from-tp2", runs / "alone", STEPS)
