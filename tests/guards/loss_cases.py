@@ -27,7 +27,6 @@ from tests.losses.objective_cases import (
     CASES,
     ObjectiveCase,
     as_kind,
-    with_hidden_states,
     with_uncommon_tokens,
 )
 
@@ -191,7 +190,7 @@ def _learned(case):
 
 def _gated(*, from_heads=False):
     """Labels are what most of the teacher's states say under the student's head."""
-    inputs = _case(ObjectiveCase(name="dskd", build=with_hidden_states)).inputs
+    inputs = _case(CASES["dskd"]).inputs
     teacher, head = inputs.teacher, inputs.student_head_weight
     projectors = DskdProjectors(student_hidden=5, teacher_hidden=6)
     if from_heads:
