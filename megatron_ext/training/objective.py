@@ -28,7 +28,7 @@ from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.layout import VocabularyLayout
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.token_bytes import TokenBytes
-from megatron_ext.training.config import LossConfig
+from megatron_ext.training.config import LossConfig, TeacherConfig
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.typed_mapping import build_config
 
@@ -121,6 +121,27 @@ def reads_student_ids(teacher: TeacherPlan) -> bool:
     if teacher.loss.teacher_mode == "averaged_logits":
         return True
     return teacher_objective(teacher).needs.same_tokenizer
+
+
+def share_model(one: TeacherPlan, other: TeacherPlan) -> bool:
+    """Whether one model on the student's ranks can be both teachers: what differs is the objective
+    and the weight of its term."""
+
+    def model_of(teacher: TeacherPlan) -> TeacherConfig:
+        return replace(
+            teacher.config,
+            objective=None,
+            options={},
+            temperature=None,
+            weight=1.0,
+            sources=(),
+            projection=None,
+        )
+
+    config = one.config
+    is_here = config.cache is None and not config.is_remote
+    is_cut_alike = reads_student_ids(one) == reads_student_ids(other)
+    return is_here and is_cut_alike and model_of(one) == model_of(other)
 
 
 def head_rows(teacher: TeacherPlan, vocab_size: int) -> int:

@@ -103,17 +103,24 @@ def test_projections_and_layers_learn(runs, name):
 
 def states_of_layers(rank, folder):
     """The kept states, and the last ones that follow from those of the first layer; of both
-    models."""
-    trainer = _trainer(_run_of(folder, "looked-at", MSE, {}))
-    student, teacher = trainer.student.chunks[0], trainer.teachers["teacher"]
-    (batch, *_) = trainer.microbatches()
+    models, the teacher's being two teachers."""
+    config = _run_of(folder, "looked-at", MSE, {})
+    alm = replace(config.teacher, objective="alm", options={"debias": False})
+    trainer = _trainer(
+        replace(config, teacher=None, teachers={"likelihood": alm, "states": config.teacher})
+    )
+    student, teacher = trainer.student.chunks[0], trainer.teachers["states"]
+    batches = trainer.microbatches()
+    for microbatch in trainer.with_targets(batches):
+        assert microbatch.targets["states"] is microbatch.targets["likelihood"]
+    batch = batches[0]
     kept = StudentHidden(student, (1,))
     with torch.no_grad():
         _run(student, batch.student)
         found = [(kept.take(), student, batch.student)]
-    (targets,) = teacher.targets([batch.teachers["teacher"]])
+    (targets,) = teacher.targets([batch.teachers["states"]])
     of_teacher = {LAST_LAYER: targets.hidden, **targets.states}
-    found.append((of_teacher, teacher.chunks[0], batch.teachers["teacher"]))
+    found.append((of_teacher, teacher.chunks[0], batch.teachers["states"]))
     results = []
     for states, model, inputs in found:
         with torch.no_grad(), _second_layer(model):
@@ -173,3 +180,19 @@ def test_a_dry_run_counts_the_states_of_every_layer():
     both = changed(last, loss={"options": {"layers": PAIRS}})
     targets = [rank_memory(plan_of(config), 0).teacher_targets for config in (last, both)]
     assert targets[1] == 2 * targets[0] > 0
+
+
+def test_sections_of_one_checkpoint_have_one_model():
+    alone = planned_run(loss=LossConfig(objective="hidden_mse", options={"layers": PAIRS}))
+    its = alone.teacher
+    two = {
+        "likelihood": replace(its, objective="alm", weight=0.5),
+        "states": its,
+        "other": replace(its, checkpoint="other"),
+    }
+    plans = [plan_of(config) for config in (alone, replace(alone, teacher=None, teachers=two))]
+    assert plans[1].models == ["likelihood", "other"]
+    one, both = (rank_memory(plan, 0) for plan in plans)
+    assert both.teacher_weights == 2 * one.teacher_weights
+    # The states of both layers, which the second section reads of the first one's model.
+    assert both.teacher_targets == 2 * one.teacher_targets

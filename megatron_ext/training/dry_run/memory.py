@@ -39,7 +39,6 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 from megatron_ext.training.dry_run.plan import FP32, ModelShape, Plan
-from megatron_ext.training.objective import lower_layers
 
 
 def layer_activations(plan: Plan, shape: ModelShape) -> int:
@@ -236,9 +235,9 @@ def rank_memory(plan: Plan, stage: int) -> RankMemory:
         student_weights=plan.student_parameters(stage) * plan.element,
         gradients=learning * FP32,
         optimizer_state=_optimizer_state(plan, learning),
-        teacher_weights=sum(_weights(plan, name, stage) for name in plan.teachers)
+        teacher_weights=sum(_weights(plan, name, stage) for name in plan.models)
         + (_heads(plan) * plan.element if is_last else 0),
-        teacher_targets=sum(_targets(plan, name) for name in plan.teachers) if is_last else 0,
+        teacher_targets=sum(_targets(plan, name) for name in plan.models) if is_last else 0,
         batch=sum(_batch(plan, shape) for shape in (plan.student, *teachers)),
         activations=max(
             kept_activations(plan, stage),
@@ -277,8 +276,7 @@ def _optimizer_state(plan: Plan, parameters: int) -> int:
 def _targets(plan: Plan, name: str) -> int:
     """Bytes of one teacher's targets; forms other than ``hidden`` take the bytes that are sent."""
     teacher, form = plan.teachers[name], plan.forms.get(name)
-    layers = 1 + len(lower_layers(plan.run.teachers[name], of_student=False))
-    width = layers * teacher.model.hidden_size * plan.element
+    width = plan.layers_read(name) * teacher.model.hidden_size * plan.element
     if form is not None and form.kind != "hidden":
         width = form.bytes_per_token
     return plan.microbatches * plan.tokens(teacher) * width

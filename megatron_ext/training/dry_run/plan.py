@@ -15,6 +15,7 @@ from megatron_ext.projection.layout.vocabulary_layout import LayoutStatistics
 from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.training.config import ModelConfig
 from megatron_ext.training.lora_config import PARTS, LoraConfig
+from megatron_ext.training.objective import lower_layers, share_model
 from megatron_ext.training.run_plan import RunPlan
 
 
@@ -272,9 +273,25 @@ class Plan:
         return self.student.parameters(stage) + (self.student.adapters(lora) if lora else 0)
 
     @property
+    def models(self) -> list[str]:
+        """Names of the teachers but those whose model an earlier one has loaded."""
+        plans = self.run.teachers
+        return [
+            name
+            for place, name in enumerate(plans)
+            if not any(share_model(plans[other], plans[name]) for other in list(plans)[:place])
+        ]
+
+    def layers_read(self, name: str) -> int:
+        """Number of layers, the last included, whose states are targets of a teacher's model."""
+        plans = self.run.teachers
+        sharing = [p for n, p in plans.items() if n == name or share_model(plans[name], p)]
+        return 1 + len({n for its in sharing for n in lower_layers(its, of_student=False)})
+
+    @property
     def local_teachers(self) -> list[ModelShape]:
-        """Teachers whose models are on the student's ranks."""
-        return [shape for name, shape in self.teachers.items() if name not in self.forms]
+        """Models of teachers that are on the student's ranks."""
+        return [self.teachers[name] for name in self.models if name not in self.forms]
 
     @property
     def cp(self) -> int:

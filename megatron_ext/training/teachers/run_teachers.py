@@ -19,7 +19,7 @@ from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.training.first_weights import frozen_teacher, teacher_vocab_shard
 from megatron_ext.training.learning_step import run_projection
 from megatron_ext.training.models import DTYPES
-from megatron_ext.training.objective import lower_layers, teacher_objective
+from megatron_ext.training.objective import lower_layers, share_model, teacher_objective
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.teachers.cached_teacher import open_cached_teacher
 from megatron_ext.training.teachers.engine_teacher import teacher_from_engine
@@ -59,12 +59,13 @@ def teacher_from_huggingface(teacher: TeacherPlan, run: StudentParts) -> LoadedT
         ConfigError: The objective reads hidden states, and the model's logits are not their product
             with the head.
     """
-    layers = lower_layers(teacher, of_student=False)
+    layers = _layers(teacher, run)
     live = live_teacher(teacher, run.tokenizer(teacher), run.groups, layers=layers)
-    if teacher_objective(teacher).needs.hidden:
-        where = f"{teacher.section}.checkpoint"
-        why = f"the objective {teacher.loss.objective} reads"
-        check_gives_hidden(live, run.groups, where=where, why=why)
+    for its in _with_its_model(teacher, run):
+        if teacher_objective(its).needs.hidden:
+            where = f"{its.section}.checkpoint"
+            why = f"the objective {its.loss.objective} reads"
+            check_gives_hidden(live, run.groups, where=where, why=why)
     # After the model, which may fail to load: a built projection is the run's first file.
     projection = run_projection(teacher, run)
     return LoadedTeacher(teacher, live.shard, projection, live.head, live.teacher)
@@ -87,7 +88,7 @@ def teacher_on_student_ranks(teacher: TeacherPlan, run: StudentParts) -> LoadedT
         shard,
         run.groups,
         offload=teacher.config.offload,
-        layers=lower_layers(teacher, of_student=False),
+        layers=_layers(teacher, run),
     )
     return LoadedTeacher(teacher, shard, projection, live.head, live.teacher, laid_out=laid_out)
 
@@ -111,7 +112,7 @@ def teacher_from_student(teacher: TeacherPlan, run: StudentParts) -> LoadedTeach
         shard,
         run.groups,
         offload=False,
-        layers=lower_layers(teacher, of_student=False),
+        layers=_layers(teacher, run),
     )
     return LoadedTeacher(teacher, shard, projection, live.head, live.teacher, average=average)
 
@@ -273,11 +274,36 @@ library that runs the model on the student's ranks."""
 def make_run_teachers(run: StudentParts) -> dict[str, LoadedTeacher]:
     """Make every teacher of a run, one after the other, in the order of the configuration.
 
+    Teachers that ``share_model`` have one, which the first of them loads.
+
     Collectives: those of each kind.
     """
-    return {
-        name: _MAKERS[_kind(teacher)](teacher, run) for name, teacher in run.plan.teachers.items()
-    }
+    made: dict[str, LoadedTeacher] = {}
+    for name, teacher in run.plan.teachers.items():
+        first = _with_its_model(teacher, run)[0].name
+        if first in made:
+            # The first one's average is updated for both.
+            made[name] = made[first]._replace(
+                plan=teacher, projection=run_projection(teacher, run), average=None
+            )
+        else:
+            made[name] = _MAKERS[_kind(teacher)](teacher, run)
+    return made
+
+
+def _with_its_model(teacher: TeacherPlan, run: StudentParts) -> list[TeacherPlan]:
+    """Teachers that share a teacher's model, itself included, in the order of the configuration."""
+    return [
+        other
+        for other in run.plan.teachers.values()
+        if other is teacher or share_model(other, teacher)
+    ]
+
+
+def _layers(teacher: TeacherPlan, run: StudentParts) -> tuple[int, ...]:
+    """Layers below the last whose states are read of a teacher's model."""
+    sharing = _with_its_model(teacher, run)
+    return tuple(sorted({n for its in sharing for n in lower_layers(its, of_student=False)}))
 
 
 def _kind(teacher: TeacherPlan) -> str:
