@@ -54,7 +54,8 @@ class TeacherConfig:
 
     ema_decay: float | None = None
     """Decay of the exponential moving average of the student's weights, for a teacher that is this
-    average and has no checkpoint; model and tokenizer are the student's where not given."""
+    average and has no checkpoint; the student's tokenizer, and its keys of the model, are taken
+    where not given."""
 
     objective: str | None = None
     """Objective for this teacher; ``loss.objective`` when not given."""

@@ -76,12 +76,16 @@ def _teacher(section: Any, keys: tuple[str, ...], student: Mapping[str, Any], wh
 
 
 def _of_student(section: Mapping[str, Any], student: Mapping[str, Any]) -> dict[str, Any]:
-    """The section of an average of the student, with the student's model and tokenizer."""
+    """The section of an average of the student, with the student's model, of which keys may be
+    given, and its tokenizer, of which none is taken where one is given: its template goes with it.
+    """
     filled = {"checkpoint": "", **section}
-    for key, its in (("model", student.get("student")), ("tokenizer", student.get("tokenizer"))):
-        own = {} if section.get(key) is None else section[key]
-        if isinstance(own, Mapping) and isinstance(its, Mapping):
-            filled[key] = {**its, **own}
+    own, its = section.get("model"), student.get("student")
+    own = {} if own is None else own
+    if isinstance(own, Mapping) and isinstance(its, Mapping):
+        filled["model"] = {**its, **own}
+    if section.get("tokenizer") is None and "tokenizer" in student:
+        filled["tokenizer"] = student["tokenizer"]
     return filled
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.tokenizers import TokenizerConfig
 from megatron_ext.training.config import (
     DistillConfig,
     LossConfig,
@@ -192,10 +193,13 @@ def built(folder, **teacher):
 
 
 def test_an_average_has_the_student_s_model_and_tokenizer(folder):
-    config = built(folder, ema_decay=0.99, model={"seq_length": 80}, tokenizer={"vocab_size": 7})
-    teacher = config.teacher
-    assert teacher.model == replace(config.student, seq_length=80)
-    assert teacher.tokenizer == replace(config.tokenizer, vocab_size=7)
+    config = built(folder, ema_decay=0.99, model={"seq_length": 80})
+    assert config.teacher.model == replace(config.student, seq_length=80)
+    assert config.teacher.tokenizer == config.tokenizer
+    # A template of the student's is not the teacher's, who may read a prompt that it leaves out.
+    own = {"model": config.tokenizer.model, "prompt_format": "auto"}
+    teacher = built(folder, ema_decay=0.99, tokenizer=own).teacher
+    assert teacher.tokenizer == TokenizerConfig(**own)
 
 
 @pytest.mark.parametrize(
