@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -142,6 +143,16 @@ def share_model(one: TeacherPlan, other: TeacherPlan) -> bool:
     is_here = config.cache is None and not config.is_remote
     is_cut_alike = reads_student_ids(one) == reads_student_ids(other)
     return is_here and is_cut_alike and model_of(one) == model_of(other)
+
+
+def state_layers(teachers: Mapping[str, TeacherPlan]) -> dict[str, int]:
+    """Number of layers, the last included, whose states are targets of each model; by the first of
+    the teachers that share it."""
+    layers: dict[str, set[int]] = {}
+    for name, teacher in teachers.items():
+        first = next((n for n in layers if share_model(teachers[n], teacher)), name)
+        layers.setdefault(first, {LAST_LAYER}).update(lower_layers(teacher, of_student=False))
+    return {name: len(numbers) for name, numbers in layers.items()}
 
 
 def head_rows(teacher: TeacherPlan, vocab_size: int) -> int:

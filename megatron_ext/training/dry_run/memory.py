@@ -276,7 +276,7 @@ def _optimizer_state(plan: Plan, parameters: int) -> int:
 def _targets(plan: Plan, name: str) -> int:
     """Bytes of one teacher's targets; forms other than ``hidden`` take the bytes that are sent."""
     teacher, form = plan.teachers[name], plan.forms.get(name)
-    width = plan.layers_read(name) * teacher.model.hidden_size * plan.element
+    width = plan.state_layers[name] * teacher.model.hidden_size * plan.element
     if form is not None and form.kind != "hidden":
         width = form.bytes_per_token
     return plan.microbatches * plan.tokens(teacher) * width

@@ -15,7 +15,6 @@ from megatron_ext.projection.layout.vocabulary_layout import LayoutStatistics
 from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.training.config import ModelConfig
 from megatron_ext.training.lora_config import PARTS, LoraConfig
-from megatron_ext.training.objective import lower_layers, share_model
 from megatron_ext.training.run_plan import RunPlan
 
 
@@ -204,6 +203,9 @@ class Plan:
     forms: Mapping[str, TargetForm] = field(default_factory=dict)
     """Forms of targets by name, of teachers that are remote or cached."""
 
+    state_layers: Mapping[str, int] = field(default_factory=dict)
+    """The result of ``objective.state_layers``."""
+
     has_flash: bool = False
     """Whether layers are Transformer Engine's, which keep no attention scores."""
 
@@ -216,6 +218,7 @@ class Plan:
         vocab_size: int,
         teacher_rows: Mapping[str, int],
         forms: Mapping[str, TargetForm] | None = None,
+        state_layers: Mapping[str, int] | None = None,
         has_flash: bool = False,
     ) -> Plan:
         """The plan of a checked configuration.
@@ -223,6 +226,8 @@ class Plan:
         Args:
             vocab_size: Number of the student's ids.
             teacher_rows: Rows of each teacher's head by name, from ``objective.head_rows``.
+            state_layers: From ``objective.state_layers``; None: every teacher has a model of its
+                own, of which the last states are targets.
 
         Raises:
             ConfigError: The processes do not divide into replicas.
@@ -239,6 +244,7 @@ class Plan:
                 for name, teacher in run.teachers.items()
             },
             forms=forms or {},
+            state_layers=dict.fromkeys(run.teachers, 1) if state_layers is None else state_layers,
             has_flash=has_flash,
         )
 
@@ -275,18 +281,7 @@ class Plan:
     @property
     def models(self) -> list[str]:
         """Names of the teachers but those whose model an earlier one has loaded."""
-        plans = self.run.teachers
-        return [
-            name
-            for place, name in enumerate(plans)
-            if not any(share_model(plans[other], plans[name]) for other in list(plans)[:place])
-        ]
-
-    def layers_read(self, name: str) -> int:
-        """Number of layers, the last included, whose states are targets of a teacher's model."""
-        plans = self.run.teachers
-        sharing = [p for n, p in plans.items() if n == name or share_model(plans[name], p)]
-        return 1 + len({n for its in sharing for n in lower_layers(its, of_student=False)})
+        return [name for name in self.teachers if name in self.state_layers]
 
     @property
     def local_teachers(self) -> list[ModelShape]:
