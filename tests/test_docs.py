@@ -107,7 +107,7 @@ def test_a_source_file_that_a_page_names_is_there(page):
 
 @pytest.mark.parametrize(
     "feature",
-    ["hidden states", "experts", "data sets by name"],
+    ["experts", "data sets by name"],
 )
 def test_the_readme_names_what_related_projects_have_and_this_one_lacks(feature):
     _, _, rest = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Not yet\n")

@@ -32,14 +32,23 @@ WITH_TEACHER = [name for name in NAMES if CASES[name].kinds]
 PROPER = [name for name in NAMES if CASES[name].no_identity is None]
 COLUMNS = range(23) if EVERYTHING else (0, 8, 15, 22)
 """Of the teacher's vocabulary."""
+OF_LOGITS = [name for name in NAMES if CASES[name].reads_logits]
 SMOOTH = [name for name in CASES if CASES[name].no_finite_difference is None]
 
 
+def trained(case: ObjectiveCase, inputs: DistillationInputs) -> torch.Tensor:
+    """The student's logits [B, Ts, Vp], or its states for an objective that reads these alone."""
+    return inputs.student_logits if case.reads_logits else inputs.student_hidden
+
+
 def run(case: ObjectiveCase, inputs: DistillationInputs) -> tuple[LossOutput, torch.Tensor]:
-    """The output and the gradient of the student's logits [B, Ts, Vp]."""
+    """The output and the gradient of what is ``trained``."""
     output = case.objective()(inputs)
-    (grad,) = torch.autograd.grad(output.loss_sum, inputs.student_logits)
-    return output, grad
+    own, logits = torch.autograd.grad(
+        output.loss_sum, [trained(case, inputs), inputs.student_logits]
+    )
+    assert case.reads_logits or not logits.any()
+    return output, own
 
 
 def sums_of(output: LossOutput) -> dict[str, torch.Tensor]:
@@ -103,6 +112,8 @@ def in_double(inputs: DistillationInputs) -> DistillationInputs:
 
     double = cast(inputs)
     double.student_logits.requires_grad_()
+    if double.student_hidden is not None:
+        double.student_hidden.requires_grad_()
     if double.teacher is not None:
         double = replace(double, teacher=cast(double.teacher))
     return double
@@ -144,11 +155,11 @@ def test_no_rows_give_zero_with_a_graph(name: str) -> None:
     inputs = without_rows(case.build(case.batch(batch=1), (3, 1)))
     output, grad = run(case, inputs)
     assert (output.loss_sum.item(), int(output.count)) == (0.0, 0)
-    assert grad.shape == inputs.student_logits.shape
+    assert grad.shape == trained(case, inputs).shape
     assert all(total == 0 and count == 0 for total, count in output.metrics.values())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", OF_LOGITS)
 def test_sequences_of_one_token_are_summed(name: str) -> None:
     case = CASES[name]
     batch = case.batch(batch=2, lengths=(1, 1), chunks=1)
@@ -176,7 +187,7 @@ def test_padded_columns_with_huge_logits_take_no_mass_and_no_gradient(
     assert not padded_grad[..., width:].any()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", OF_LOGITS)
 def test_logits_of_ten_thousand_and_masked_columns_stay_finite(name: str) -> None:
     case = CASES[name]
     batch = case.batch()
@@ -207,7 +218,7 @@ def test_models_that_are_certain_of_one_token_whichever_stay_finite(name: str) -
         assert grad.isfinite().all()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", OF_LOGITS)
 def test_bf16_logits_are_summed_in_fp32(name: str) -> None:
     case = CASES[name]
     batch = case.batch()
@@ -378,6 +389,7 @@ def packed(inputs: DistillationInputs) -> DistillationInputs:
     sides = alignment.student_chunk_id, alignment.teacher_chunk_id
     bounds = [torch.arange(0, side.numel() + 1, side.shape[1], dtype=torch.int32) for side in sides]
     logits, labels = flat(inputs.student_logits), flat(inputs.labels)
+    hidden = flat(inputs.student_hidden)
     if teacher is not None:
         teacher = replace(teacher, logits=flat(teacher.logits), hidden=flat(teacher.hidden))
     return replace(
@@ -386,7 +398,7 @@ def packed(inputs: DistillationInputs) -> DistillationInputs:
         labels=labels,
         teacher=teacher,
         teacher_labels=flat(inputs.teacher_labels),
-        student_hidden=flat(inputs.student_hidden),
+        student_hidden=hidden if hidden is None else hidden.requires_grad_(),
         alignment=AlignmentBatch.from_chunk_ids(
             *(side.reshape(1, -1) for side in sides),
             student_cu_seqlens=bounds[0],

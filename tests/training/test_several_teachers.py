@@ -25,18 +25,12 @@ ALIKE = {
 LATENTS = {
     "likelihood": {"objective": "alm", "options": {"debias": False}},
     "states": {
-        "objective": "dskd",
+        "objective": "hidden_mse",
+        "options": {"layers": [[-1, -1], [1, 1]], "relative": True},
         "weight": 0.1,
-        "options": {
-            "positions": "chunk_starts",
-            "hidden_distance": "mse",
-            "label_weight": 0.0,
-            "student_space_weight": 0.0,
-            "teacher_space_weight": 0.0,
-        },
     },
 }
-"""ALM and the distance of hidden states, by one model."""
+"""ALM and the distance of hidden states, by one model (tokenkit's ``alm_latents``)."""
 DYNAMIC = {
     "teacher_weights": "bits_per_byte",
     "teacher_weights_alpha": 0.5,
@@ -113,10 +107,10 @@ def test_a_run_measures_what_was_recorded(runs, name):
 
 def test_a_distance_of_hidden_states_is_a_term_beside_another_objective(runs):
     for row in read_metrics(runs / "latents"):
-        distance = row["kd/states/hidden_distance"]
-        assert distance > 0
-        assert row["kd/states"] == pytest.approx(distance, rel=1e-5)
-        assert row["kd"] == pytest.approx(row["kd/likelihood"] + 0.1 * distance, rel=1e-5)
+        of_layers = [row["kd/states/layers/-1:-1"], row["kd/states/layers/1:1"]]
+        assert all(distance > 0 for distance in of_layers)
+        assert row["kd/states"] == pytest.approx(sum(of_layers) / 2, rel=1e-5)
+        assert row["kd"] == pytest.approx(row["kd/likelihood"] + 0.1 * row["kd/states"], rel=1e-5)
 
 
 def test_every_teacher_is_measured_on_held_out_text(runs):
