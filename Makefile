@@ -14,7 +14,7 @@ TORCH := torch==2.13.0
 # Tests and demo start many processes, each of which would otherwise compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint bench-gpu rehearse-gpu clean
+.PHONY: demo test lint docs bench-gpu rehearse-gpu clean
 
 demo: $(VENV)/.ready
 	@echo "==> demo: three short training runs, about four minutes on 2 CPU cores; see runs/demo"
@@ -41,6 +41,10 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	@$(MAKE) --no-print-directory $(VENV)/.resolves
+
+docs: $(VENV)/.dev
+	@echo "==> docs: the site of the documentation; see build/site/index.html, or mkdocs serve"
+	@$(BIN)/python -m mkdocs build --strict --quiet
 
 # The machine's pip brings the first one into the environment: Debian's Python has no ensurepip until
 # python3-venv is there, and the pip of Ubuntu 22.04 cannot install for another interpreter.

@@ -59,5 +59,12 @@ class Registry(Mapping[str, Row]):
 
 def did_you_mean(name: object, choices: Mapping[str, object] | list[str]) -> str | None:
     """The hint ``did you mean 'x'?`` for the nearest choice, or None where none is near."""
-    near = get_close_matches(str(name), list(choices), n=1)
-    return f"did you mean {near[0]!r}?" if near else None
+    near = nearest(name, choices)
+    return f"did you mean {near!r}?" if near else None
+
+
+def nearest(
+    name: object, choices: Mapping[str, object] | list[str], *, least: float = 0.6
+) -> str | None:
+    """The choice that is spelled most like ``name``; None where none has the least similarity."""
+    return next(iter(get_close_matches(str(name), list(choices), n=1, cutoff=least)), None)

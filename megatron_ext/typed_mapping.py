@@ -99,9 +99,14 @@ class _Builder(NamedTuple):
             if isinstance(items, (list, tuple)) and dataclasses.is_dataclass(arguments[0]):
                 places = [(*keys, str(place)) for place in range(len(items))]
                 return tuple(map(self.build, [arguments[0]] * len(items), items, places))
-            if isinstance(items, (list, tuple)) and all(isinstance(i, arguments[0]) for i in items):
+            is_list = isinstance(items, (list, tuple))
+            if is_list and typing.get_origin(arguments[0]) is tuple:
+                return tuple(self._convert(arguments[0], item, keys) for item in items)
+            is_long_enough = Ellipsis in arguments or (is_list and len(items) == len(arguments))
+            if is_list and is_long_enough and all(isinstance(i, arguments[0]) for i in items):
                 return tuple(items)
-            expected = f"a list of {getattr(arguments[0], '__name__', arguments[0])}"
+            number = "" if Ellipsis in arguments else f"{len(arguments)} "
+            expected = f"a list of {number}{getattr(arguments[0], '__name__', arguments[0])}"
         elif origin is Mapping and dataclasses.is_dataclass(arguments[1]):
             return self._sections(arguments[1], value, keys)
         elif origin is Mapping:

@@ -65,8 +65,10 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Look for garbage from here on, among what the tests make."""
+    """Look for garbage from here on, among what the tests make, and seldom: a test that imports
+    makes many objects and little garbage."""
     gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
     gc.enable()
 
 

@@ -26,4 +26,5 @@ gc.disable()
 for name in _MODULES:
     import_module(name)
 gc.freeze()
+gc.set_threshold(100_000, 20, 20)
 gc.enable()

@@ -3,6 +3,9 @@
 import json
 import re
 import runpy
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,19 @@ from tests.fork_server import run_forked
 
 ROOT = Path(__file__).parents[1]
 HOMES = (ROOT, ROOT / "megatron_ext")
+SITE = """
+import socket, sys
+
+def refuse(*address):
+    raise AssertionError(f"a connection to {address}")
+
+socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse
+from mkdocs.__main__ import cli
+
+cli(["build", "--strict", "--quiet", "--site-dir", sys.argv[1]])
+"""
+"""``mkdocs build`` without a network."""
+
 PAGES = [
     ROOT / "README.md",
     ROOT / "CHANGELOG.md",
@@ -71,6 +87,7 @@ def test_a_link_leads_to_a_file_and_a_heading(page, link):
         ("performance", "performance_page"),
         ("scaling", "scaling_page"),
         ("megatron_core", "megatron_core_page"),
+        ("prompt_formats", "prompt_formats_page"),
     ],
 )
 def test_a_generated_page_is_current(name, made):
@@ -90,7 +107,7 @@ def test_a_source_file_that_a_page_names_is_there(page):
 
 @pytest.mark.parametrize(
     "feature",
-    ["hidden states", "experts", "data sets by name"],
+    ["experts", "data sets by name"],
 )
 def test_the_readme_names_what_related_projects_have_and_this_one_lacks(feature):
     _, _, rest = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Not yet\n")
@@ -114,6 +131,16 @@ def test_the_figures_of_the_readme_are_those_of_the_raw_results():
     steps = json.loads((ROOT / "benchmarks" / "results" / "peer_gold.json").read_text())
     ours, theirs = (steps[side]["seconds_per_step"] for side in ("ours", "trl"))
     assert f"`GOLDTrainer` takes {theirs:.1f} s | {ours:.1f} s |" in readme
+
+
+def test_the_citation_is_of_this_version():
+    import yaml
+
+    from megatron_ext import __version__
+
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == __version__
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
 
 
 def test_the_number_of_objectives_is_that_of_the_registry():
@@ -156,6 +183,26 @@ def test_an_error_that_the_quickstart_explains_is_raised_somewhere():
     sources = "".join(file.read_text("utf-8") for file in (ROOT / "megatron_ext").rglob("*.py"))
     texts = re.sub(r'"\s*\n\s*f?"', "", sources)
     assert not [error for error in explained if not re.search(written(error), texts)]
+
+
+@pytest.mark.skipif(
+    find_spec("mkdocs") is None or find_spec("mkdocstrings") is None,
+    reason='pip install "megatron-ext[docs]"',
+)
+def test_the_site_has_every_page_and_public_name_and_loads_nothing_from_elsewhere(tmp_path):
+    import megatron_ext
+
+    words = [sys.executable, "-c", SITE, str(tmp_path)]
+    finished = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    pages = [page for page in PAGES if page.parent == ROOT / "docs"]
+    assert all((tmp_path / "docs" / page.stem / "index.html").exists() for page in pages)
+    named = (tmp_path / "reference" / "megatron_ext" / "index.html").read_text("utf-8")
+    assert all(f"<code>{name}</code>" in named for name in megatron_ext._HOME_OF)
+    losses = (tmp_path / "reference" / "losses" / "index.html").read_text("utf-8")
+    assert 'id="megatron_ext.losses.GoldLoss"' in losses
+    home = (tmp_path / "index.html").read_text("utf-8")
+    assert not re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=.https?://[^>]*", home)
 
 
 def written(error):

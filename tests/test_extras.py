@@ -24,7 +24,7 @@ else:
     import tomli as tomllib
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
-COLLECTIONS = ("examples", "test", "dev")
+COLLECTIONS = ("examples", "test", "docs", "dev")
 """Extras for those who work on the repository: no error names them."""
 
 WITHOUT_TORCH = """

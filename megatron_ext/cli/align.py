@@ -1,7 +1,7 @@
 """Show how the tokens of a student and a teacher align on a text, and recommend an objective.
 
     megatron-ext align corpus.jsonl --student llama3_2/ --teacher qwen3/tokenizer.json
-    megatron-ext align gsm8k.jsonl --json-keys question answer --student DIR --teacher DIR \\
+    megatron-ext align gsm8k.jsonl --text-field question answer --student DIR --teacher DIR \\
         --html pair.html --json pair.json
     megatron-ext align --text "Sold 201 of 2017." --student DIR --teacher DIR
 
@@ -53,8 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     data.add_argument("--text", metavar="TEXT", help="a text in place of files")
     data.add_argument(
-        "--json-keys",
         "--text-field",
+        "--json-keys",
+        dest="json_keys",
         nargs="+",
         default=[],
         metavar="KEY",
@@ -73,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", metavar="FILE|-", help="write the report as JSON; - prints it in place of text"
     )
     output.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page that shows both tokenizations"
+        "--html", type=Path, metavar="FILE", help="write an HTML page that shows both tokenizations"
     )
     output.add_argument(
         "--html-bytes",

@@ -42,35 +42,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.usage = "%(prog)s --config FILE --output FOLDER [options]"
     recording = parser.add_argument_group("recording")
-    recording.add_argument("--output", type=Path, required=True, help="folder of the cache")
+    recording.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="FOLDER", help="folder of the cache"
+    )
     recording.add_argument(
         "--teacher",
         metavar="NAME",
-        help="which of several teachers; the one there is when left out",
+        help="name of one of several teachers; the only one when left out",
     )
     recording.add_argument(
         "--targets",
         choices=get_args(FormKind),
-        help="what is kept: the least that the teacher's objective can use when left out",
+        help="targets that are stored; the smallest that the objective can use when left out",
     )
     recording.add_argument(
         "--top-k",
         type=int,
         metavar="INT",
-        help="tokens of topk (default: 64; of an import, as many as are recorded)",
+        help="tokens of topk (64; of an import, all that are recorded)",
     )
     recording.add_argument(
         "--target-precision",
         choices=tuple(NUMBER_BYTES),
-        help="of the numbers of topk (fp16 when left out) and hidden (bf16)",
+        help="precision of the stored numbers (topk: fp16, hidden: bf16)",
     )
     recording.add_argument(
         "--file-mib",
         type=float,
         default=256,
         metavar="NUMBER",
-        help="size of a file; of an import, of the recordings that a file is made of "
-        "(default: 256)",
+        help="size of a file; for an import, size of the recordings in a file (256)",
     )
     importing = parser.add_argument_group("import")
     importing.add_argument(
@@ -78,20 +79,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="recordings",
         nargs="+",
         metavar=("FORMAT", "FILE"),
-        help="vllm or distillkit, and recordings of the teacher to make the cache of",
+        help="make the cache from recordings of the teacher: vllm or distillkit, and the files",
     )
     importing.add_argument(
         "--prompts",
         action="store_true",
-        help="write the ids of all that has to be recorded to the file --output, as JSON lines of "
-        "prompt_token_ids, and make no cache",
+        help="make no cache, but write the ids of everything that has to be recorded to the file "
+        "--output, as JSON lines with prompt_token_ids",
     )
     importing.add_argument(
         "--tail",
         choices=("exact", "renormalise"),
         default="exact",
-        help="mass of tokens that are not recorded: the rest to 1 (default), or none, after the "
-        "recorded ones are normalised to 1",
+        help="probability of the tokens that are not recorded: exact (default), what is missing to "
+        "1; renormalise, none, with the recorded ones normalised to 1",
     )
     importing.add_argument(
         "--compression-config",

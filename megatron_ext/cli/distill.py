@@ -52,12 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--world-size",
         type=int,
         metavar="INT",
-        help="processes that a dry run plans for; as many as were started when not given",
+        help="processes to plan a dry run for; as many as were started when not given",
     )
     planning.add_argument(
         "--layers",
         choices=("local", "transformer_engine"),
-        help="layers that a dry run plans for; those that would run here when not given",
+        help="layers to plan a dry run for; those that would run here when not given",
     )
     add_config_arguments(parser)
 

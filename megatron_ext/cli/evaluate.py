@@ -1,11 +1,11 @@
 """Measure a model: bits per byte, MMLU, GSM8K, HumanEval+, MBPP+, from local files.
 
-    megatron-ext evaluate --checkpoint runs/student --task bits_per_byte --data held_out.jsonl
-    megatron-ext evaluate --checkpoint Llama-3.2-1B --task mmlu --data mmlu/ --output mmlu.json
+    megatron-ext evaluate --model runs/student --task bits_per_byte --data held_out.jsonl
+    megatron-ext evaluate --model Llama-3.2-1B --task mmlu --data mmlu/ --output mmlu.json
     torchrun --nproc-per-node 8 -m megatron_ext evaluate --tensor-model-parallel-size 2 ...
 
-A checkpoint is a run folder, its folder of checkpoints, one of these, or a HuggingFace folder.
-Several predict together, token by token or, with --mode byte, across vocabularies. Processes beyond
+A model is a run folder, its folder of checkpoints, one of these, or a HuggingFace folder. Several
+predict together, token by token or, with --mode byte, across vocabularies. Processes beyond
 tensor and pipeline parallelism are replicas, which share the items.
 """
 
@@ -52,25 +52,37 @@ _ABOUT = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the verb."""
     parser.add_argument(
+        "--model",
         "--checkpoint",
+        dest="checkpoint",
         type=Path,
         required=True,
         action="append",
-        help="what to measure; several times for models that predict together",
+        metavar="MODEL",
+        help="what to measure: a run, a checkpoint, a HuggingFace folder or a name on the hub; may "
+        "be repeated, for models that predict together",
     )
     parser.add_argument("--task", required=True, help=f"one of {', '.join(TASKS)}, or lm_eval:NAME")
     parser.add_argument(
         "--data", type=Path, help="file or folder in its published format; for lm_eval:NAME tasks"
     )
-    parser.add_argument("--output", type=Path, help="file for the results, as JSON")
-    parser.add_argument("--samples", type=Path, help="file for every item, as JSON Lines")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="file for the results, as JSON"
+    )
+    parser.add_argument(
+        "--samples", type=Path, help="file for the answer to every item, as JSON Lines"
+    )
     task = parser.add_argument_group("task")
     task.add_argument(
         "--num-fewshot", type=int, metavar="INT", help="solved examples before each item"
     )
-    task.add_argument("--few-shot-data", type=Path, help="where these are taken from")
-    task.add_argument("--limit", type=int, metavar="INT", help="items at most, the first ones")
-    task.add_argument("--text-field", default="text", help="field with a record's text")
+    task.add_argument(
+        "--few-shot-data", type=Path, metavar="PATH", help="file or folder of the solved examples"
+    )
+    task.add_argument(
+        "--limit", type=int, metavar="INT", help="measure the first items only, this many"
+    )
+    task.add_argument("--text-field", default="text", help="field of a record that holds the text")
     task.add_argument(
         "--run-generated-code",
         action="store_true",
@@ -79,13 +91,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     task.add_argument(
         "--without-namespaces",
         action="store_true",
-        help="also where network and files stay open to it: on machines with nothing to lose",
+        help="run it even without namespaces, so that it can reach the network and files: only on "
+        "machines with nothing to lose",
     )
     generation = parser.add_argument_group("generation")
-    generation.add_argument("--max-new-tokens", type=int, metavar="INT", help="tokens at most")
-    generation.add_argument("--temperature", type=float, default=0.0, help="0: the first choice")
-    generation.add_argument("--top-p", type=float, default=1.0, help="draw among the likeliest")
-    generation.add_argument("--seed", type=int, default=0, help="of the draws")
+    generation.add_argument(
+        "--max-new-tokens", type=int, metavar="INT", help="most tokens of an answer"
+    )
+    generation.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="temperature of sampling; 0 takes the most probable token",
+    )
+    generation.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample from the most probable tokens with this total",
+    )
+    generation.add_argument("--seed", type=int, default=0, help="seed of sampling")
     add_model_arguments(parser)
 
 

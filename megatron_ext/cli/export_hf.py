@@ -21,12 +21,14 @@ from megatron_ext.imports import large_imports
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the verb."""
-    parser.add_argument("checkpoint", type=Path, help="run, its checkpoints, or one of these")
+    parser.add_argument(
+        "checkpoint", type=Path, help="run, its folder of checkpoints, or one of these"
+    )
     parser.add_argument("output", type=Path, help="new folder")
     parser.add_argument(
         "--dtype",
         choices=("fp32", "bf16", "fp16"),
-        help="of the weights; as they are in the checkpoint when not given",
+        help="dtype of the weights; that of the checkpoint when not given",
     )
     parser.add_argument(
         "--adapter",
@@ -38,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=5.0,
         metavar="GB",
-        help="size of a file at most, in 10^9 bytes (default: 5)",
+        help="largest size of a file, in 10^9 bytes (5)",
     )
     parser.add_argument(
         "--no-verify",

@@ -55,11 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--model",
+        "--checkpoint",
         dest="checkpoint",
         type=Path,
         action="append",
-        help="what generates: a run, a checkpoint, a HuggingFace folder or a name on the hub; "
-        "several times for models that predict together",
+        metavar="MODEL",
+        help="what generates: a run, a checkpoint, a HuggingFace folder or a name on the hub; may "
+        "be repeated, for models that predict together",
     )
     source.add_argument(
         "--endpoint",
@@ -67,23 +69,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="OpenAI-compatible endpoint that answers conversations, without /v1",
     )
     given = parser.add_mutually_exclusive_group(required=True)
-    given.add_argument("--prompt", help="text to go on with")
+    given.add_argument("--prompt", help="text to continue")
     given.add_argument(
-        "--chat", action="store_true", help="answer messages, a line of standard input each"
+        "--chat", action="store_true", help="answer messages from standard input, one a line"
     )
-    given.add_argument("--prompts", type=Path, help="JSON Lines with one in each record")
-    parser.add_argument("--text-field", default="prompt", help="field of a record's prompt")
+    given.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="JSON Lines with a prompt in each record"
+    )
     parser.add_argument(
-        "--output", type=Path, help="file for prompts and completions, as JSON Lines"
+        "--text-field", default="prompt", help="field of a record that holds the prompt"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="file for prompts and completions, as JSON Lines",
     )
     training = parser.add_argument_group("training data")
     training.add_argument(
         "--conversations",
         action="store_true",
         help="answer whole conversations (or --text-field as a user's message) and write them as "
-        "conversations; goes on where it was stopped; answers that are cut are left out",
+        "conversations, without answers that were cut off; resumes where it was stopped",
     )
-    training.add_argument("--endpoint-model", metavar="NAME", help="the endpoint's name of a model")
+    training.add_argument(
+        "--endpoint-model", metavar="NAME", help="name of the model at the endpoint"
+    )
     training.add_argument(
         "--key-variable",
         default="MEGATRON_EXT_ENGINE_KEY",
@@ -97,13 +109,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     generation = parser.add_argument_group("generation")
     generation.add_argument(
-        "--max-new-tokens", type=int, default=64, metavar="INT", help="tokens at most (default: 64)"
+        "--max-new-tokens",
+        type=int,
+        default=64,
+        metavar="INT",
+        help="most tokens of a completion (64)",
     )
-    generation.add_argument("--temperature", type=float, default=0.0, help="0: the first choice")
-    generation.add_argument("--top-p", type=float, default=1.0, help="draw among the likeliest")
-    generation.add_argument("--seed", type=int, default=0, help="of the draws")
     generation.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end a completion before it"
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="temperature of sampling; 0 takes the most probable token",
+    )
+    generation.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample from the most probable tokens with this total",
+    )
+    generation.add_argument("--seed", type=int, default=0, help="seed of sampling")
+    generation.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end a completion before this text; may be repeated",
     )
     add_model_arguments(parser)
 

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the verb."""
     parser.add_argument(
         "folder",
-        help="config.json, safetensors files and tokenizer; or a name on the HuggingFace hub",
+        help="folder with config.json, safetensors files and tokenizer, or a name on the hub",
     )
     parser.add_argument("output", type=Path, help="new folder for the checkpoint")
 

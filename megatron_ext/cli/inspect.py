@@ -30,6 +30,7 @@ from megatron_ext.conversation.records import RECORD_SCHEMA_REGISTRY
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.tokenizers import MegatronTokenizerText, build_tokenizer
 from megatron_ext.training.tokenizer_arguments import (
+    add_short_tokenizer_flag,
     add_tokenizer_arguments,
     tokenizer_config_from_arguments,
 )
@@ -58,11 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--conversation-schema",
         choices=("auto", *RECORD_SCHEMA_REGISTRY),
         default="auto",
-        help="how the records say what they say; auto finds out",
+        help="format of the records; auto detects it",
     )
-    conversation.add_argument(
-        "--html", type=Path, metavar="PATH", help="write a page that a browser shows"
-    )
+    conversation.add_argument("--html", type=Path, metavar="PATH", help="write an HTML page")
     conversation.add_argument("--tokens", action="store_true", help="list the tokens too")
     output = parser.add_argument_group("output")
     output.add_argument(
@@ -75,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="one JSON object for each token; with --conversation for each conversation",
     )
     add_tokenizer_arguments(parser)
+    add_short_tokenizer_flag(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -13,7 +13,7 @@ import os
 import re
 import select
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Final, NoReturn
@@ -21,7 +21,7 @@ from typing import Any, Final, NoReturn
 from megatron_ext.constants import __version__
 from megatron_ext.errors import ConfigError, MegatronExtError, escape_controls, printable
 from megatron_ext.imports import needed_packages
-from megatron_ext.registry import did_you_mean
+from megatron_ext.registry import did_you_mean, nearest
 
 VERBS = {
     "inspect": "show the tokens of a text, or the trained part of a conversation",
@@ -60,6 +60,9 @@ _EXIT_WITHOUT_READER = 128 + 13
 
 _EXIT_INTERRUPTED = 128 + 2
 """Exit code of a program ended by SIGINT."""
+
+_ALMOST: Final = 0.85
+"""Least similarity of two names that differ by a slip."""
 
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 _COLOUR: Final = re.compile("(\x1b\\[[0-9;]{0,16}m)")
@@ -106,6 +109,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     exit code of SIGPIPE.
     """
     if argv is None:
+        # Threads that wait in a loop take the cores from those that they wait for: where other
+        # programs run, steps of a CPU take ten times as long. Read when torch is loaded.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         sys.stderr = TerminalText(sys.stderr)
         # What is piped is data, and stays what it is: also paths that are not UTF-8.
         if sys.stdout.isatty():
@@ -216,7 +222,7 @@ class _Parser(argparse.ArgumentParser):
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             flag = next((word for word in unknown if word.startswith("--")), "").split("=")[0]
-            near = _near_flag(flag, dict(_flags(self)))
+            near = _near_flag(flag, list(_flags(self)))
             self.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
         return parsed
 
@@ -230,24 +236,33 @@ class _Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"{error.message}; {near}") from None
 
 
-def _flags(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
-    """Every flag of a parser and of its subparsers, with its help."""
+def _flags(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Action]]:
+    """Every flag of a parser and of its subparsers, with its action."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for inner in action.choices.values():
                 yield from _flags(inner)
         for flag in () if action.dest.startswith("help") else action.option_strings:
-            yield flag, action.help or ""
+            yield flag, action
 
 
-def _near_flag(flag: str, help_of: Mapping[str, str]) -> str:
+def _near_flag(flag: str, actions: list[tuple[str, argparse.Action]]) -> str:
     """A suggestion of a flag with a similar name, or else the first whose help has its words."""
-    near = did_you_mean(flag, help_of)
     words = flag.strip("-").replace("-", " ")
-    if near is None and " " in words:
-        matches = [name for name, text in help_of.items() if words in text.lower()]
-        near = f"did you mean {matches[0]!r}?" if matches else None
-    return "" if near is None else f"; {near}"
+    # A key's sections may be guessed: --optimizer-lr for --lr, which is optimizer.lr.
+    keys = ((name, action.dest) for name, action in actions if "." in action.dest)
+    flag_of_key = {key.replace(".", "-").replace("_", "-"): name for name, key in keys}
+    flag_of = {name.strip("-"): name for name, _ in actions}
+    told = (name for name, action in actions if words in (action.help or "").lower())
+    key = nearest(words.replace(" ", "-"), list(flag_of_key), least=_ALMOST)
+    name = nearest(words.replace(" ", "-"), list(flag_of))
+    if key is not None:
+        found: str | None = flag_of_key[key]
+    elif name is not None:
+        found = flag_of[name]
+    else:
+        found = next(told, None) if " " in words else None
+    return "" if found is None else f"; did you mean {found!r}?"
 
 
 def _run(argv: list[str]) -> None:

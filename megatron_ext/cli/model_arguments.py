@@ -22,7 +22,12 @@ _OF_ENSEMBLE: Final = ("mode", "weight", "mean", "prune", "beam")
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a model, and of several that predict together."""
     model = parser.add_argument_group("model")
-    model.add_argument("--tokenizer", help="the one that comes with the checkpoint if not given")
+    model.add_argument(
+        "--tokenizer",
+        "--tokenizer-model",
+        metavar="PATH",
+        help="tokenizer; the one that comes with the model if not given",
+    )
     model.add_argument(
         "--allow-other-tokenizer",
         action="store_true",
@@ -34,16 +39,22 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="do not check the checkpoint's files against its manifest",
     )
-    for name in ("tensor", "pipeline"):
+    for name, words in (("tensor", "processes that share each layer"), ("pipeline", "stages")):
         model.add_argument(
-            f"--{name}-model-parallel-size", type=int, default=1, metavar="INT", help="processes"
+            f"--{name}-model-parallel-size", type=int, default=1, metavar="INT", help=f"{words} (1)"
         )
     model.add_argument(
-        "--precision", choices=("fp32", "bf16"), help="bf16 on a GPU, fp32 on a CPU if not given"
+        "--precision",
+        choices=("fp32", "bf16"),
+        help="dtype; bf16 on a GPU and fp32 on a CPU if not given",
     )
-    model.add_argument("--seq-length", type=int, metavar="INT", help="tokens read at once")
+    model.add_argument("--seq-length", type=int, metavar="INT", help="longest sequence, in tokens")
     model.add_argument(
-        "--micro-batch-size", type=int, default=8, metavar="INT", help="rows in one forward pass"
+        "--micro-batch-size",
+        type=int,
+        default=8,
+        metavar="INT",
+        help="rows in one forward pass (8)",
     )
     model.add_argument(
         "--no-bos",
@@ -55,38 +66,42 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--apply-chat-template",
         dest="applies_chat_template",
         action="store_true",
-        help="ask each item as a message of a user, in the tokenizer's chat template",
+        help="ask each item as a user's message, in the tokenizer's chat template",
     )
     ensemble = parser.add_argument_group("several models")
     ensemble.add_argument(
         "--mode",
         choices=("common", "byte"),
         default="common",
-        help="token by token, for one vocabulary, or byte by byte, for any (default: common)",
+        help="common: token by token, for one vocabulary; byte: byte by byte, for any (common)",
     )
     ensemble.add_argument(
-        "--weight", type=float, action="append", metavar="X", help="one for each; equal if none"
+        "--weight",
+        type=float,
+        action="append",
+        metavar="X",
+        help="weight of a model, once for each, in order; equal weights if not given",
     )
     ensemble.add_argument(
         "--mean",
         choices=("probs", "logits"),
         default="probs",
-        help="what is averaged token by token (default: probs)",
+        help="numbers that are averaged with --mode common (probs)",
     )
     ensemble.add_argument(
         "--prune",
         type=float,
         default=PRUNE,
         metavar="SHARE",
-        help="byte by byte, leave out readings with less of a text's probability "
-        f"(default: {PRUNE})",
+        help="with --mode byte, leave out tokenizations with a smaller share of a text's "
+        f"probability ({PRUNE})",
     )
     ensemble.add_argument(
         "--beam",
         type=int,
         default=BEAM,
         metavar="INT",
-        help=f"byte by byte, follow so many readings of a text (default: {BEAM})",
+        help=f"with --mode byte, most tokenizations of a text to follow ({BEAM})",
     )
 
 
@@ -145,6 +160,6 @@ def _say_lost(lost: list[float]) -> None:
     if lost:
         mean, most = sum(lost) / len(lost), max(lost)
         sys.stderr.write(
-            f"readings left out: {mean:.2%} of a text's probability in the mean, {most:.2%} at "
+            f"tokenizations left out: {mean:.2%} of a text's probability on average, {most:.2%} at "
             "most; less with a smaller --prune and a larger --beam\n"
         )

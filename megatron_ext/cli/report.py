@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the verb."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run_dir of a run")
     parser.add_argument(
+        "-o",
         "--output",
         type=Path,
         metavar="FILE",
@@ -55,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--watch",
         type=int,
         metavar="SECONDS",
-        help="write the page again so often until the runs are finished; it reloads itself",
+        help="rewrite the page at this interval until the runs are finished; it reloads itself",
     )
     parser.add_argument(
         "--with-models",
@@ -75,14 +76,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="TEXT",
-        help="show how tokens meet on this text, in place of the run's own; may be repeated",
+        help="show how tokens align on this text, in place of the run's own; may be repeated",
     )
     parser.add_argument(
         "--sample-bytes",
         type=int,
         default=1500,
         metavar="N",
-        help="bytes of text to draw for each pair of tokenizers; 0 leaves texts out (1500)",
+        help="bytes of text to show for each pair of tokenizers; 0 shows none (1500)",
     )
 
 

@@ -36,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     serving.add_argument(
         "--teacher",
         metavar="NAME",
-        help="which of several teachers; the one there is when left out",
+        help="name of one of several teachers; the only one when left out",
     )
-    serving.add_argument("--address", metavar="HOST:PORT", help="where to listen")
+    serving.add_argument("--address", metavar="HOST:PORT", help="address to listen on")
     serving.add_argument(
         "--tls-cert",
         type=Path,

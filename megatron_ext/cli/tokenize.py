@@ -32,6 +32,7 @@ from megatron_ext.preprocessing.preprocess import preprocess
 from megatron_ext.preprocessing.report import Report
 from megatron_ext.tokenizers import TokenizerConfig
 from megatron_ext.training.tokenizer_arguments import (
+    add_short_tokenizer_flag,
     add_tokenizer_arguments,
     tokenizer_config_from_arguments,
 )
@@ -53,13 +54,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     data.add_argument(
         "--output-prefix",
+        "-o",
+        "--output",
         required=True,
         metavar="PREFIX",
         help="folder and first part of the names of the output",
     )
     data.add_argument(
-        "--json-keys",
         "--text-field",
+        "--json-keys",
+        dest="json_keys",
         nargs="+",
         default=[],
         metavar="KEY",
@@ -70,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--conversation-schema",
         choices=get_args(RecordSchemaName),
         default="auto",
-        help="how records hold conversations in the mode sft; what the first ones have, with auto",
+        help="format of conversations in the mode sft; auto takes that of the first records",
     )
     data.add_argument(
         "--append-eod",
@@ -120,6 +124,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"MiB of a record; a longer one cannot be used ({MAX_RECORD_MIB})",
     )
     add_tokenizer_arguments(parser)
+    add_short_tokenizer_flag(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:

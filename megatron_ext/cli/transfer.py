@@ -76,14 +76,17 @@ def add_init_flags(parser: argparse.ArgumentParser) -> None:
     new = parser.add_mutually_exclusive_group(required=True)
     new.add_argument(
         "--tokenizer",
+        "--tokenizer-model",
         type=Path,
-        metavar="DIR",
+        metavar="PATH",
         help="file or folder of the new tokenizer, or a run",
     )
     new.add_argument(
         "--to-bytes", action="store_true", help="one token for each byte: the library byte-level"
     )
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new folder")
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="DIR", help="new folder"
+    )
     parser.add_argument(
         "--method",
         choices=("fvt", "fvt-asymmetric", "omp", "mean", "hypernet"),
@@ -104,20 +107,24 @@ def add_init_flags(parser: argparse.ArgumentParser) -> None:
         help="give rows that are not copies the mean norm of the old rows",
     )
     parser.add_argument(
-        "--untie", action="store_true", help="make a tied head a matrix of its own, by its own rule"
+        "--untie", action="store_true", help="make a tied head a separate matrix, with its own rule"
     )
     parser.add_argument(
         "--keep-digits",
         action="store_true",
-        help="cut numbers as the old tokenizer does; the new tokenizer is changed for it",
+        help="split numbers as the old tokenizer does, which changes the new tokenizer",
     )
     parser.add_argument(
-        "--pad-to-multiple-of", type=int, default=1, metavar="INT", help="of the model's rows (1)"
+        "--pad-to-multiple-of",
+        type=int,
+        default=1,
+        metavar="INT",
+        help="pad the model's rows to a multiple (1)",
     )
     parser.add_argument(
         "--as-checkpoint",
         action="store_true",
-        help="write a folder of checkpoints of ours, as import-hf makes it",
+        help="write a folder of megatron-core checkpoints, as import-hf does",
     )
 
 
@@ -218,11 +225,15 @@ def add_extend_flags(parser: argparse.ArgumentParser) -> None:
         help="new tokens, one a line; one JSON string a line in a .jsonl file",
     )
     given.add_argument(
-        "--merges", type=int, metavar="INT", help="so many merges, learnt from --data"
+        "--merges", type=int, metavar="INT", help="number of merges to learn from --data"
     )
     parser.add_argument("--data", type=Path, metavar="FILE", help="text, or JSON lines with a text")
-    parser.add_argument("--text-field", default="text", help="field with a record's text")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new folder")
+    parser.add_argument(
+        "--text-field", default="text", help="field of a record that holds the text"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="DIR", help="new folder"
+    )
     parser.add_argument(
         "--method",
         choices=("fvt", "fvt-asymmetric", "mean"),
@@ -230,17 +241,23 @@ def add_extend_flags(parser: argparse.ArgumentParser) -> None:
         help="rows of the new tokens (fvt)",
     )
     parser.add_argument(
-        "--pad-to-multiple-of", type=int, default=1, metavar="INT", help="of the model's rows (1)"
+        "--pad-to-multiple-of",
+        type=int,
+        default=1,
+        metavar="INT",
+        help="pad the model's rows to a multiple (1)",
     )
     parser.add_argument(
         "--distill",
         type=int,
         default=0,
         metavar="STEPS",
-        help="train the new rows so that the model reads --data as it did (0: not)",
+        help="steps that train the new rows so that the model predicts --data as before (0)",
     )
-    parser.add_argument("--lr", type=float, default=1e-3, metavar="X", help="of that (1e-3)")
-    parser.add_argument("--seed", type=int, default=0, help="of that (0)")
+    parser.add_argument(
+        "--lr", type=float, default=1e-3, metavar="X", help="learning rate of --distill (1e-3)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="INT", help="seed of --distill (0)")
 
 
 def extend(arguments: argparse.Namespace) -> None:
@@ -340,7 +357,9 @@ def add_audit_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("old", metavar="OLD", help="the model's tokenizer")
     parser.add_argument("new", metavar="NEW", help="the new tokenizer")
     parser.add_argument("--data", type=Path, metavar="FILE", help="text, or JSON lines with a text")
-    parser.add_argument("--text-field", default="text", help="field with a record's text")
+    parser.add_argument(
+        "--text-field", default="text", help="field of a record that holds the text"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -405,17 +424,21 @@ def add_probe_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "models", type=Path, nargs="+", metavar="MODEL", help="HuggingFace folders to compare"
     )
-    parser.add_argument("--data", type=Path, required=True, metavar="FILE", help="to train on")
+    parser.add_argument("--data", type=Path, required=True, metavar="FILE", help="text to train on")
     parser.add_argument(
-        "--held-out", type=Path, required=True, metavar="FILE", help="to measure on"
+        "--held-out", type=Path, required=True, metavar="FILE", help="held-out text"
     )
     parser.add_argument(
         "--run-dir", type=Path, required=True, metavar="DIR", help="folder for runs and results"
     )
     parser.add_argument("--lr", type=float, default=1e-4, metavar="X", help="learning rate (1e-4)")
-    parser.add_argument("--global-batch-size", type=int, default=8, metavar="INT", help="rows (8)")
-    parser.add_argument("--seq-length", type=int, default=256, metavar="INT", help="tokens (256)")
-    parser.add_argument("--limit", type=int, metavar="INT", help="held-out texts at most")
+    parser.add_argument(
+        "--global-batch-size", type=int, default=8, metavar="INT", help="rows of a step (8)"
+    )
+    parser.add_argument(
+        "--seq-length", type=int, default=256, metavar="INT", help="tokens of a row (256)"
+    )
+    parser.add_argument("--limit", type=int, metavar="INT", help="most held-out texts")
 
 
 def run_probe(arguments: argparse.Namespace) -> None:
@@ -447,16 +470,20 @@ def add_train_hypernet_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", type=Path, required=True, metavar="FILE", help="text to learn from"
     )
-    parser.add_argument("--text-field", default="text", help="field with a record's text")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new folder")
+    parser.add_argument(
+        "--text-field", default="text", help="field of a record that holds the text"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="DIR", help="new folder"
+    )
     for name, default, words in (
         ("steps", 1000, "optimizer steps"),
         ("batch-size", 8, "texts of a step"),
         ("seq-length", 128, "tokens of a text"),
-        ("vocabulary-size", 4096, "tokens of a learnt vocabulary at most"),
+        ("vocabulary-size", 4096, "most tokens of a learnt vocabulary"),
         ("layers", 2, "layers of the network"),
-        ("hidden", 128, "its width"),
-        ("seed", 0, "of all draws"),
+        ("hidden", 128, "width of the network"),
+        ("seed", 0, "seed"),
     ):
         parser.add_argument(
             f"--{name}", type=int, default=default, metavar="INT", help=f"{words} ({default})"

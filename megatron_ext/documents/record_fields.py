@@ -78,7 +78,7 @@ class RecordFields:
 
     keys: tuple[str, ...]
     content: FieldContent = "text"
-    flag: str = "--json-keys"
+    flag: str = "--text-field"
     conversation_flag: str | None = None
     schema: RecordSchemaName = "auto"
     are_default: bool = False

@@ -25,7 +25,7 @@ class Sampling:
     """Divisor of logits; 0 for the likeliest tokens."""
 
     top_p: float = 1.0
-    """Probability of the likeliest tokens that are sampled from."""
+    """Probability of the most probable tokens that are sampled from (nucleus sampling)."""
 
     seed: int = 0
 

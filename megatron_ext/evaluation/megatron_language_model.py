@@ -254,7 +254,7 @@ def open_model(checkpoint: Path, options: ModelOptions) -> OpenedModel:
     Raises:
         MegatronExtError: As ``load_language_model``.
     """
-    checkpoint = find_checkpoint(str(checkpoint), where="--checkpoint")
+    checkpoint = find_checkpoint(str(checkpoint), where="--model")
     model, tokenizer = _model(checkpoint, options), _tokenizer(checkpoint, options)
     if options.applies_chat_template and tokenizer.chat_template is None:
         raise ConfigError(

@@ -27,6 +27,11 @@ from megatron_ext.losses.objectives.byte_prefix import BytePrefixLoss
 from megatron_ext.losses.objectives.dskd import DskdLoss
 from megatron_ext.losses.objectives.dskd_spaces import DskdProjectors
 from megatron_ext.losses.objectives.gold import GoldLoss, HybridKLLoss
+from megatron_ext.losses.objectives.hidden_states import (
+    HiddenCosineLoss,
+    HiddenMseLoss,
+    StateProjectors,
+)
 from megatron_ext.losses.objectives.mined import MinedLoss
 from megatron_ext.losses.objectives.next_token import NextTokenLoss
 from megatron_ext.losses.objectives.partition_kl import PartitionKLLoss
@@ -77,6 +82,8 @@ __all__ = [
     "FusedObjective",
     "GoldLoss",
     "GradientMagnitudeWeighting",
+    "HiddenCosineLoss",
+    "HiddenMseLoss",
     "HybridKLLoss",
     "IdTable",
     "KnownAhead",
@@ -100,6 +107,7 @@ __all__ = [
     "ProjectionShard",
     "SampledKLLoss",
     "ScheduledWeighting",
+    "StateProjectors",
     "StopSet",
     "StrictTopKLoss",
     "SumCount",

@@ -8,6 +8,7 @@ global count must be known before the first forward. ``KnownAhead`` holds the da
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Literal
@@ -55,6 +56,10 @@ class DistillationInputs:
 
     student_hidden: torch.Tensor | None = None
     """[B, Ts, D] last hidden states, with a graph; for objectives that compare them."""
+
+    student_states: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    """[B, Ts, D] with a graph: outputs of layers below the last, by number from 1; for objectives
+    that compare them."""
 
     student_head_weight: torch.Tensor | None = None
     """[Vp, D] rows of the student's output layer for this rank's columns."""

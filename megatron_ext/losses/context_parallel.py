@@ -16,6 +16,7 @@ B batch, Ts Tt tokens of whole sequences, C chunks, C' of them owned, M rows aft
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -177,8 +178,8 @@ class ContextParallelPlan:
 
             One all-to-all for each tensor of rows, over the context-parallel group, which
             sends only rows of chunks that lie on several ranks: ``Vp`` or ``D`` elements a row.
-            Backward: one for the student's logits, and one for its hidden states. The student's
-            logits of this rank are copied once.
+            Backward: one for the student's logits, and one for its hidden states of each layer. The
+            student's logits of this rank are copied once.
 
         Raises:
             LossError: Rows that are not those of the plan, or completions of another alignment.
@@ -201,6 +202,7 @@ class ContextParallelPlan:
             student_logits=_moved(slices.student_logits, self.student),
             labels=_moved_labels(slices.labels, self.student),
             student_hidden=_moved_if(slices.student_hidden, self.student),
+            student_states=_moved_states(slices.student_states, self.student),
             teacher=None if teacher is None else self._teacher_rows(teacher),
             sampled_log_probs=None
             if slices.sampled_log_probs is None
@@ -219,7 +221,7 @@ class ContextParallelPlan:
         rows: dict[str, Any] = {
             name: _moved_if(getattr(teacher, name), self.teacher) for name in _TEACHER_ROWS
         }
-        return replace(teacher, **rows)
+        return replace(teacher, states=_moved_states(teacher.states, self.teacher), **rows)
 
 
 def _bounds(chunk_id: torch.Tensor, cu_seqlens: torch.Tensor | None) -> Ids:
@@ -254,6 +256,13 @@ def _moved(x: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
 
 def _moved_if(x: torch.Tensor | None, exchange: RowExchange) -> torch.Tensor | None:
     return None if x is None else _moved(x, exchange)
+
+
+def _moved_states(
+    states: Mapping[int, torch.Tensor], exchange: RowExchange
+) -> dict[int, torch.Tensor]:
+    """States by layer, in one order on every rank."""
+    return {layer: _moved(states[layer], exchange) for layer in sorted(states)}
 
 
 def _moved_labels(labels: torch.Tensor, exchange: RowExchange) -> torch.Tensor:

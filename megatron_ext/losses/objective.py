@@ -8,12 +8,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Final, Literal, NamedTuple
 
 import torch
 
 from megatron_ext.constants import IGNORE_INDEX
+from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput, Over
+from megatron_ext.losses.vocabulary_match import VocabularyMatch
 from megatron_ext.ops.unit_gradient import kept_gradient
 from megatron_ext.projection.speller import ProjectionMethod
 from megatron_ext.registry import Registry
@@ -26,6 +29,9 @@ def is_zero(scale: Scale) -> bool:
     """Whether the scale is known on the host to be 0."""
     return not isinstance(scale, torch.Tensor) and scale == 0
 
+
+LAST_LAYER: Final = -1
+"""Number of the last hidden states, behind the final norm, which the head reads."""
 
 TargetForm = Literal["label", "topk", "hidden"]
 """Kind of targets that a cache keeps or a remote teacher sends."""
@@ -57,8 +63,61 @@ class Needs:
     hidden: bool = False
     """The student's last hidden states and head."""
 
+    layers: tuple[tuple[int, int], ...] = ()
+    """Pairs of a layer of the student and one of the teacher whose states are read, as
+    configured: from 1 on, or from the end with -1 for the last."""
+
     same_tokenizer: bool = False
     """A teacher that reads the student's tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPair:
+    """Student and teacher on this rank of the last stage, for projectors between their states."""
+
+    student_hidden: int
+    teacher_hidden: int
+    student_layers: int
+    teacher_layers: int
+
+    seed: int
+    """Seed of the run."""
+
+    student_shard: VocabShard
+    teacher_shard: VocabShard
+
+    student_head: torch.Tensor
+    """[Vps, Ds] this rank's rows."""
+
+    teacher_head: torch.Tensor | None = None
+    """[Vpt, Dt]; None for a teacher whose model is elsewhere."""
+
+    match: VocabularyMatch | None = None
+    """The tokens that both vocabularies have, where the objective needs them."""
+
+    def numbers(self, layers: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+        """Pairs of layers as ``layer_number`` has them."""
+        return tuple(
+            (layer_number(own, self.student_layers), layer_number(its, self.teacher_layers))
+            for own, its in layers
+        )
+
+
+def layer_number(layer: int, count: int) -> int:
+    """A layer of ``count``, counted from 1 or with negative numbers from the end, as its number
+    from 1; the last as ``LAST_LAYER``.
+
+    Raises:
+        LossError: There is no such layer.
+    """
+    number = layer if layer > 0 else count + 1 + layer
+    if not 1 <= number <= count:
+        raise LossError(
+            "the model has no such layer",
+            got=layer,
+            expected=f"1 to {count}, or -1 to -{count} from the end",
+        )
+    return LAST_LAYER if number == count else number
 
 
 class Objective(ABC):
@@ -78,6 +137,13 @@ class Objective(ABC):
     summary: ClassVar[str] = ""
     """What it compares, for ``megatron-ext ls objectives``."""
 
+    projector_starts: ClassVar[tuple[str, ...]] = ()
+    """Values of the option ``projectors`` in a configuration, the default first, of an objective
+    with a field of that name: a module that learns with the student. Empty: it has none."""
+
+    projector_kind: ClassVar[type[torch.nn.Module] | None] = None
+    """Class of that module, which two widths make a stand-in of."""
+
     def __call__(self, inputs: DistillationInputs) -> LossOutput:
         """The loss of one microbatch; ``loss_sum`` has a graph. Collectives: see the class.
 
@@ -88,6 +154,14 @@ class Objective(ABC):
     @abstractmethod
     def compute(self, inputs: DistillationInputs) -> LossOutput:
         """The loss under autograd."""
+
+    def make_projectors(self, start: str, pair: ModelPair) -> torch.nn.Module:
+        """The module for the field ``projectors``, on every rank of the last stage alike.
+
+        Args:
+            start: One of ``projector_starts``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no projectors")
 
     def count_ahead(self, known: KnownAhead) -> torch.Tensor:
         """int64 scalar: ``LossOutput.count`` of these inputs, before the student has run.

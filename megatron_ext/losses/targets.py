@@ -5,7 +5,8 @@ B batch, Tt tokens, Vp local columns, D hidden, K top-k.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
 import torch
@@ -51,6 +52,9 @@ class TeacherTargets:
 
     head_weight: torch.Tensor | None = None
     """[Vp, D]"""
+
+    states: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    """[B, Tt, D] outputs of layers below the last, by number from 1, of kind ``hidden``."""
 
     topk_ids: torch.Tensor | None = None
     """[B, Tt, K] int64: global columns, each once in a row."""

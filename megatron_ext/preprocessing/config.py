@@ -153,11 +153,11 @@ class PreprocessConfig:
         for key in self.json_keys:
             if not key or "/" in key or "\0" in key:
                 raise ConfigError(
-                    "the key cannot be part of a file name", got=repr(key), where="--json-keys"
+                    "the key cannot be part of a file name", got=repr(key), where="--text-field"
                 )
         if len(set(self.json_keys)) < len(self.json_keys):
             raise ConfigError(
-                "a key is named twice", got=" ".join(self.json_keys), where="--json-keys"
+                "a key is named twice", got=" ".join(self.json_keys), where="--text-field"
             )
 
     def _check_schema(self) -> None:
@@ -172,8 +172,8 @@ class PreprocessConfig:
             raise ConfigError(
                 "records of this schema have no field that holds the conversation",
                 got=f"{self.conversation_schema} and {' '.join(self.json_keys)}",
-                fix="leave one of --json-keys and --conversation-schema out",
-                where="--json-keys",
+                fix="leave one of --text-field and --conversation-schema out",
+                where="--text-field",
             )
 
     def _check_shards(self) -> None:

@@ -54,7 +54,7 @@ class CausalLM:
     kind: Literal["hidden", "logits"]
     """Kind of the outputs: ``hidden`` if logits are ``hidden @ head.T``."""
 
-    width: int
+    size: int
     """D for ``hidden``, V for ``logits``."""
 
     dtype: torch.dtype
@@ -65,17 +65,30 @@ class CausalLM:
     scale: float = 1.0
     """Factor of the hidden states, for architectures that scale logits."""
 
+    layers: tuple[int, ...] = ()
+    """Numbers from 1 of layers below the last whose states follow the last ones, of ``hidden``."""
+
+    @property
+    def width(self) -> int:
+        """Numbers of an output at each position."""
+        return self.size * (1 + len(self.layers))
+
     def __call__(self, tokens: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Outputs [N, L, width] of ``tokens`` [N, L], each row a text that begins at position 0.
 
         Args:
             mask: [N, L] int64, 0 behind the end of a text; None if all texts are equally long.
         """
-        output = self.module(input_ids=tokens, attention_mask=mask, use_cache=False)
+        more = {"output_hidden_states": True} if self.layers else {}
+        output = self.module(input_ids=tokens, attention_mask=mask, use_cache=False, **more)
         if self.kind == "logits":
             return output.logits.to(self.dtype)  # type: ignore[no-any-return]
         hidden: torch.Tensor = output.last_hidden_state.to(self.dtype)
-        return hidden if self.scale == 1.0 else hidden * self.scale
+        hidden = hidden if self.scale == 1.0 else hidden * self.scale
+        if not self.layers:
+            return hidden
+        lower = [output.hidden_states[layer].to(self.dtype) for layer in self.layers]
+        return torch.cat([hidden, *lower], dim=-1)
 
 
 def load_causal_lm(
@@ -186,10 +199,10 @@ def frozen_causal_lm(model: Any, *, dtype: torch.dtype) -> CausalLM:
         if scale is None:
             token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
             width = int(model(input_ids=token, use_cache=False).logits.shape[-1])
-            return CausalLM(module=model, kind="logits", width=width, dtype=dtype)
+            return CausalLM(module=model, kind="logits", size=width, dtype=dtype)
     head = model.get_output_embeddings().weight
     module, width = model.base_model, head.shape[1]
-    return CausalLM(module=module, kind="hidden", width=width, dtype=dtype, head=head, scale=scale)
+    return CausalLM(module=module, kind="hidden", size=width, dtype=dtype, head=head, scale=scale)
 
 
 @torch.no_grad()

@@ -43,6 +43,7 @@ class HuggingFaceTeacher:
         group: Tensor- and context-parallel group, whose ranks share rows; None for a single rank.
         context: Context-parallel rank; None for whole rows.
         keeps_head: Copy this rank's head rows instead of a view of the model's weights.
+        layers: Numbers from 1 of layers below the last whose states are targets, too, ascending.
     """
 
     def __init__(
@@ -53,11 +54,12 @@ class HuggingFaceTeacher:
         group: ProcessGroup | None = None,
         context: ContextRank | None = None,
         keeps_head: bool = False,
+        layers: tuple[int, ...] = (),
     ) -> None:
         self.head_weight = _head_rows(model, shard, is_own=keeps_head)
         """[Vp, D] this rank's head rows; None if targets are logits."""
         # The whole head is no longer needed, unless it is tied.
-        self._model = replace(model, head=None)
+        self._model = replace(model, head=None, layers=layers)
         self._shard = shard
         self._group = group
         self._size = 1 if group is None else dist.get_world_size(group)
@@ -95,8 +97,13 @@ class HuggingFaceTeacher:
         if self._context is not None:
             values = self._context.cut(values)
         if self.head_weight is not None:
+            hidden, *lower = values.split(self._model.size, dim=-1)
             return TeacherTargets(
-                kind="hidden", shard=self._shard, hidden=values, head_weight=self.head_weight
+                kind="hidden",
+                shard=self._shard,
+                hidden=hidden,
+                head_weight=self.head_weight,
+                states=dict(zip(self._model.layers, lower, strict=True)),
             )
         columns = values[..., self._shard.start : self._shard.stop]
         missing = self._shard.width - columns.shape[-1]

@@ -5,11 +5,14 @@ B rows, T tokens, Vp partition, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -30,18 +33,29 @@ class MegatronTeacher:
         chunks: This rank's frozen model chunks in pipeline order; several under an interleaved
             pipeline.
         shard: This rank's columns of the teacher's vocabulary.
+        layers: Numbers from 1 of layers below the last whose states are targets, too; the same on
+            every rank, ascending.
     """
 
-    def __init__(self, chunks: Sequence[GPTModel], *, shard: VocabShard) -> None:
+    def __init__(
+        self, chunks: Sequence[GPTModel], *, shard: VocabShard, layers: Sequence[int] = ()
+    ) -> None:
         self.chunks = list(chunks)
         self._shard = shard
         self._schedule = get_forward_backward_func()
+        self._states: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
+        """[B, T, D] of each microbatch, of the layers of this stage."""
+        for chunk in self.chunks:
+            keep_states(chunk, layers, partial(self._keep, chunk))
 
     def targets(self, microbatches: Sequence[TokenInputs]) -> list[TeacherTargets]:
         """Hidden-state targets of each microbatch; see ``Teacher``.
 
-        Collectives: the schedule's sends and receives between stages, and those of each layer.
+        Collectives: the schedule's sends and receives between stages, and those of each layer. Of a
+        layer on an earlier stage one send of [B, T, D] for each microbatch, to the last stage.
         """
+        for states in self._states.values():
+            states.clear()
         batch_size, length = microbatches[0].tokens.shape
         with torch.no_grad():
             hidden_states = self._schedule(
@@ -55,15 +69,60 @@ class MegatronTeacher:
                 forward_only=True,
                 collect_non_loss_data=True,
             )
+        by_layer = self._states_on_last_stage(hidden_states)
         return [
             TeacherTargets(
                 kind="hidden",
                 shard=self._shard,
                 hidden=hidden,
                 head_weight=head_weight(self.chunks[-1]),
+                states={layer: states[number] for layer, states in by_layer.items()},
             )
-            for hidden in hidden_states
+            for number, hidden in enumerate(hidden_states)
         ]
+
+    def _keep(self, chunk: GPTModel, layer: int, hidden: torch.Tensor) -> None:
+        self._states[layer].append(_batch_first(whole_sequence(hidden, chunk), non_loss_data=True))
+
+    def _states_on_last_stage(
+        self, hidden_states: Sequence[torch.Tensor]
+    ) -> dict[int, list[torch.Tensor]]:
+        """The kept states of every layer, on the last stage; empty on the others.
+
+        Args:
+            hidden_states: Last states of each microbatch, which have the same shapes.
+        """
+        group = parallel_state.get_pipeline_model_parallel_group()
+        stages, stage = dist.get_world_size(group), dist.get_rank(group)
+        last, layers_of_chunk = stages - 1, len(self.chunks[0].decoder.layers)
+        gathered: dict[int, list[torch.Tensor]] = {}
+        for layer, states in self._states.items():
+            owner = (layer - 1) // layers_of_chunk % stages
+            if owner == last:
+                gathered[layer] = list(states)
+            elif stage == owner:
+                for hidden in states:
+                    dist.send(hidden, dist.get_global_rank(group, last), group=group)
+            elif stage == last:
+                gathered[layer] = [torch.empty_like(hidden) for hidden in hidden_states]
+                for hidden in gathered[layer]:
+                    dist.recv(hidden, dist.get_global_rank(group, owner), group=group)
+            states.clear()
+        return gathered if stage == last else {}
+
+
+def keep_states(
+    gpt: GPTModel, layers: Collection[int], keep: Callable[[int, torch.Tensor], None]
+) -> None:
+    """Have ``keep`` called with the number and the output [T, B, D] of each of ``layers`` that a
+    chunk has, in every forward pass."""
+
+    def hook(layer: Any, _: Any, output: Any) -> None:
+        keep(layer.layer_number, output[0] if isinstance(output, tuple) else output)
+
+    for layer in gpt.decoder.layers if layers else ():
+        if layer.layer_number in layers:
+            layer.register_forward_hook(hook)
 
 
 def head_weight(gpt: GPTModel) -> torch.Tensor:

@@ -148,14 +148,14 @@ class TokenizerConfig:
     ``auto`` (the tokenizer's own template) or ``file:PATH``."""
 
     train_on: str | None = None
-    """Messages that are trained: all-assistant (unless set), last-assistant, or roles with commas
-    between."""
+    """Messages that are trained: all-assistant (the default), last-assistant, or roles, separated
+    by commas."""
 
     train_thinking: bool | None = None
-    """Train the thinking in the messages that are trained, as is done unless set."""
+    """Train the thinking in trained messages; true unless set."""
 
     train_tool_calls: bool | None = None
-    """Train the tool calls in the messages that are trained, as is done unless set."""
+    """Train the tool calls in trained messages; true unless set."""
 
     exclude_unknown: bool | None = None
     """Do not train messages whose source a template hides; unless set, they are refused."""

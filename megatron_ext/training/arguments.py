@@ -41,6 +41,9 @@ BASIC: Final = frozenset(
 )
 """Flags of the short help; the others are advanced."""
 
+_ALIASES: Final[Mapping[str, tuple[str, ...]]] = {"--data-text-key": ("--text-field",)}
+"""Flag -> its names in other verbs."""
+
 
 def mark_advanced(action: argparse.Action) -> None:
     """Leave the flag out of the short help of the command line; ``--help-all`` shows it."""
@@ -149,6 +152,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
             group = groups[flag.section] = parser.add_argument_group(flag.section)
         action = group.add_argument(
             flag.name,
+            *_ALIASES.get(flag.name, ()),
             dest=_SEPARATOR.join(flag.keys),
             default=argparse.SUPPRESS,
             help=terminal_help(flag.help),

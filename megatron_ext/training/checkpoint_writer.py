@@ -1,17 +1,17 @@
 """Writing of a run's checkpoints, at once or in the background; an incomplete one is never visible.
 
 A save goes through four stages. The main rank makes a folder with a name of its own; every rank
-plans and passes its tensors to a writer process (``megatron.core.dist_checkpointing``); when the
-writers of all ranks have ended, rank 0 writes the index of what they wrote; then the main rank adds
-the other files, renames the folder and moves ``latest``. An error in any stage, on any rank, is an
-error on every rank, and the folder is removed. A process that dies leaves a folder with a hidden
-name, which the next save removes.
+plans and passes its tensors to two threads that write them (``megatron.core.dist_checkpointing``),
+in a process of their own when saves go on in the background; when the writers of all ranks have
+ended, rank 0 writes the index of what they wrote; then the main rank adds the other files, renames
+the folder and moves ``latest``. An error in any stage, on any rank, is an error on every rank, and
+the folder is removed. A process that dies leaves a folder with a hidden name, which the next save
+removes.
 """
 
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import os
 import pickle
 import queue
@@ -20,10 +20,9 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO, Final
@@ -161,11 +160,11 @@ class WriteResults:
 def write_buckets(
     transforms: Sequence[Any], use_msc: bool, rank: int, buckets: Sequence[Any], results: Any
 ) -> None:
-    """Write the buckets of a rank, each in a process of its own, and store their results.
+    """Write the buckets of a rank, each in a thread of its own, and store their results.
 
-    In place of megatron-core's ``write_buckets``. That of 0.16 waits for ever for a process that
-    was killed, and leaves its siblings behind when it is killed itself; those of later releases
-    write with threads of one process.
+    In place of megatron-core's ``write_buckets``. That of 0.16 forks a process for each, which
+    costs more than a small checkpoint, and waits for ever for one that was killed; those of later
+    releases do not tell the watchdog that a write goes on.
 
     Args:
         transforms: First argument of megatron-core's ``write_bucket``.
@@ -174,55 +173,31 @@ def write_buckets(
         buckets: ``WriteBucket`` each.
         results: Queue that is given a dictionary of lists by index of the bucket, or an error.
     """
-    context = multiprocessing.get_context("fork")
-    writers: dict[Connection, BaseProcess] = {}
-    written: dict[int, Any] = {}
+
+    def write(index: int, bucket: Any) -> Any:
+        written: list[tuple[int, Any]] = []
+        needed("write_bucket").value(
+            transforms,
+            index,
+            bucket,
+            SimpleNamespace(put=written.append),
+            SimpleNamespace(get=lambda: None, task_done=lambda: None),
+            use_fsync=True,
+            **({"use_msc": True} if use_msc else {}),
+        )
+        ((_, result),) = written
+        if isinstance(result, Exception):
+            raise result
+        return result
+
     try:
-        for index, bucket in enumerate(buckets):
-            ours, theirs = context.Pipe(duplex=False)
-            arguments = (transforms, use_msc, index, bucket, theirs, [ours, *writers])
-            writers[ours] = context.Process(target=_write_bucket, args=arguments)
-            writers[ours].start()
-            theirs.close()
-        waiting = dict(writers)
-        while waiting:
-            for ready in wait(list(waiting), timeout=_POLL_S):
-                assert isinstance(ready, Connection)
-                index, result = _result(ready, waiting.pop(ready))
-                if isinstance(result, Exception):
-                    raise result
-                written[index] = result
-            watchdog.tick()
-        results.put(written)
+        with ThreadPoolExecutor(max(1, len(buckets))) as pool:
+            writers = [pool.submit(write, *numbered) for numbered in enumerate(buckets)]
+            while wait(writers, timeout=_POLL_S).not_done:
+                watchdog.tick()
+            results.put({index: writer.result() for index, writer in enumerate(writers)})
     except Exception as error:  # The queue carries it: no result at all would be waited for.
         results.put(error)
-    finally:
-        for connection, process in writers.items():
-            process.kill()
-            process.join()
-            connection.close()
-
-
-def _write_bucket(
-    transforms: Sequence[Any],
-    use_msc: bool,
-    index: int,
-    bucket: Any,
-    connection: Connection,
-    copied: Sequence[Connection],
-) -> None:
-    _be_a_writer()
-    for other in copied:
-        other.close()
-    needed("write_bucket").value(
-        transforms,
-        index,
-        bucket,
-        SimpleNamespace(put=connection.send),
-        SimpleNamespace(get=lambda: None, task_done=lambda: None),
-        use_fsync=True,
-        **({"use_msc": True} if use_msc else {}),
-    )
 
 
 def _in_background(function: Callable[..., None], *arguments: Any) -> None:
@@ -235,18 +210,6 @@ def _be_a_writer() -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _result(connection: Connection, process: BaseProcess) -> tuple[int, Any]:
-    """A writer's index and result, or an error for one that ended without."""
-    try:
-        index, result = connection.recv()
-    except (EOFError, OSError):
-        process.join()
-        code = process.exitcode or 0
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return -1, RuntimeError(f"its writer process ended without a result: {how}")
-    return index, result
 
 
 def _shared_file() -> BinaryIO:

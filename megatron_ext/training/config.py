@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Literal
 
 from megatron_ext.constants import MAX_RECORD_MIB
@@ -52,12 +52,17 @@ class TeacherConfig:
     """Accept a checkpoint that was trained with another tokenizer, or has too few or too many rows
     for this one; an error otherwise."""
 
+    ema_decay: float | None = None
+    """Decay of the exponential moving average of the student's weights, for a teacher that is this
+    average and has no checkpoint; the student's tokenizer, and its keys of the model, are taken
+    where not given."""
+
     objective: str | None = None
     """Objective for this teacher; ``loss.objective`` when not given."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of this teacher's objective, added to ``loss.options``, or in their place where the
-    teacher has an objective of its own."""
+    """Options of this teacher's objective, added to ``loss.options``; if the teacher has an
+    objective of its own, they replace these."""
 
     temperature: float | None = None
     """Temperature for this teacher; ``loss.temperature`` when not given."""
@@ -90,7 +95,7 @@ class TeacherConfig:
     placement: Placement = "student_ranks"
     """Place of the model: the student's ranks, ranks of its own in the same launch, a process
     beside each replica of the student, a server that was started before, or an inference engine
-    (``engine``); of the last the checkpoint is a folder with ``config.json`` and tokenizer."""
+    (``engine``), for which the checkpoint is a folder with ``config.json`` and tokenizer."""
 
     serving: ServingConfig = field(default_factory=ServingConfig, metadata={"prefix": "serving-"})
 
@@ -109,6 +114,8 @@ class TeacherConfig:
             library=self.library,
             has_engine=self.engine is not None,
         )
+        if self.ema_decay is not None:
+            _check_average(self.ema_decay, self.checkpoint)
         if self.weight_precision is not None and self.library != "huggingface":
             raise ConfigError(
                 "torchao rounds the layers of transformers, not those of megatron-core",
@@ -190,8 +197,9 @@ class LossConfig:
 
     objective: str = "projected_kl"
     """Distillation objective: ``projected_kl``, ``partition_kl``, ``byte_prefix``, ``strict_topk``,
-    ``hybrid_kl``, ``gold``, ``uld``, ``alm``, ``sampled_kl``, ``mined``, ``dskd`` or ``vocab_kl``,
-    see docs/losses.md; ``next_token`` to train without a teacher."""
+    ``hybrid_kl``, ``gold``, ``uld``, ``alm``, ``sampled_kl``, ``mined``, ``dskd``, ``hidden_mse``,
+    ``hidden_cosine`` or ``vocab_kl``, see docs/losses.md; ``next_token`` to train without a
+    teacher."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the objective, see docs/losses.md; as a flag ``'{"top_k": 32}'``, which replaces
@@ -231,10 +239,10 @@ class LossConfig:
     """Train the shares of the projection's inexact rows with the student (projected_kl)."""
 
     linear: bool | None = None
-    """Compute the loss from hidden states and heads, one tile of logits at a time, and never all
-    logits; for the objectives that are sums over chunks or labels. When not given, a run on a CPU
-    does where a microbatch's logits have more than 64 MiB and nothing speaks against it, in tiles
-    of at most 128 MiB."""
+    """Compute the loss from hidden states and heads, one tile of logits at a time, for objectives
+    that are sums over chunks or labels. When not given, a run on a CPU does so if the logits of a
+    microbatch take more than 64 MiB and no other setting forbids it, in tiles of at most 128
+    MiB."""
 
     linear_tile_rows: int = 2048
     """Most rows of a tile of the linear form, of either model."""
@@ -275,8 +283,8 @@ class DistillConfig:
     teacher: TeacherConfig | None = field(default=None, metadata={"prefix": "teacher-"})
 
     teachers: Mapping[str, TeacherConfig] = field(default_factory=dict)
-    """Several teachers in place of ``teacher``: sections with the keys of that one, by name, or as
-    a list with a ``name`` in each."""
+    """Several teachers in place of ``teacher``: sections with the keys of ``teacher``, by name, or
+    as a list with a ``name`` in each."""
 
     loss: LossConfig = field(default_factory=LossConfig, metadata={"prefix": "loss-"})
 
@@ -333,6 +341,9 @@ class DistillConfig:
                 got=f"{self.parallel.expert_model_parallel_size} and dense models",
                 fix="remove it, or set num_experts",
             )
+        for name, teacher in self.named_teachers.items():
+            if teacher.ema_decay is not None:
+                _check_averaged_model(self.section_of(name), teacher.model, self.student)
         self._check_served()
         self._check_rollouts()
         is_tied = not self.student.untie_embeddings_and_output_weights
@@ -427,6 +438,39 @@ def _check_teachers(config: DistillConfig) -> None:
                 got=repr(name),
                 expected="letters, digits, - and _, but not 'average'",
                 where="teachers",
+            )
+
+
+def _check_average(decay: float, checkpoint: str) -> None:
+    if not 0 < decay < 1:
+        raise ConfigError(
+            "an average of the student cannot decay so",
+            where="ema_decay",
+            got=decay,
+            expected="above 0 and below 1, such as 0.999",
+        )
+    if checkpoint:
+        raise ConfigError(
+            "an average of the student begins as the student does",
+            where="checkpoint",
+            got=f"{checkpoint} with ema_decay {decay}",
+            expected="no checkpoint",
+            fix="leave one of them out; initial_checkpoint has the first weights of both",
+        )
+
+
+def _check_averaged_model(section: str, model: ModelConfig, student: ModelConfig) -> None:
+    """Check that an average has the shape of its student; sequences of its own are longer."""
+    free = ["hf", *(["seq_length"] if model.position_embedding_type == "rope" else [])]
+    for item in fields(model):
+        own, its = getattr(model, item.name), getattr(student, item.name)
+        if item.name not in free and own != its:
+            raise ConfigError(
+                "an average of the student has the student's model",
+                where=f"{section}.model.{item.name}",
+                got=own,
+                expected=its,
+                fix="leave the key out",
             )
 
 

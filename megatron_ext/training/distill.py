@@ -238,7 +238,8 @@ def build_trainer_around(
     laid_out = next((loaded.laid_out for loaded in teachers.values() if loaded.laid_out), None)
     step = learning_step(parts, list(teachers.values()), scales_losses=make_student is not Student)
     # After the step: an objective may have added parameters of its own to the student.
-    student = make_student(chunks, run, rows=laid_out and laid_out.student_rows)
+    averages = [loaded.average for loaded in teachers.values() if loaded.average]
+    student = make_student(chunks, run, rows=laid_out and laid_out.student_rows, averages=averages)
     replica = Replica(groups.dp_rank, groups.dp_size, run.training.micro_batch_size)
     groups.on_main(lambda: record_run(config, inputs.data.summary()))
     groups.on_main(

@@ -94,6 +94,27 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         )
         for other in (features.CACHE, features.ON_OTHER_DEVICES)
     ),
+    *(
+        Exclusion(
+            features.AVERAGE,
+            other,
+            "an average of the student is on the student's ranks, in its layout and its library",
+            "leave one of them out",
+        )
+        for other in (features.CACHE, features.REMOTE, features.TRANSFORMERS)
+    ),
+    Exclusion(
+        features.AVERAGE,
+        features.OFFLOAD,
+        "the average of the student changes with every update, and offloaded weights do not",
+        "remove offload",
+    ),
+    Exclusion(
+        features.AVERAGE,
+        features.LATE_GATHER,
+        "the student's weights are averaged before overlap_param_gather has gathered them",
+        "set overlap_param_gather to false",
+    ),
     Exclusion(
         features.WEIGHT_PRECISION,
         features.OFFLOAD,
@@ -145,6 +166,12 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
     ),
     Exclusion(
         features.CACHE, features.LAYOUT, "cached targets are in the order of the ids", _BY_IDS
+    ),
+    Exclusion(
+        features.AVERAGE,
+        features.LAYOUT,
+        "an average has the student's order of rows, and a layout has one for each side",
+        _BY_IDS,
     ),
     Exclusion(
         features.TRANSFORMERS,
@@ -230,6 +257,13 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         features.RECOMPUTED,
         "gradients of single terms cannot pass activations that are computed again",
         "take another weighting, or keep activations",
+    ),
+    Exclusion(
+        features.RECOMPUTED_WHOLE,
+        features.LOWER_LAYERS,
+        "states of layers that are computed again have no gradient",
+        "compare the last layer, or keep activations: none, or selective",
+        "objectives",
     ),
     Exclusion(
         features.BY_GRADIENTS,
@@ -329,6 +363,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
             features.OWN_RANKS,
             features.TRAINABLE,
             features.LORA,
+            features.AVERAGE,
             features.ROLLOUTS,
             features.STUDENT_EXPERTS,
             features.TEACHER_EXPERTS,

@@ -194,6 +194,16 @@ def _without_logits(setting: Setting) -> str | None:
     return None if form is None or form.kind == "hidden" else str(form)
 
 
+def _student_layers(setting: Setting) -> str | None:
+    """Pairs of layers whose student's layer is below the last."""
+    objective, teacher = setting.objectives.get(setting.teacher_name or ""), setting.teacher
+    if objective is None or teacher is None:
+        return None
+    last = (-1, setting.config.student.num_layers)
+    lower = [list(pair) for pair in objective.needs.layers if pair[0] not in last]
+    return f"layers {lower}" if lower else None
+
+
 def _starts_from_heads(setting: Setting) -> str | None:
     teacher = setting.teacher
     if teacher is None or not setting.config.distils:
@@ -251,6 +261,13 @@ MATCHED: Final = key_feature("loss.weighting", off="fixed", only=("matched",))
 KD_WEIGHT: Final = key_feature("loss.kd_weight", off=1.0)
 CE_WEIGHT: Final = key_feature("loss.ce_weight", off=1.0)
 RECOMPUTED: Final = key_feature("training.recompute_granularity", off=None)
+RECOMPUTED_WHOLE: Final = key_feature("training.recompute_granularity", off=None, only=("full",))
+LOWER_LAYERS: Final = Feature(
+    name="an objective that reads states of the student below its last layer",
+    key="{options}",
+    off="without them",
+    value=_student_layers,
+)
 FROZEN_LAYERS: Final = Feature(
     name="`training.trainable` without `layers`, and no `lora`",
     key="training.trainable",
@@ -309,6 +326,7 @@ ENGINE: Final = Feature(
 WORD_BEGINS: Final = Feature(name="an objective that reads where words begin", value=_word_begins)
 OFFLOAD: Final = key_feature("{teacher}.offload")
 WEIGHT_PRECISION: Final = key_feature("{teacher}.weight_precision", off=None)
+AVERAGE: Final = key_feature("{teacher}.ema_decay", off=None)
 TRANSFORMERS: Final = key_feature("{teacher}.library", off="megatron", only=("huggingface",))
 TEACHER: Final = Feature(
     name="`teacher`",

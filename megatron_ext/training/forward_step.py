@@ -31,6 +31,7 @@ from megatron_ext.losses import (
 )
 from megatron_ext.losses.diagnostics import ONE_TEACHER, FiniteCheck, check_finite
 from megatron_ext.losses.linear import LinearDistillation, no_logits
+from megatron_ext.losses.objective import LAST_LAYER
 from megatron_ext.ops.token_log_prob import token_log_prob
 from megatron_ext.training.experts import padding_options
 from megatron_ext.training.microbatch import Microbatch, MicrobatchWithTargets
@@ -138,7 +139,7 @@ class StudentStep:
     """The distillation term; None in a run that does not distil."""
 
     hidden: StudentHidden | None = None
-    """The student's last hidden states, on the last stage, for objectives that read them."""
+    """The student's hidden states, on the last stage, for objectives that read them."""
 
     linear: Mapping[str, LinearDistillation] | None = None
     """Linear forms by teacher, which compute the loss from hidden states; see ``linear_forms``.
@@ -176,19 +177,22 @@ class StudentStep:
                 **padding_options(microbatch.batch, model),
             )
         if not has_head(model):
-            return output, partial(self._loss, microbatch, None)
+            return output, partial(self._loss, microbatch, {})
         if is_headless:
             head = head_of(model)
             return output, partial(self._loss_from_hidden, microbatch, head)
         # Taken now: a pipeline runs other microbatches forward before it asks for this loss.
-        return output, partial(self._loss, microbatch, self.hidden.take() if self.hidden else None)
+        return output, partial(self._loss, microbatch, self.hidden.take() if self.hidden else {})
 
     def _loss(
-        self, microbatch: MicrobatchWithTargets, hidden: torch.Tensor | None, logits: torch.Tensor
+        self,
+        microbatch: MicrobatchWithTargets,
+        states: Mapping[int, torch.Tensor],
+        logits: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, StepReport]:
         """megatron-core's triple: this microbatch's share of the loss, 0 tokens, and its report."""
         head = self.hidden.head_weight if self.hidden else None
-        plan, finite = self._plan(microbatch, self._student(microbatch, logits, hidden, head))
+        plan, finite = self._plan(microbatch, self._student(microbatch, logits, states, head))
         surprise = self._surprise(microbatch, logits)
         mismatch = self._mismatch(microbatch, logits)
         if self.gradients is None:
@@ -249,7 +253,7 @@ class StudentStep:
         hidden = head.whole(output, self.shard.group)
         logits = no_logits(hidden, self.shard)
         plan, finite = self._plan(
-            microbatch, self._student(microbatch, logits, hidden, head.weight)
+            microbatch, self._student(microbatch, logits, {LAST_LAYER: hidden}, head.weight)
         )
         surprise = self._surprise(microbatch, hidden, head.weight)
         loss = plan.loss_from_hidden(self._counts(), self.linear, microbatch.batch.tiles)
@@ -260,14 +264,15 @@ class StudentStep:
         self,
         microbatch: MicrobatchWithTargets,
         logits: torch.Tensor,
-        hidden: torch.Tensor | None,
+        states: Mapping[int, torch.Tensor],
         head_weight: torch.Tensor | None,
     ) -> DistillationInputs:
         return DistillationInputs(
             student_logits=logits,
             student_shard=self.shard,
             labels=microbatch.batch.student.labels,
-            student_hidden=hidden,
+            student_hidden=states.get(LAST_LAYER),
+            student_states={n: states[n] for n in states if n != LAST_LAYER},
             student_head_weight=head_weight,
         )
 

@@ -238,6 +238,8 @@ def _doubts(
         by_checkpoint[str(start)] = [*_chosen(config.initial_checkpoint, start), *doubts]
     for name in teachers if config.distils else ():
         plan = TeacherPlan.of(config, name)
+        if plan.config.ema_decay is not None:
+            continue
         chosen = _chosen(plan.config.checkpoint, plan.checkpoint)
         doubts = teacher_doubts(plan, teachers[name].tokenizer)
         by_checkpoint.setdefault(str(plan.checkpoint), []).extend([*chosen, *doubts])

@@ -11,14 +11,20 @@ import torch
 from megatron_ext.data.sampled_text import stop_tokens_of
 from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.huggingface.checkpoint_files import generation_stops
-from megatron_ext.losses import LOSS_REGISTRY, DskdProjectors, LearnedProjection, Objective, StopSet
+from megatron_ext.losses import LOSS_REGISTRY, LearnedProjection, Objective, StopSet
+from megatron_ext.losses.objective import ModelPair
 from megatron_ext.projection import SparseProjection
 from megatron_ext.teachers.megatron_teacher import head_weight
 from megatron_ext.training.checkpoint_folder import latest_checkpoint
 from megatron_ext.training.config import TEACHER
 from megatron_ext.training.forward_step import StudentStep
 from megatron_ext.training.models import DTYPES
-from megatron_ext.training.objective import RunConstants, projector_start, teacher_objective
+from megatron_ext.training.objective import (
+    RunConstants,
+    lower_layers,
+    teacher_objective,
+    with_projectors,
+)
 from megatron_ext.training.rollout_config import RolloutConfig
 from megatron_ext.training.run_folder import CHECKPOINTS, projection_file
 from megatron_ext.training.run_plan import TeacherPlan
@@ -28,7 +34,7 @@ from megatron_ext.training.teachers.live_teacher import LoadedTeacher, StudentPa
 from megatron_ext.training.validation import same_tokens
 
 PROJECTORS = "distillation_projectors"
-"""Submodule of the student with the projectors of ``dskd``, so that DDP, optimizer and checkpoint
+"""Submodule of the student with an objective's projectors, so that DDP, optimizer and checkpoint
 include them. With several teachers, an underscore and the teacher's name follow."""
 
 PROJECTION = "distillation_projection"
@@ -46,8 +52,7 @@ def learning_step(
         scales_losses: Whether the loop multiplies losses before the backward pass. Otherwise the
             linear form adds the head's gradient to DDP's buffer as it computes it, in fp32.
 
-    Collectives: on the last stage those of ``DskdProjectors.from_heads``, where ``dskd`` starts
-    from the heads.
+    Collectives: on the last stage those of ``Objective.make_projectors``.
     """
     loss, is_last = run.plan.loss, run.groups.is_last_stage
     objectives: dict[str, Objective] = {}
@@ -57,12 +62,13 @@ def learning_step(
         objective = teacher_objective(teacher.plan)
         if is_last:
             constants[name] = _constants(run, teacher, objective)
-            if objective.needs.hidden:
-                projectors = _projectors(run, teacher, constants[name])
+            if objective.projector_starts:
+                pair = _pair(run, teacher, constants[name])
+                objective, projectors = with_projectors(objective, teacher.plan, pair)
                 _add(run, PROJECTORS, teacher.plan, projectors)
-                objective = teacher_objective(teacher.plan, projectors)
         objectives[name] = objective
     reads_hidden = any(objective.needs.hidden for objective in objectives.values())
+    layers = {n for teacher in teachers for n in lower_layers(teacher.plan, of_student=True)}
     next_token = LOSS_REGISTRY["next_token"]()
     term = linear = None
     if loss.linear:
@@ -85,7 +91,7 @@ def learning_step(
         shard=run.shard,
         next_token=next_token,
         term=term,
-        hidden=StudentHidden(run.chunks[-1]) if reads_hidden and is_last else None,
+        hidden=StudentHidden(run.chunks[-1], layers) if reads_hidden and is_last else None,
         linear=linear,
         sampling_temperature=_compared_temperature(run.plan.data.rollouts),
     )
@@ -146,7 +152,10 @@ def _constants(run: StudentParts, teacher: LoadedTeacher, objective: Objective) 
         table = same_tokens(*tokenizers, layout=layout, device=device)
         constants = dataclasses.replace(constants, same_tokens=table)
     if run.inputs.data.texts is not None:
-        stops = stop_tokens_of(tokenizers[1]) | generation_stops(teacher.plan.config.checkpoint)
+        of_model = teacher.plan.config.checkpoint or run.plan.initial_checkpoint
+        stops = stop_tokens_of(tokenizers[1])
+        if of_model is not None:
+            stops |= generation_stops(of_model)
         if layout is not None:
             known = [token for token in stops if token < len(layout.teacher.places)]
             stops = frozenset(layout.teacher.places[known].tolist())
@@ -171,23 +180,18 @@ def _add(run: StudentParts, submodule: str, teacher: TeacherPlan, module: torch.
     run.chunks[-1].add_module(name, module.to(device=run.groups.device, dtype=dtype))
 
 
-def _projectors(
-    run: StudentParts, teacher: LoadedTeacher, constants: RunConstants
-) -> DskdProjectors:
-    if projector_start(teacher.plan.loss) == "heads":
-        assert constants.match is not None
-        assert teacher.head is not None, "checked before"
-        return DskdProjectors.from_heads(
-            head_weight(run.chunks[-1]),
-            teacher.head,
-            constants.match,
-            student_shard=run.shard,
-            teacher_shard=teacher.shard,
-        )
-    return DskdProjectors(
-        student_hidden=run.chunks[-1].config.hidden_size,
+def _pair(run: StudentParts, teacher: LoadedTeacher, constants: RunConstants) -> ModelPair:
+    return ModelPair(
+        student_hidden=run.plan.student.hidden_size,
         teacher_hidden=teacher.plan.config.model.hidden_size,
+        student_layers=run.plan.student.num_layers,
+        teacher_layers=teacher.plan.config.model.num_layers,
         seed=teacher.plan.training.seed,
+        student_shard=run.shard,
+        teacher_shard=teacher.shard,
+        student_head=head_weight(run.chunks[-1]),
+        teacher_head=teacher.head,
+        match=constants.match,
     )
 
 

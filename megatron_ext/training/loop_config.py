@@ -26,7 +26,7 @@ class TrainingConfig:
 
     precision: Literal["fp32", "bf16"] = "fp32"
     """Parameter and activation dtype; gradients are accumulated in fp32. On a GPU, commands that
-    train or serve take bf16 when it is not given; a dry run is of fp32."""
+    train or serve take bf16 when it is not given; a dry run assumes fp32."""
 
     vocabulary_layout: Literal["auto", "original", "co_sharded"] = "auto"
     """Order of the heads' rows during training: that of the token ids, or one in which tokens that

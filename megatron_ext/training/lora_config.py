@@ -38,7 +38,7 @@ class LoraConfig:
 
     targets: tuple[str, ...] = tuple(LINEAR_LAYERS)
     """Linear layers with adapters: ``linear_qkv``, ``linear_proj``, ``linear_fc1`` and
-    ``linear_fc2``, or HuggingFace's names, those together that are one layer here."""
+    ``linear_fc2``, or HuggingFace's names; of names that are one layer here, give all."""
 
     def __post_init__(self) -> None:
         check_positive(self, "rank", "alpha")

@@ -136,7 +136,7 @@ PARTS: Final[Mapping[str, Part]] = {
         {"0.16": f"{_STRATEGIES}.filesystem_async:_results_queue"},
     ),
     "write_buckets": Part(
-        "writers that are watched and die with the run",
+        "writers in threads that the watchdog hears of",
         {
             "0.16": f"{_STRATEGIES}.filesystem_async:"
             "FileSystemWriterAsync.write_preloaded_data_multiproc",

@@ -89,13 +89,16 @@ def full_settings(model: ModelConfig) -> dict[str, Any]:
 
 
 def check_teacher(teacher: TeacherPlan) -> None:
-    """Check the checkpoint of a teacher, and with ``library`` huggingface its sequence length.
+    """Check the checkpoint of a teacher, if it has one; with ``library`` huggingface its sequence
+    length.
 
     Raises:
         ConfigError: transformers is missing, or the sequences are longer than the model's.
         MissingDependencyError: torchao is missing, and the weights are to be rounded.
         CheckpointError: The folder is not of HuggingFace or not whole, or the model is another.
     """
+    if teacher.config.ema_decay is not None:
+        return
     section, model = teacher.section, teacher.config.model
     is_cached, library = teacher.config.cache is not None, teacher.config.library
     if teacher.config.engine is not None or (is_cached and library != "huggingface"):

@@ -52,7 +52,7 @@ class ModelConfig:
     """Scale rotary embeddings as Llama 3.1 and 3.2 do."""
 
     rope_scaling_factor: float = 8.0
-    """Factor of that scaling: 8 in Llama 3.1, 32 in Llama 3.2."""
+    """Factor of ``use_rope_scaling``: 8 in Llama 3.1, 32 in Llama 3.2."""
 
     rotary_seq_len_interpolation_factor: float | None = None
     """Divide positions by this (the linear scaling of transformers)."""
@@ -125,9 +125,9 @@ class ModelConfig:
     """Factor of the chosen experts' weights."""
 
     moe_router_bias_update_rate: float | None = None
-    """Step by which each update moves a bias of every expert, which the choice of experts adds to
-    their scores, up for those with fewer tokens than the mean, down for others (loss-free
-    balancing, sigmoid scores only); no bias when not given."""
+    """Step of loss-free balancing (sigmoid scores only): every expert has a bias, added to its
+    score when experts are chosen, which an update raises for experts with fewer tokens than the
+    mean and lowers for others; no bias when not given."""
 
     moe_aux_loss_coeff: float = 0.0
     """Weight of the load-balancing loss."""

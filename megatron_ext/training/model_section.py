@@ -35,7 +35,8 @@ def with_huggingface_models(values: Mapping[str, Any], where: Where = ".".join) 
 
     A model is taken from the folder of ``hf`` or of its weights: a HuggingFace folder, or a
     checkpoint of ours that came from one. Given values stay, and so do values of a wrong type, for
-    later checks. For a teacher that transformers runs, only sizes are taken.
+    later checks. For a teacher that transformers runs, only sizes are taken. An average of the
+    student has the student's model and tokenizer.
 
     Args:
         where: Names the place of a key path, for errors.
@@ -47,22 +48,45 @@ def with_huggingface_models(values: Mapping[str, Any], where: Where = ".".join) 
     filled = _with_model(values, "student", ("initial_checkpoint",), where)
     teacher = values.get("teacher")
     if isinstance(teacher, Mapping):
-        filled["teacher"] = _teacher(teacher, ("teacher",), where)
+        filled["teacher"] = _teacher(teacher, ("teacher",), filled, where)
     teachers = values.get("teachers")
     if isinstance(teachers, Mapping):
         filled["teachers"] = {
-            name: _teacher(section, ("teachers", str(name)), where)
+            name: _teacher(section, ("teachers", str(name)), filled, where)
             for name, section in teachers.items()
         }
     elif isinstance(teachers, list):
-        filled["teachers"] = [_teacher(section, ("teachers",), where) for section in teachers]
+        filled["teachers"] = [
+            _teacher(section, ("teachers",), filled, where) for section in teachers
+        ]
     return filled
 
 
-def _teacher(section: Any, keys: tuple[str, ...], where: Where) -> Any:
+def _teacher(section: Any, keys: tuple[str, ...], student: Mapping[str, Any], where: Where) -> Any:
+    """A teacher's section, filled in.
+
+    Args:
+        student: The values of the run, with the student's model and tokenizer filled in.
+    """
     if not isinstance(section, Mapping):
         return section
+    if section.get("ema_decay") is not None:
+        return _of_student(section, student)
     return _with_model(section, "model", (*keys, "checkpoint"), where)
+
+
+def _of_student(section: Mapping[str, Any], student: Mapping[str, Any]) -> dict[str, Any]:
+    """The section of an average of the student, with the student's model, of which keys may be
+    given, and its tokenizer, of which none is taken where one is given: its template goes with it.
+    """
+    filled = {"checkpoint": "", **section}
+    own, its = section.get("model"), student.get("student")
+    own = {} if own is None else own
+    if isinstance(own, Mapping) and isinstance(its, Mapping):
+        filled["model"] = {**its, **own}
+    if section.get("tokenizer") is None and "tokenizer" in student:
+        filled["tokenizer"] = student["tokenizer"]
+    return filled
 
 
 def _with_model(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -14,8 +15,6 @@ from megatron_ext.losses import (
     LOSS_REGISTRY,
     BoundaryColumns,
     CompletionTable,
-    DskdLoss,
-    DskdProjectors,
     LearnedProjection,
     Needs,
     Objective,
@@ -24,28 +23,25 @@ from megatron_ext.losses import (
     StopSet,
     VocabularyMatch,
 )
+from megatron_ext.losses.objective import LAST_LAYER, ModelPair, layer_number
 from megatron_ext.ops.prefix_masses import PrefixColumns
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.layout import VocabularyLayout
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.token_bytes import TokenBytes
-from megatron_ext.training.config import LossConfig
+from megatron_ext.training.config import LossConfig, TeacherConfig
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.typed_mapping import build_config
 
 _PROJECTORS: Final = "projectors"
-PROJECTOR_STARTS: Final = ("random", "heads")
-"""Values of the option ``projectors`` of ``dskd``: from the run's seed, or by pseudo-inverses of
-the models' heads."""
 
 
-def make_objective(
-    loss: LossConfig, projectors: DskdProjectors | None = None, *, section: str = "loss"
-) -> Objective:
+def make_objective(loss: LossConfig, *, section: str = "loss") -> Objective:
     """The objective of ``loss`` with its options.
 
+    Projectors are a stand-in, which only serves to check and count.
+
     Args:
-        projectors: Those of ``dskd``; None for a stand-in, which only serves to check and count.
         section: Section of the configuration with the options, for errors.
 
     Raises:
@@ -64,25 +60,61 @@ def make_objective(
                 fix="remove one of them",
             )
         values["temperature"] = loss.temperature
-    if kind is DskdLoss:
+    if getattr(kind, "projector_starts", ()):
         projector_start(loss, section=section)
-        values[_PROJECTORS] = projectors or DskdProjectors(student_hidden=1, teacher_hidden=1)
+        values[_PROJECTORS] = kind.projector_kind(student_hidden=1, teacher_hidden=1)
     try:
         return build_config(kind, values, where)  # type: ignore[no-any-return]
     except LossError as error:
         raise ConfigError(str(error), where=where(())) from error
 
 
-def teacher_objective(teacher: TeacherPlan, projectors: DskdProjectors | None = None) -> Objective:
+def teacher_objective(teacher: TeacherPlan) -> Objective:
     """The objective for one teacher.
-
-    Args:
-        projectors: As in ``make_objective``.
 
     Raises:
         ConfigError: The objective does not have an option, or cannot use its value.
     """
-    return make_objective(teacher.loss, projectors, section=teacher.options_section)
+    return make_objective(teacher.loss, section=teacher.options_section)
+
+
+def with_projectors(
+    objective: Objective, teacher: TeacherPlan, pair: ModelPair
+) -> tuple[Objective, torch.nn.Module]:
+    """The objective with projectors of its own in the stand-in's place, and these.
+
+    Collectives: those of ``Objective.make_projectors``.
+
+    Raises:
+        ConfigError: Projectors that the models cannot have.
+    """
+    section = teacher.options_section
+    start = projector_start(teacher.loss, section=section)
+    try:
+        projectors = objective.make_projectors(start, pair)
+    except LossError as error:
+        raise ConfigError(str(error), where=_where(section, (_PROJECTORS,))) from error
+    return replace(objective, projectors=projectors), projectors  # type: ignore[type-var]
+
+
+def lower_layers(teacher: TeacherPlan, *, of_student: bool) -> tuple[int, ...]:
+    """Numbers from 1 of the layers below the last whose states the objective reads, ascending.
+
+    Args:
+        of_student: The student's; otherwise the teacher's.
+
+    Raises:
+        ConfigError: There is no such layer.
+    """
+    model = teacher.student if of_student else teacher.config.model
+    pairs = teacher_objective(teacher).needs.layers
+    try:
+        numbers = {layer_number(pair[0 if of_student else 1], model.num_layers) for pair in pairs}
+    except LossError as error:
+        where = _where(teacher.options_section, ("layers",))
+        side = "student" if of_student else "teacher"
+        raise ConfigError(f"{side}: {error}", where=where) from error
+    return tuple(sorted(numbers - {LAST_LAYER}))
 
 
 def reads_student_ids(teacher: TeacherPlan) -> bool:
@@ -90,6 +122,37 @@ def reads_student_ids(teacher: TeacherPlan) -> bool:
     if teacher.loss.teacher_mode == "averaged_logits":
         return True
     return teacher_objective(teacher).needs.same_tokenizer
+
+
+def share_model(one: TeacherPlan, other: TeacherPlan) -> bool:
+    """Whether one model on the student's ranks can be both teachers: what differs is the objective
+    and the weight of its term."""
+
+    def model_of(teacher: TeacherPlan) -> TeacherConfig:
+        return replace(
+            teacher.config,
+            objective=None,
+            options={},
+            temperature=None,
+            weight=1.0,
+            sources=(),
+            projection=None,
+        )
+
+    config = one.config
+    is_here = config.cache is None and not config.is_remote
+    is_cut_alike = reads_student_ids(one) == reads_student_ids(other)
+    return is_here and is_cut_alike and model_of(one) == model_of(other)
+
+
+def state_layers(teachers: Mapping[str, TeacherPlan]) -> dict[str, int]:
+    """Number of layers, the last included, whose states are targets of each model; by the first of
+    the teachers that share it."""
+    layers: dict[str, set[int]] = {}
+    for name, teacher in teachers.items():
+        first = next((n for n in layers if share_model(teachers[n], teacher)), name)
+        layers.setdefault(first, {LAST_LAYER}).update(lower_layers(teacher, of_student=False))
+    return {name: len(numbers) for name, numbers in layers.items()}
 
 
 def head_rows(teacher: TeacherPlan, vocab_size: int) -> int:
@@ -107,18 +170,20 @@ def head_rows(teacher: TeacherPlan, vocab_size: int) -> int:
 
 
 def projector_start(loss: LossConfig, *, section: str = "loss") -> str:
-    """The one of ``PROJECTOR_STARTS`` that the options choose.
+    """The start of the objective's projectors that the options choose.
 
     Raises:
         ConfigError: They name another.
     """
-    start = loss.options.get(_PROJECTORS, PROJECTOR_STARTS[0])
-    if start not in PROJECTOR_STARTS:
+    kind: Any = LOSS_REGISTRY[loss.objective]
+    starts: tuple[str, ...] = kind.projector_starts
+    start = loss.options.get(_PROJECTORS, starts[0])
+    if start not in starts:
         raise ConfigError(
             "no such start of projectors",
             where=_where(section, (_PROJECTORS,)),
             got=repr(start),
-            expected=f"one of {', '.join(PROJECTOR_STARTS)}",
+            expected=f"one of {', '.join(starts)}",
         )
     return str(start)
 

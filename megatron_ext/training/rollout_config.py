@@ -32,7 +32,7 @@ class RolloutConfig:
     """Temperature of the sampling; 0 for the likeliest tokens."""
 
     top_p: float = 1.0
-    """Probability of the likeliest tokens that are sampled from."""
+    """Probability of the most probable tokens that are sampled from (nucleus sampling)."""
 
     micro_batch_size: int = 8
     """Completions that are sampled together."""

@@ -232,6 +232,8 @@ def _record(config: DistillConfig) -> dict[str, Any]:
     values = config_values(config)
     if config.distils:
         for name, teacher in config.named_teachers.items():
+            if teacher.ema_decay is not None:
+                continue
             section = values["teacher"] if config.teacher else values["teachers"][name]
             where = f"{config.section_of(name)}.checkpoint"
             section["checkpoint"] = str(find_checkpoint(teacher.checkpoint, where=where))

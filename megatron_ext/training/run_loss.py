@@ -22,7 +22,12 @@ from megatron_ext.losses import (
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training.config import DistillConfig, LossConfig
 from megatron_ext.training.exclusions import check_exclusions
-from megatron_ext.training.objective import make_objective, reads_student_ids, teacher_objective
+from megatron_ext.training.objective import (
+    lower_layers,
+    make_objective,
+    reads_student_ids,
+    teacher_objective,
+)
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.teacher_term import make_aggregator
 from megatron_ext.typed_mapping import build_config
@@ -222,8 +227,50 @@ def check_loss(
         make_aggregator(config.loss, plans, objectives)
     check_exclusions(config, "objectives", objectives=objectives)
     for name in objectives:
+        if plans[name].config.ema_decay is not None:
+            why = "an average of the student is a teacher"
+            _check_same_ids(why, plans[name], tokenizer, teachers[name])
         if reads_student_ids(plans[name]):
             _check_same_tokenizer(plans[name], tokenizer, teachers[name])
+        _check_layers(plans[name])
+
+
+def _check_layers(teacher: TeacherPlan) -> None:
+    """Check that both models have the layers whose states are compared, the student's where the
+    loss is."""
+    lower_layers(teacher, of_student=False)
+    parallel, count = teacher.parallel, teacher.student.num_layers
+    stages = parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
+    first = count - count // stages + 1
+    for layer in lower_layers(teacher, of_student=True):
+        if layer < first:
+            raise ConfigError(
+                "states of the student are compared on the last stage of its pipeline",
+                where=f"{teacher.options_section}.options.layers",
+                got=f"layer {layer} of {count} over {stages} stages",
+                expected=f"layers {first} to {count}, or -1 to -{count // stages}",
+                fix="compare a later layer, or set parallel.pipeline_model_parallel_size to 1",
+            )
+
+
+def _check_same_ids(
+    why: str,
+    teacher: TeacherPlan,
+    tokenizer: MegatronTokenizerText,
+    other: MegatronTokenizerText,
+) -> None:
+    """Check that a teacher has the student's vocabulary; ``why`` begins the error."""
+    if tokenizer.fingerprint() == other.fingerprint():
+        return
+    is_average = teacher.config.ema_decay is not None
+    raise ConfigError(
+        f"{why} with the student's tokenizer",
+        where=f"{teacher.section}.tokenizer",
+        got="another vocabulary",
+        fix="leave the section out"
+        if is_average
+        else "take another loss.objective, see docs/losses.md",
+    )
 
 
 def _check_same_tokenizer(
@@ -241,13 +288,7 @@ def _check_same_tokenizer(
     why = f"the objective {objective} needs a teacher"
     if teacher.loss.teacher_mode == "averaged_logits":
         why = "averaged logits need teachers"
-    if tokenizer.fingerprint() != other.fingerprint():
-        raise ConfigError(
-            f"{why} with the student's tokenizer",
-            where=f"{teacher.section}.tokenizer",
-            got="another vocabulary",
-            fix="take another loss.objective, see docs/losses.md",
-        )
+    _check_same_ids(why, teacher, tokenizer, other)
     length, of_student = teacher.config.model.seq_length, teacher.student.seq_length
     if length != of_student:
         raise ConfigError(

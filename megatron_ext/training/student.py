@@ -19,6 +19,7 @@ from megatron_ext.training.microbatch import MicrobatchWithTargets
 from megatron_ext.training.models import ModelChunks, load_weights_of, sharded_weights, wrap_in_ddp
 from megatron_ext.training.optimizer_state import load_optimizer, sharded_optimizer
 from megatron_ext.training.run_plan import RunPlan
+from megatron_ext.training.teachers.student_average import StudentAverage
 from megatron_ext.training.vocabulary_layout import VocabularyRows
 
 
@@ -74,6 +75,7 @@ class Student:
         chunks: The student's chunks on this rank, in the order in which a microbatch passes them.
         plan: The run.
         rows: Permutation of the head's rows, which checkpoints undo; None where there is none.
+        averages: Averages of its weights, which checkpoints include.
     """
 
     def __init__(
@@ -82,8 +84,10 @@ class Student:
         plan: RunPlan,
         *,
         rows: VocabularyRows | None = None,
+        averages: Sequence[StudentAverage] = (),
     ) -> None:
         self.chunks = list(chunks)
+        self.averages = averages
         self._rows = rows
         self._gathers_late = plan.parallel.overlap_param_gather
         self.ddp = wrap_in_ddp(chunks, parallel=plan.parallel)
@@ -158,6 +162,7 @@ class Student:
             **weights,
             "optimizer": sharded_optimizer(self.optimizer, weights, is_loading=is_loading),
             "scheduler": self.scheduler.state_dict(),
+            **{f"average_{average.name}": average.sharded_state() for average in self.averages},
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -165,6 +170,8 @@ class Student:
         load_weights_of(self.chunks, state)
         load_optimizer(self.optimizer, state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
+        for average in self.averages:
+            average.load_state(state[f"average_{average.name}"])
 
 
 def _finalize_sums(

@@ -5,7 +5,7 @@ B batch, T tokens, D hidden, Vp local columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -19,7 +19,8 @@ from megatron_ext.distributed.shard_collectives import copy_to_shards
 from megatron_ext.losses import CompletionTable, KnownAhead, Objective, PrefixTable
 from megatron_ext.losses.linear import LinearDistillation
 from megatron_ext.losses.microbatch_tiles import MicrobatchTiles
-from megatron_ext.teachers.megatron_teacher import head_weight, whole_sequence
+from megatron_ext.losses.objective import LAST_LAYER
+from megatron_ext.teachers.megatron_teacher import head_weight, keep_states, whole_sequence
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -74,36 +75,42 @@ def _unwrapped(model: Any) -> GPTModel:
 
 
 class StudentHidden:
-    """The input of a last stage's output layer, kept from a forward pass until it is taken.
+    """Hidden states of a last stage, kept from a forward pass until they are taken.
 
     Args:
         gpt: The stage, before or after it is wrapped.
+        layers: Numbers from 1 of layers below the last, which are on the stage.
     """
 
-    def __init__(self, gpt: GPTModel) -> None:
+    def __init__(self, gpt: GPTModel, layers: Collection[int] = ()) -> None:
         self._gpt = gpt
-        self._last: torch.Tensor | None = None
-        gpt.output_layer.register_forward_pre_hook(self._keep)
+        self._states: dict[int, torch.Tensor] = {}
+        gpt.output_layer.register_forward_pre_hook(
+            lambda _, inputs: self._states.update({LAST_LAYER: inputs[0]})
+        )
+        keep_states(gpt, layers, self._states.__setitem__)
 
-    def take(self) -> torch.Tensor:
-        """[B, T, D] of the latest forward pass, with its graph; call it once for each pass.
+    def take(self) -> dict[int, torch.Tensor]:
+        """[B, T, D] by layer of the latest forward pass, with their graph, the output layer's input
+        as ``LAST_LAYER``; call it once for each pass.
 
         The gradient of the logits is whole on every tensor-parallel rank here, since the output
-        layer reduces it.
+        layer reduces it, and so is the gradient of a layer's output.
 
-        Collectives: those of ``whole_sequence``.
+        Collectives: those of ``whole_sequence``, for each layer.
         """
-        assert self._last is not None
-        hidden, self._last = self._last, None
-        return whole_sequence(hidden, self._gpt).transpose(0, 1)
+        assert LAST_LAYER in self._states
+        states = {layer: self._states[layer] for layer in sorted(self._states)}
+        self._states.clear()
+        return {
+            layer: whole_sequence(hidden, self._gpt).transpose(0, 1)
+            for layer, hidden in states.items()
+        }
 
     @property
     def head_weight(self) -> torch.Tensor:
         """[Vp, D]"""
         return head_weight(self._gpt)
-
-    def _keep(self, layer: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
-        self._last = inputs[0]
 
 
 _ALONE: Final = ""

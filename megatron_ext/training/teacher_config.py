@@ -26,7 +26,7 @@ class ServingConfig:
     """Processes that share each layer of the teacher, on its own ranks or a server."""
 
     pipeline_model_parallel_size: int = 1
-    """Pipeline stages of the teacher, likewise."""
+    """Pipeline stages of the teacher, on its own ranks or a server."""
 
     targets: Literal["hidden", "topk", "label"] = "hidden"
     """Targets that are sent for each token: the last hidden state, the most probable tokens with
@@ -199,7 +199,7 @@ class EvaluationConfig:
 
     tasks: Mapping[str, EvaluationTaskConfig] = field(default_factory=dict)
     """Tasks by name: ``bits_per_byte``, ``mmlu`` or ``gsm8k``, each a section with ``data``; a
-    section with another name gives the task with ``task``."""
+    section with another name names its task under ``task``."""
 
     interval: int = 1000
     """Iterations between measurements by the tasks; one is always made at the end."""

@@ -249,6 +249,17 @@ def add_tokenizer_arguments(
     note_explicit_flags(parser)
 
 
+def add_short_tokenizer_flag(parser: argparse.ArgumentParser) -> None:
+    """Add ``--tokenizer`` for ``--tokenizer-model``, its name in the verbs that take a model."""
+    parser.add_argument(
+        f"--{_SECTION}",
+        dest=f"{_SECTION}_model",
+        default=argparse.SUPPRESS,
+        metavar="STR",
+        help=f"Short for --{_SECTION}-model.",
+    )
+
+
 def add_missing_flags(
     parser: argparse.ArgumentParser, *, existing: Literal["skip", "error"] = "skip"
 ) -> None:

@@ -275,6 +275,8 @@ class Trainer:
                 metrics["grad_norm"] = self.student.update()
             if policy.check_gradient(metrics["grad_norm"], iteration=iteration):
                 update_biases(self.student.chunks)
+                for average in self.student.averages:
+                    average.update()
                 has_both = counts.tokens > 0 and counts.compared > 0
                 observe(self.weighting, metrics, step.gradients, self.groups, has_both=has_both)
         return finite_only(metrics) | {
@@ -429,8 +431,13 @@ class Trainer:
     def _targets(self, batches: list[Microbatch]) -> list[dict[str, TeacherTargets]]:
         """Targets by teacher for each microbatch; empty except on the last stage."""
         by_microbatch: list[dict[str, TeacherTargets]] = [{} for _ in batches]
+        of_models: dict[int, list[TeacherTargets]] = {}
         for name, teacher in self.teachers.items():
-            targets = teacher.targets([batch.teachers[name] for batch in batches])
+            targets = of_models.get(id(teacher))
+            if targets is None:
+                # A model that is several teachers reads the same tokens as each of them.
+                targets = teacher.targets([batch.teachers[name] for batch in batches])
+                of_models[id(teacher)] = targets
             for by_teacher, target in zip(by_microbatch, targets, strict=False):
                 by_teacher[name] = target
         for name, cached in self.cached_teachers.items() if self.groups.is_last_stage else ():

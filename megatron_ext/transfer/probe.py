@@ -132,7 +132,7 @@ def _measure(
         limit = [] if options.limit is None else ["--limit", str(options.limit)]
         run_verb(
             [
-                *("evaluate", "--checkpoint", str(model), "--task", "bits_per_byte"),
+                *("evaluate", "--model", str(model), "--task", "bits_per_byte"),
                 *("--data", str(options.held_out), "--output", str(output)),
                 *("--seq-length", str(options.seq_length), *limit),
             ]

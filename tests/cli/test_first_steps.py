@@ -1,6 +1,9 @@
 """What a newcomer calls first: help, lists, recipes, the doctor, and the start of a run."""
 
+import os
 import re
+import subprocess
+import sys
 from importlib.metadata import version
 
 import pytest
@@ -141,3 +144,17 @@ def test_a_list_that_there_is_not_is_refused_with_those_that_there_are(capsys):
     errors = refusal(capsys, "ls", "objective")
     assert "did you mean 'objectives'?" in errors
     assert all(name in errors for name in LISTS)
+
+
+def test_threads_that_wait_leave_their_core_to_others():
+    program = (
+        "import os, sys; from megatron_ext.cli.main import main; sys.argv = ['', 'ls', 'recipes']; "
+        "main(); assert 'torch' not in sys.modules; print(os.environ['OMP_WAIT_POLICY'])"
+    )
+    environment = {name: v for name, v in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    for given, used in ((environment, "PASSIVE"), ({**environment, "OMP_WAIT_POLICY": "A"}, "A")):
+        words = [sys.executable, "-c", program]
+        printed = subprocess.run(
+            words, env=given, capture_output=True, text=True, check=True
+        ).stdout
+        assert printed.splitlines()[-1] == used

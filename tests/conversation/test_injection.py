@@ -56,10 +56,17 @@ SMALL = (
     "mistral_instruct_tokenizer_241114.model.v7",
     "tekken_240911.json",
 )
+ALIKE = (
+    "words of bare text",
+    "mistral_instruct_tokenizer_240216.model.v2",
+    "mistral_instruct_tokenizer_241114.model.v7",
+)
+"""Hardly otherwise than others."""
 PUBLISHED = tuple(published_vocabularies())
-"""Every second of the smaller ones unless ``MEGATRON_EXT_ALL_TEXT`` is set."""
+"""Every fourth of the smaller ones unless ``MEGATRON_EXT_ALL_TEXT`` is set."""
 if not EVERY_STRETCH:
-    PUBLISHED = tuple(name for name in PUBLISHED if name not in LARGE)[::2]
+    PUBLISHED = tuple(name for name in PUBLISHED if name not in LARGE)[::4]
+    SMALL = tuple(name for name in SMALL if name not in ALIKE)
 TEMPLATES = sorted((SHARED / "chat_templates").glob("*.jinja"))
 
 
@@ -106,7 +113,9 @@ def test_no_field_of_a_message_forges_a_control_token(
     source = FIELDS.replace("OPEN", literal(before)).replace("CLOSE", literal(after))
     some = ("".join(names[-40:]), " ".join(names[:40]))
     is_small = names == sampled(vocabulary)
-    for text in spellings(sampled(vocabulary, most=16)) if is_small else some:
+    for text in (
+        spellings(sampled(vocabulary, most=16 if EVERY_STRETCH else 8)) if is_small else some
+    ):
         messages, tools = said_everywhere(text)
         rendered = render(source, messages, special_tokens={}, variables={"tools": tools})
         assert forged(vocabulary, rendered) == []

@@ -1,6 +1,5 @@
 """The prompt formats: what they need, what they write, and what of it is trained."""
 
-import runpy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ ROWS = [row for row in PROMPT_FORMAT_REGISTRY.values() if isinstance(row, Prompt
 NAMES = [row.name for row in ROWS]
 WITH_TEMPLATE = [row for row in ROWS if row.template is not None]
 WITH_OWN_TEMPLATE = [row.name for row in ROWS if row.template is None]
-DOCS = Path(__file__).parents[2] / "docs"
 CHATML = (
     "<|im_start|>system\n Be brief. <|im_end|>\n<|im_start|>user\nHi\n<|im_end|>\n"
     "<|im_start|>assistant\n⟦ Hello!\n<|im_end|>\n⟧<|im_start|>user\nBye<|im_end|>\n"
@@ -78,13 +76,6 @@ def test_a_target_is_the_ids_where_they_are_trained() -> None:
     np.testing.assert_array_equal(ids, encoded.ids)
     np.testing.assert_array_equal(target, np.where(encoded.trained, encoded.ids, IGNORE_INDEX))
     assert (ids.dtype, target.dtype) == (np.int64, np.int64)
-
-
-def test_the_tables_of_the_page_of_prompt_formats_are_current() -> None:
-    script = runpy.run_path(str(DOCS / "generate_prompt_formats.py"))
-    assert script["PAGE"].read_text(encoding="utf-8") == script["prompt_formats_page"](), (
-        "run: python docs/generate_prompt_formats.py"
-    )
 
 
 # Formats for a vocabulary.

@@ -14,7 +14,7 @@ from megatron_ext.evaluation.language_model import (
 from megatron_ext.evaluation.megatron_language_model import ModelOptions
 from tests.evaluation.tiny_language_model import PAIRS, PROMPTS
 
-GREEDY = GenerationOptions(max_new_tokens=4)
+GREEDY = GenerationOptions(max_new_tokens=2)
 DRAWN = replace(GREEDY, temperature=0.8, top_p=0.9, seed=3)
 SHORT = ["the", ""]
 EXACT = {"prune": 0.0, "beam": 1 << 20}

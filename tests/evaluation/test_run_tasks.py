@@ -14,9 +14,10 @@ from tests.evaluation.run_task_ranks import train, write_tasks
 from tests.process_group import run_ranks
 from tests.training.tiny_run import write_corpus, write_rank_list
 
-LAYOUTS = {"tp2": {"tensor_model_parallel_size": 2}, "pp2": {"pipeline_model_parallel_size": 2}}
-"""Replicas too with MEGATRON_EXT_ALL_TEXT."""
+LAYOUTS = {"tp2": {"tensor_model_parallel_size": 2}}
+"""Stages and replicas too with MEGATRON_EXT_ALL_TEXT."""
 if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
+    LAYOUTS["pp2"] = {"pipeline_model_parallel_size": 2}
     LAYOUTS["dp2"] = {"use_distributed_optimizer": True}
 
 NAMES = {

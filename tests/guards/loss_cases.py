@@ -3,6 +3,7 @@
 B batch, T tokens, Vp local columns, D hidden.
 """
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,7 +27,6 @@ from tests.losses.objective_cases import (
     CASES,
     ObjectiveCase,
     as_kind,
-    with_hidden_states,
     with_uncommon_tokens,
 )
 
@@ -115,9 +115,9 @@ def leaves(case):
 
 def _case(case, *, kind="logits"):
     options, parameters = dict(case.options), {}
-    if case.name == "dskd":
+    if "projectors" in options:
         # A case's own would gather the gradients of every test.
-        options["projectors"] = DskdProjectors(student_hidden=5, teacher_hidden=6)
+        options["projectors"] = copy.deepcopy(options["projectors"])
         parameters = dict(options["projectors"].named_parameters())
     inputs = case.build(_microbatch(case), PADDING)
     if not case.kinds and case.name == "next_token":
@@ -190,7 +190,7 @@ def _learned(case):
 
 def _gated(*, from_heads=False):
     """Labels are what most of the teacher's states say under the student's head."""
-    inputs = _case(ObjectiveCase(name="dskd", build=with_hidden_states)).inputs
+    inputs = _case(CASES["dskd"]).inputs
     teacher, head = inputs.teacher, inputs.student_head_weight
     projectors = DskdProjectors(student_hidden=5, teacher_hidden=6)
     if from_heads:

@@ -21,6 +21,7 @@ from megatron_ext.losses import (
     Objective,
     PrefixRows,
     PrefixTable,
+    StateProjectors,
     TargetKind,
     TeacherTargets,
     VocabularyMatch,
@@ -153,6 +154,12 @@ def with_hidden_states(batch: Microbatch, padding: tuple[int, int]) -> Distillat
     return replace(inputs, teacher=teacher, student_hidden=states[0], student_head_weight=heads[0])
 
 
+def with_learning_states(batch: Microbatch, padding: tuple[int, int]) -> DistillationInputs:
+    """``with_hidden_states``, of which the student's take a gradient."""
+    inputs = with_hidden_states(batch, padding)
+    return replace(inputs, student_hidden=inputs.student_hidden.requires_grad_())
+
+
 def with_samples(batch: Microbatch, padding: tuple[int, int]) -> DistillationInputs:
     """Log-probabilities with which most labels were sampled, near those of the student."""
     inputs = inputs_of(batch, padding)
@@ -188,6 +195,9 @@ class ObjectiveCase:
 
     build: Build = inputs_of
 
+    reads_logits: bool = True
+    """Whether its gradient is of the student's logits; otherwise it is of the last states."""
+
     def objective(self) -> Objective:
         return LOSS_REGISTRY[self.name](**self.options)
 
@@ -220,6 +230,13 @@ SMOOTHED = {"no_identity": "a share of its target is even"}
 UNCOMMON: dict[str, Any] = {"build": with_uncommon_tokens}
 JENSEN_SHANNON: dict[str, Any] = {"direction": "jensen_shannon", "mixture": 0.3}
 PROJECTORS = DskdProjectors(student_hidden=5, teacher_hidden=6)
+STATES: dict[str, Any] = {
+    "kinds": ("hidden",),
+    "build": with_learning_states,
+    "reads_logits": False,
+    "no_identity": "its projection does not carry over exactly",
+    "no_finite_difference": "it reads no logits",
+}
 
 
 def case(name: str, known: dict[str, Any] | None = None, /, **options: Any) -> ObjectiveCase:
@@ -310,6 +327,18 @@ CASES: dict[str, ObjectiveCase] = {
         gate="none",
         hidden_distance="cosine",
         student_space_weight=0.5,
+    ),
+    "hidden_mse": case(
+        "hidden_mse", STATES, projectors=StateProjectors(student_hidden=5, teacher_hidden=6)
+    ),
+    "hidden_mse relative to the teacher's states": case(
+        "hidden_mse",
+        STATES,
+        projectors=StateProjectors(student_hidden=5, teacher_hidden=6, seed=1),
+        relative=True,
+    ),
+    "hidden_cosine": case(
+        "hidden_cosine", STATES, projectors=StateProjectors(student_hidden=5, teacher_hidden=6)
     ),
     "projected_kl": case("projected_kl", temperature=1.5),
     "projected_kl reverse": case("projected_kl", direction="reverse"),

@@ -1,9 +1,13 @@
 """What the tests of operations share."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from tests.ops.kernel_case import EVERY_COMBINATION
+
+HERE = Path(__file__).parent
 
 
 @pytest.fixture
@@ -15,6 +19,27 @@ def nan_filled():
     yield
     torch.utils.deterministic.fill_uninitialized_memory = before
     torch.use_deterministic_algorithms(False)
+
+
+def pytest_collection_modifyitems(config, items):
+    """Interpret kernels in one direction of a divergence of those that a test has.
+
+    Loops and torch compute all of them; so do kernels where every combination is run.
+    """
+    if EVERY_COMBINATION:
+        return
+    kept, other, met = [], [], set()
+    for item in items:
+        params = dict(item.callspec.params) if hasattr(item, "callspec") else {}
+        if HERE in item.path.parents and "triton" in params.values() and "direction" in params:
+            del params["direction"]
+            case = item.path, item.originalname, tuple(map(str, params.values()))
+            (other if case in met else kept).append(item)
+            met.add(case)
+        else:
+            kept.append(item)
+    config.hook.pytest_deselected(items=other)
+    items[:] = kept
 
 
 COMPILED_LONG = (

@@ -119,8 +119,9 @@ def test_several_blocks_of_columns_and_a_column_of_more_entries_than_a_program_h
 
 
 @pytest.mark.parametrize("direction", sampled(DIRECTIONS))
+@pytest.mark.parametrize("by", sampled(["cpu", "triton"]))
 def test_tiles_of_one_chunk_change_nothing(by, monkeypatch, direction):
-    # The kernels take chunks by 64.
+    # The kernels take chunks by 64, which takes the interpreter long.
     case = paired(vocabs=(17, 13), lengths=(66, 66), chunk_count=65)
     options = {"implementation": by, "direction": direction}
     whole, whole_grad = case.run(dtype=torch.float32, planned=True, **options)
@@ -151,8 +152,9 @@ def test_logits_of_ten_thousand_and_minus_infinity_are_as_in_torch(by, direction
 
 
 @pytest.mark.usefixtures("nan_filled")
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("name", ["several rows", "one row each"])
+@pytest.mark.parametrize(
+    ("direction", "name"), combinations(DIRECTIONS, ["several rows", "one row each"])
+)
 def test_mapped_tokens_far_below_one_that_stands_for_nothing_are_compared_as_ever(
     by, name, direction
 ):

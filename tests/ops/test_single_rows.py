@@ -13,7 +13,7 @@ from megatron_ext.ops.projected_kl import (
 )
 from megatron_ext.ops.projected_kl import kernel_numbers
 from megatron_ext.ops.unit_gradient import kept_gradient
-from tests.ops.kernel_case import ALL_THREE, assert_as_exact
+from tests.ops.kernel_case import ALL_THREE, assert_as_exact, combinations
 from tests.ops.projected_kl_case import (
     aligned_projection,
     column_plan,
@@ -119,8 +119,10 @@ def test_values_and_gradients_are_the_references(
     assert_as_exact(grad[:, :STUDENT], plain_grad, true_grad, slack=slack)
 
 
-@pytest.mark.parametrize("order", PROJECTIONS)
-@pytest.mark.parametrize("raised", ["nothing", "direct", "residual", "unmapped"])
+@pytest.mark.parametrize(
+    ("order", "raised"),
+    combinations(tuple(PROJECTIONS), ["nothing", "direct", "residual", "unmapped"]),
+)
 def test_diagnostics_are_those_of_torch_wherever_the_largest_column_is(order, raised):
     projection = PROJECTIONS[order](STUDENT, TEACHER)
     counts = (projection > 0).sum(dim=1)

@@ -273,7 +273,7 @@ def test_lines_that_are_no_json_do_not_hide_the_schema(tmp_path):
         ({"conversation_schema": "vicuna"}, "--conversation-schema: unknown conversation schema"),
         (
             {"conversation_schema": "alpaca", "json_keys": ("messages",)},
-            "--json-keys: records of this schema have no field that holds the conversation",
+            "--text-field: records of this schema have no field that holds the conversation",
         ),
     ],
     ids=["unknown", "keys"],

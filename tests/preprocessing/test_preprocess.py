@@ -204,7 +204,7 @@ def test_what_cannot_be_used_is_left_out_counted_and_listed(tmp_path, out):
     assert report.bad_records == 9
     problems = [
         (3, "the line is not JSON"),
-        (4, "no text under 'text'; got keys ['body']; set --json-keys"),
+        (4, "no text under 'text'; got keys ['body']; set --text-field"),
         (5, "got a value of type int"),
         (6, "the text holds half of a surrogate pair"),
         (7, "not UTF-8"),

@@ -62,8 +62,7 @@ def survive_faults(rank, folder):
         "too-many": run("too-many", spoil_weight(2, 3), **few),
         "full-disk": _full_disk(rank, folder, is_async=False),
         "full-disk-async": _full_disk(rank, folder, is_async=True),
-        "killed-writer": _killed_writer(rank, folder, is_async=False),
-        "killed-writer-async": _killed_writer(rank, folder, is_async=True),
+        "killed-writer": _killed_writer(rank, folder),
         "full-disk-common": _full_disk_for_common_state(rank, folder),
         "stuck": _stuck(rank),
     }
@@ -147,8 +146,8 @@ def _full_disk(rank, folder, *, is_async):
         return _run(config_of(folder, name, async_save=is_async)) | {"seen": seen}
 
 
-def _killed_writer(rank, folder, *, is_async):
-    """One of rank 1's writers is killed in the first of two saves; the other would write on."""
+def _killed_writer(rank, folder):
+    """Rank 1's writer in the background is killed in the first of two saves, with both threads."""
     real, save = FileSystemWriterAsync.write_preloaded_data, SavedRun.save
     parent, iterations = os.getpid(), []
 
@@ -163,13 +162,13 @@ def _killed_writer(rank, folder, *, is_async):
         iterations[:] = [iteration]
         save(saved, iteration, is_last=is_last)
 
-    name, warnings = f"killed-{is_async}", StringIO()
+    warnings = StringIO()
     with (
         patch.object(FileSystemWriterAsync, "write_preloaded_data", staticmethod(write)),
         patch.object(SavedRun, "save", noting),
         redirect_stderr(warnings),
     ):
-        run = _run(config_of(folder, name, async_save=is_async, train_iters=2))
+        run = _run(config_of(folder, "killed", async_save=True, train_iters=2))
     assert not _children(parent)
     return run | {"warnings": warnings.getvalue()}
 
@@ -181,7 +180,7 @@ def _children(parent):
 
 
 def _disk_full():
-    """Writers, which are forked from here, write to a device that has no room."""
+    """Writers write to a device that has no room."""
 
     def open_full(path, mode):
         return open("/dev/full", mode, buffering=0)

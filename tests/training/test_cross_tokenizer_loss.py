@@ -17,7 +17,8 @@ from megatron_ext.errors import (
 from megatron_ext.losses import LOSS_REGISTRY
 from tests.training.small_models import TEXTS, pair
 
-OF_LOGITS = sorted(LOSS_REGISTRY.keys() - {"dskd", "next_token", "vocab_kl"})
+OF_STATES = {"dskd", "hidden_mse", "hidden_cosine"}
+OF_LOGITS = sorted(LOSS_REGISTRY.keys() - OF_STATES - {"next_token", "vocab_kl"})
 
 
 def loss_of(objective, **options):

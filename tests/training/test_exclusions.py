@@ -33,6 +33,7 @@ ON = {
     "teacher.projection": {"teacher": {"projection": "p"}},
     "teacher.cache": {"teacher": {"cache": "c"}},
     "teacher.offload": {"teacher": {"offload": True}},
+    "teacher.ema_decay": {"teacher": {"ema_decay": 0.9, "checkpoint": ""}},
     "teacher.library: huggingface": {"teacher": {"library": "huggingface"}},
     "teacher.weight_precision": {"teacher": {"library": "huggingface", "weight_precision": "int8"}},
     "teacher.placement: own_ranks": {"teacher": OWN_RANKS},
@@ -64,6 +65,16 @@ ON = {
     "loss.weighting other than fixed": {"loss": {"weighting": "scheduled"}},
     "training.vocabulary_layout: co_sharded": {"training": {"vocabulary_layout": "co_sharded"}},
     "training.recompute_granularity": {"training": {"recompute_granularity": "selective"}},
+    "training.recompute_granularity: full": {
+        "training": {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    },
+    "an objective that reads states of the student below its last layer": {
+        "loss": {"objective": "hidden_mse", "options": {"layers": [[-1, -1], [2, 2]]}}
+    },
     "training.trainable": {"training": {"trainable": ("layers",)}},
     "training.trainable without layers, and no lora": {"training": {"trainable": ("norms",)}},
     "lora": {"lora": {"rank": 2}},

@@ -86,16 +86,15 @@ def test_what_rank_0_cannot_write_alone_is_an_error_on_every_rank(ranks):
         assert run["hidden"] == []
 
 
-@pytest.mark.parametrize("name", ["killed-writer", "killed-writer-async"])
-def test_a_writer_that_is_killed_is_a_failed_save_that_the_run_survives(ranks, name):
+def test_a_writer_that_is_killed_is_a_failed_save_that_the_run_survives(ranks):
     for rank in ranks:
-        run = rank[name]
+        run = rank["killed-writer"]
         assert run["error"] is None
         assert run["counts"]["failed_saves"] == 1
         assert run["latest"] == "iter_0000002"
         assert run["hidden"] == []
-    assert "rank 1: its writer process ended without a result: was ended by SIGKILL" in "".join(
-        rank[name]["warnings"] for rank in ranks
+    assert "rank 1: its writer ended without a result" in "".join(
+        rank["killed-writer"]["warnings"] for rank in ranks
     )
 
 

@@ -20,11 +20,14 @@ from tests.training.run_results import assert_same_numbers
 from tests.training.tiny_run import CP2, PP2, TP2
 
 HUGGINGFACE = {"library": "huggingface"}
+STATES = {"objective": "hidden_mse", "options": {"layers": [[-1, 1], [-1, -1]]}}
+"""Of the teacher's first layer, which is on another stage of a pipeline than the loss, too."""
 LIKE = {
     "hf-tp2": "megatron",
     "hf-cp2-offloaded": "megatron",
     "hf-cached": "megatron",
     "megatron-offloaded": "megatron",
+    "hf-states": "states-pp2",
 }
 """Runs that are the same, by the run that they are compared with."""
 ALL = bool(os.environ.get("MEGATRON_EXT_ALL_TEXT"))
@@ -51,6 +54,8 @@ def metrics(root):
         LibraryRun("hf-cp2-offloaded", HUGGINGFACE | offload, CP2),
         LibraryRun("hf-cached", HUGGINGFACE | {"cache": str(root / "cache")}, {}),
         LibraryRun("megatron-offloaded", offload, PP2),
+        LibraryRun("states-pp2", STATES, PP2),
+        LibraryRun("hf-states", HUGGINGFACE | STATES, TP2),
     ]
     if ALL:
         runs += [

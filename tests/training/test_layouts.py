@@ -3,6 +3,7 @@
 ``test_parallel_axes.py`` has those of four.
 """
 
+import os
 from dataclasses import fields
 from itertools import pairwise
 
@@ -26,11 +27,14 @@ from tests.training.tiny_run import CP2, ITERATIONS, PP2, TP2
 TWO_RANKS = {
     "tp2": TP2,
     "pp2": PP2,
-    "dp2": {},
     # Smaller microbatches: two of them a rank, as on one process.
     "dp2-sharded-optimizer": {"use_distributed_optimizer": True, "micro_batch_size": 1},
     "cp2": CP2,
 }
+OPTIMIZERS = ["-sharded-optimizer"]
+if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
+    TWO_RANKS["dp2"] = {}
+    OPTIMIZERS.append("")
 # Models of so few steps never agree on a first choice; tests/distributed compares that.
 MEASURED = ("loss", "kd", "ce", "kd/teacher_entropy", "kd/offsupport_mass")
 
@@ -65,7 +69,7 @@ def test_the_trained_weights_are_the_same(runs, layout):
     assert_same_weights(runs / layout, runs / "alone")
 
 
-@pytest.mark.parametrize("optimizer", ["", "-sharded-optimizer"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_run_goes_on_exactly_from_a_checkpoint(runs, optimizer):
     name = f"dp2{optimizer}"
     before, weights = read_metrics(runs / name), weights_of(runs / name)
@@ -94,10 +98,10 @@ def test_the_stages_of_a_pipeline_draw_different_weights(tmp_path):
 
 @pytest.fixture(scope="module")
 def stretches(folder):
-    """TP2, again TP2, PP2, DP2, then one process; by stretch what each rank saw."""
-    layouts = [(1, TP2), (2, TP2), (3, PP2), (4, {})]
+    """TP2, again TP2, PP2, then one process; by stretch what each rank saw."""
+    layouts = [(1, TP2), (2, TP2), (3, PP2)]
     by_rank = run_ranks(2, go_on, folder, layouts, timeout_s=240)
-    alone = run_ranks(1, go_on, folder, [(5, {})], timeout_s=240)
+    alone = run_ranks(1, go_on, folder, [(4, {})], timeout_s=240)
     return [*map(list, zip(*by_rank, strict=True)), [alone[0][0]]]
 
 
@@ -112,10 +116,9 @@ def test_every_stretch_begins_with_the_model_that_the_one_before_left(stretches)
 
 
 def test_random_numbers_go_on_under_the_same_layout_and_are_seeded_under_another(stretches):
-    first, second, third, fourth, _ = stretches
+    first, second, third, _ = stretches
     for rank in range(2):
         # Held-out measuring draws none, so that the numbers behind a save are those behind a load.
         assert second[rank]["numbers"] == first[rank]["next_numbers"]
         assert third[rank]["numbers"] != second[rank]["next_numbers"]
     assert third[0]["numbers"] != third[1]["numbers"]
-    assert fourth[0]["numbers"] != fourth[1]["numbers"]

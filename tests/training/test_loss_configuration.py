@@ -3,8 +3,10 @@
 from dataclasses import dataclass, replace
 
 import pytest
+import torch
 
 from megatron_ext.distributed.layout import Layout
+from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import ConfigError, UnknownNameError
 from megatron_ext.losses import (
     LOSS_REGISTRY,
@@ -16,10 +18,12 @@ from megatron_ext.losses import (
     Objective,
     ProjectedKLLoss,
     ScheduledWeighting,
+    StateProjectors,
     StrictTopKLoss,
 )
+from megatron_ext.losses.objective import ModelPair
 from megatron_ext.training.config import DistillConfig, LossConfig
-from megatron_ext.training.objective import make_objective, teacher_objective
+from megatron_ext.training.objective import make_objective, teacher_objective, with_projectors
 from megatron_ext.training.run_folder import _check_same_run, config_values
 from megatron_ext.training.run_loss import (
     check_loss,
@@ -48,9 +52,11 @@ def config_of(**changes):
 
 
 def check(config):
-    check_loss(
-        config, student_tokenizer(), dict.fromkeys(config.named_teachers, teacher_tokenizer())
-    )
+    teachers = {
+        name: teacher_tokenizer() if teacher.ema_decay is None else student_tokenizer()
+        for name, teacher in config.named_teachers.items()
+    }
+    check_loss(config, student_tokenizer(), teachers)
 
 
 def objective(name, temperature=None, **options):
@@ -247,10 +253,39 @@ def test_a_temperature_given_twice_and_an_unknown_objective_are_refused():
         objective("projected_lk")
 
 
-def test_projectors_are_those_that_are_given():
-    projectors = DskdProjectors(student_hidden=3, teacher_hidden=5)
-    dskd = make_objective(LossConfig(objective="dskd", options={"projectors": "heads"}), projectors)
-    assert dskd.projectors is projectors
+def _pair(student_hidden, teacher_hidden):
+    shard = VocabShard(start=0, stop=4, vocab_size=4, group=None)
+    return ModelPair(
+        student_hidden=student_hidden,
+        teacher_hidden=teacher_hidden,
+        student_layers=2,
+        teacher_layers=2,
+        seed=1,
+        student_shard=shard,
+        teacher_shard=shard,
+        student_head=torch.zeros(4, student_hidden),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("dskd", DskdProjectors), ("hidden_cosine", StateProjectors)]
+)
+def test_projectors_take_the_place_of_a_stand_in(name, kind):
+    plan = TeacherPlan.of(config_of(loss={"objective": name}), "big")
+    stand_in = teacher_objective(plan)
+    made, projectors = with_projectors(stand_in, plan, _pair(3, 5))
+    assert made.projectors is projectors is not stand_in.projectors
+    assert isinstance(projectors, kind)
+    assert {tuple(sorted(weight.shape)) for weight in projectors.parameters()} == {(3, 5)}
+
+
+def test_states_of_other_widths_are_refused_without_a_projection():
+    loss = {"objective": "hidden_mse", "options": {"projectors": "none"}}
+    plan = TeacherPlan.of(config_of(loss=loss), "big")
+    with pytest.raises(ConfigError, match=r"loss\.options\.projectors: states of other widths"):
+        with_projectors(teacher_objective(plan), plan, _pair(3, 5))
+    _, projectors = with_projectors(teacher_objective(plan), plan, _pair(3, 3))
+    assert not list(projectors.parameters())
 
 
 def test_an_objective_needs_what_its_options_make_it_read():

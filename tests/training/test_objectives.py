@@ -29,6 +29,8 @@ OBJECTIVES = {
     "mined": ("mined", {}),
     "dskd": ("dskd", {"target": "teacher"}),
     "dskd-heads": ("dskd", {"projectors": "heads"}),
+    "hidden_mse": ("hidden_mse", {"layers": [[-1, -1], [1, 1]]}),
+    "hidden_cosine": ("hidden_cosine", {}),
     "partition_kl": ("partition_kl", {}),
     "byte_prefix": ("byte_prefix", {"direction": "jensen_shannon"}),
     "vocab_kl": ("vocab_kl", {}),
@@ -39,14 +41,14 @@ OBJECTIVES = {
 LAYOUTS = [("tp2", TP2), ("pp2", PP2), ("dp2", {})]
 SHARDED = ("partition_kl", "byte_prefix", "hybrid_kl", "dskd-heads")
 CONTEXT = ("cp2", CP2)
-OVER_CONTEXT = ("hybrid_kl", "dskd")
-"""Sums over chunks, and with parameters of its own; rows of 41 and 53 positions, which are filled
-up to divide. Sums over labels too with MEGATRON_EXT_ALL_TEXT."""
-OF_LAYOUT = {"tp2": ("partition_kl", "byte_prefix", "dskd-heads"), "pp2": ("hybrid_kl",)}
+OVER_CONTEXT = ("dskd", "hidden_mse")
+"""With parameters of their own; rows of 41 and 53 positions, which are filled up to divide. Other
+sums over chunks, and those over labels, with MEGATRON_EXT_ALL_TEXT."""
+OF_LAYOUT = {"tp2": ("byte_prefix", "dskd-heads"), "pp2": ("hybrid_kl",)}
 """What each layout runs; all that is sharded with MEGATRON_EXT_ALL_TEXT."""
 if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
     OF_LAYOUT = {name: SHARDED for name, _ in LAYOUTS}
-    OVER_CONTEXT = ("next_token", "byte_prefix", *OVER_CONTEXT)
+    OVER_CONTEXT = ("next_token", "byte_prefix", "hybrid_kl", *OVER_CONTEXT)
 CASES = [
     *((name, layout) for layout, names in OF_LAYOUT.items() for name in names),
     *((name, CONTEXT[0]) for name in OVER_CONTEXT),
@@ -79,8 +81,8 @@ def test_an_objective_has_a_finite_loss_over_what_it_counts(runs, name):
     is_one_to_one = name in ("strict_topk", "mined", "dskd", "dskd-heads")
     for row in rows:
         chunks = row["one_to_one"] if is_one_to_one else sum(row[kind] for kind in classes)
-        if name == "alm":
-            # Chunks are merged up to words.
+        if name in ("alm", "hidden_mse", "hidden_cosine"):
+            # Chunks are merged up to words; no token follows the last chunk of a row.
             assert 0 < row["compared"] < chunks
         elif name == "byte_prefix":
             # Rows of chunks, of which longer ones have several.

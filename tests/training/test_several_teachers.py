@@ -25,18 +25,12 @@ ALIKE = {
 LATENTS = {
     "likelihood": {"objective": "alm", "options": {"debias": False}},
     "states": {
-        "objective": "dskd",
+        "objective": "hidden_mse",
+        "options": {"layers": [[-1, -1], [1, 1]], "relative": True},
         "weight": 0.1,
-        "options": {
-            "positions": "chunk_starts",
-            "hidden_distance": "mse",
-            "label_weight": 0.0,
-            "student_space_weight": 0.0,
-            "teacher_space_weight": 0.0,
-        },
     },
 }
-"""ALM and the distance of hidden states, by one model."""
+"""ALM and the distance of hidden states, by one model (tokenkit's ``alm_latents``)."""
 DYNAMIC = {
     "teacher_weights": "bits_per_byte",
     "teacher_weights_alpha": 0.5,
@@ -64,7 +58,6 @@ SHARDED = ["dynamic", "three", "three-linear", "selected", "pulled", "latents"]
 OF_LAYOUT = {
     "tp2": ["three-linear", "latents"],
     "pp2": ["dynamic"],
-    "dp2": ["dynamic"],
     "cp2": ["averaged"],
 }
 """What each layout runs; all that is sharded with MEGATRON_EXT_ALL_TEXT."""
@@ -114,10 +107,10 @@ def test_a_run_measures_what_was_recorded(runs, name):
 
 def test_a_distance_of_hidden_states_is_a_term_beside_another_objective(runs):
     for row in read_metrics(runs / "latents"):
-        distance = row["kd/states/hidden_distance"]
-        assert distance > 0
-        assert row["kd/states"] == pytest.approx(distance, rel=1e-5)
-        assert row["kd"] == pytest.approx(row["kd/likelihood"] + 0.1 * distance, rel=1e-5)
+        of_layers = [row["kd/states/layers/-1:-1"], row["kd/states/layers/1:1"]]
+        assert all(distance > 0 for distance in of_layers)
+        assert row["kd/states"] == pytest.approx(sum(of_layers) / 2, rel=1e-5)
+        assert row["kd"] == pytest.approx(row["kd/likelihood"] + 0.1 * row["kd/states"], rel=1e-5)
 
 
 def test_every_teacher_is_measured_on_held_out_text(runs):
@@ -203,10 +196,10 @@ def test_a_layout_trains_the_student_of_one_process(runs, name, layout):
 
 
 def test_a_run_goes_on_exactly_with_the_weights_it_had_come_to(runs):
-    before = read_metrics(runs / "dynamic-dp2")
-    again = Run("dynamic-dp2", THREE, DYNAMIC, is_kept=True, goes_on=True)
+    before = read_metrics(runs / "dynamic-pp2")
+    again = Run("dynamic-pp2", THREE, DYNAMIC, PP2, is_kept=True, goes_on=True)
     run_ranks(2, train_runs, runs, [again])
-    after = read_metrics(runs / "dynamic-dp2")
+    after = read_metrics(runs / "dynamic-pp2")
     keys = ("loss", "kd", "ce", "grad_norm", "kd_weight", "kd/other/weight")
     assert [[row[key] for key in keys] for row in after] == [
         [row[key] for key in keys] for row in before

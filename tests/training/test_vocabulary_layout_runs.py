@@ -27,25 +27,25 @@ ALONE_PERMUTED = [
 TWO_RANKS = [
     Run("tied-tp2", parallel=TP2),
     Run("untied-tp2", parallel=TP2, **UNTIED),
-    Run("tied-pp2", parallel=PP2),
 ]
 COPY_ALONE = [Run("copy-tied", goes_on_from="tied", only_saves=True)]
 COPY_ON_TWO_RANKS = [
-    Run("copy-tied-tp2", parallel=TP2, goes_on_from="tied", only_saves=True),
     Run("copy-untied-tp2", parallel=TP2, goes_on_from="untied", only_saves=True, **UNTIED),
 ]
 if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
     ALONE.append(Run("bf16", "original", **BF16))
     ALONE_PERMUTED.append(Run("tied-turned-off", "original", goes_on_from="tied-permuted"))
     TWO_RANKS += [
+        Run("tied-pp2", parallel=PP2),
         Run("untied-cp2", parallel=CP2, **UNTIED),
         Run("tied-dp2", parallel=SHARDED_OPTIMIZER),
         Run("tied-dp2-turned-off", "original", goes_on_from="tied-dp2", parallel=SHARDED_OPTIMIZER),
     ]
     COPY_ALONE.append(Run("copy-bf16", goes_on_from="bf16", only_saves=True, **BF16))
-    COPY_ON_TWO_RANKS.append(
-        Run("copy-tied-pp2", parallel=PP2, goes_on_from="tied", only_saves=True)
-    )
+    COPY_ON_TWO_RANKS += [
+        Run("copy-tied-tp2", parallel=TP2, goes_on_from="tied", only_saves=True),
+        Run("copy-tied-pp2", parallel=PP2, goes_on_from="tied", only_saves=True),
+    ]
 PERMUTED = [run.name for run in ALONE_PERMUTED + TWO_RANKS]
 COPIES = COPY_ALONE + COPY_ON_TWO_RANKS
 

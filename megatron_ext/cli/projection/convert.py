@@ -36,7 +36,7 @@ def add_convert_flags(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=get_args(LegacyDtype),
         default="float32",
-        help="of the likelihoods of a .pt file (float32)",
+        help="dtype of the likelihoods of a .pt file (float32)",
     )
 
 

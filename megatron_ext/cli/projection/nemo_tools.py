@@ -96,13 +96,22 @@ _MULTITOKEN: Final[Flags] = {
         "least similarity of the names of two control tokens",
     ),
     "--special-token-top-k": _number(None, "K", "most entries of a control token (--top-k)"),
-    "--output-dir": {"default": _DATA_FOLDER, "metavar": "DIR", "help": f"({_DATA_FOLDER})"},
+    "--output-dir": {
+        "default": _DATA_FOLDER,
+        "metavar": "DIR",
+        "help": f"folder for the file ({_DATA_FOLDER})",
+    },
     "--output-filename": {"metavar": "STEM", "help": "file name without its ending"},
 }
 """Flags of the first step; the second accepts and ignores them."""
 
 _CUT: Final[Flags] = {
-    "--initial-projection-path": {"type": Path, "required": True, "metavar": "FILE"},
+    "--initial-projection-path": {
+        "type": Path,
+        "required": True,
+        "metavar": "FILE",
+        "help": "projection to sort and cut",
+    },
     "--top_k": {"type": int, "required": True, "metavar": "K", "help": "most entries of a row"},
     "--output_path": {
         "type": Path,
@@ -143,16 +152,24 @@ _GENERATOR: Final[Flags] = {
         "help": "shared: one encoder made both; anchored: each is its model's own, and what both "
         "have relate them (anchored)",
     },
-    "--data_dir": {"default": f"{_DATA_FOLDER}/", "metavar": "DIR"},
+    "--data_dir": {
+        "default": f"{_DATA_FOLDER}/",
+        "metavar": "DIR",
+        "help": f"folder for the file ({_DATA_FOLDER}/)",
+    },
     "--top_k": _number(10, "K", "most entries of a row"),
-    "--weight_threshold": _number(0.0, "X", "entries of no larger share are left out"),
+    "--weight_threshold": _number(0.0, "X", "leave out entries whose share is not larger"),
     **_INERT_OF_GENERATOR,
 }
 
 _WRAPPER: Final[Flags] = {
-    "--data-dir": {"default": _DATA_FOLDER, "metavar": "DIR", "help": f"({_DATA_FOLDER})"},
-    "--prep-top-k": _number(32, "K", "entries of a row at first"),
-    "--runtime-top-k": _number(4, "K", "entries of a row at last"),
+    "--data-dir": {
+        "default": _DATA_FOLDER,
+        "metavar": "DIR",
+        "help": f"folder for the files ({_DATA_FOLDER})",
+    },
+    "--prep-top-k": _number(32, "K", "most entries of a row in the first step"),
+    "--runtime-top-k": _number(4, "K", "most entries of a row in the last step"),
     "--final-output": {
         "type": Path,
         "metavar": "FILE",

@@ -14,12 +14,12 @@ import torch
 
 from megatron_ext.alignment.alignment import ChunkClass
 from megatron_ext.alignment.batch import AlignmentBatch
-from megatron_ext.distributed.vocab_parallel import accumulation_dtype, vocab_argmax
+from megatron_ext.distributed.vocab_parallel import vocab_argmax
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
 from megatron_ext.losses.checks import check_alignment, check_choice, check_student
 from megatron_ext.losses.diagnostics import chunk_output, over_chunks, used_chunks
-from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, Objective
+from megatron_ext.losses.objective import LOSS_REGISTRY, ModelPair, Needs, Objective
 from megatron_ext.losses.objectives.dskd_spaces import (
     DskdProjectors,
     Positions,
@@ -27,6 +27,7 @@ from megatron_ext.losses.objectives.dskd_spaces import (
     Terms,
     terms_by_slice,
 )
+from megatron_ext.losses.objectives.hidden_states import HiddenDistance, onto, state_distance
 from megatron_ext.losses.targets import TeacherTargets
 from megatron_ext.ops.divergence import Divergence, DivergenceOptions, check_divergence
 from megatron_ext.ops.token_log_prob import token_log_prob
@@ -41,7 +42,7 @@ _WEIGHTS: Final = (
 Where = Literal["one_to_one", "chunk_starts"]
 Target = Literal["label", "teacher"]
 Gate = Literal["target", "none"]
-HiddenDistance = Literal["none", "mse", "cosine"]
+DistanceOrNone = Literal["none", HiddenDistance]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +90,8 @@ class DskdLoss(Objective):
 
     name: ClassVar[str] = "dskd"
     summary: ClassVar[str] = "hidden states under both heads, by trained projectors"
+    projector_starts: ClassVar[tuple[str, ...]] = ("random", "heads")
+    projector_kind: ClassVar[type[torch.nn.Module] | None] = DskdProjectors
 
     projectors: DskdProjectors
     """A and B, which a trainer registers as parameters of its own."""
@@ -122,9 +125,8 @@ class DskdLoss(Objective):
     teacher_space_weight: float = 1.0
     """u"""
 
-    hidden_distance: HiddenDistance = "none"
-    """d: ``mse``, the mean of the squares over the teacher's width; ``cosine``, 1 less the cosine
-    of the angle, in which lengths do not count; 1 for a state of length 0."""
+    hidden_distance: DistanceOrNone = "none"
+    """d: ``mse`` or ``cosine``, see ``state_distance``."""
 
     hidden_weight: float = 1.0
     """z"""
@@ -139,7 +141,7 @@ class DskdLoss(Objective):
         check_choice(self.name, "positions", self.positions, get_args(Where))
         check_choice(self.name, "target", self.target, get_args(Target))
         check_choice(self.name, "gate", self.gate, get_args(Gate))
-        check_choice(self.name, "hidden_distance", self.hidden_distance, get_args(HiddenDistance))
+        check_choice(self.name, "hidden_distance", self.hidden_distance, get_args(DistanceOrNone))
         for option in _WEIGHTS:
             weight = getattr(self, option)
             if not (math.isfinite(weight) and weight >= 0):
@@ -148,6 +150,23 @@ class DskdLoss(Objective):
                     got=weight,
                     expected="0 or above",
                 )
+
+    def make_projectors(self, start: str, pair: ModelPair) -> torch.nn.Module:
+        """From the run's seed, or by pseudo-inverses of the models' heads; the latter with the
+        collectives of ``DskdProjectors.from_heads``."""
+        if start == "heads":
+            assert pair.match is not None
+            assert pair.teacher_head is not None, "checked before"
+            return DskdProjectors.from_heads(
+                pair.student_head,
+                pair.teacher_head,
+                pair.match,
+                student_shard=pair.student_shard,
+                teacher_shard=pair.teacher_shard,
+            )
+        return DskdProjectors(
+            student_hidden=pair.student_hidden, teacher_hidden=pair.teacher_hidden, seed=pair.seed
+        )
 
     def compute(self, inputs: DistillationInputs) -> LossOutput:
         """See ``Objective``."""
@@ -166,8 +185,8 @@ class DskdLoss(Objective):
         )
         has_target = terms.target >= 0
         loss, means = terms.loss, {}
-        distance = self._distance(onto_teacher, positions.hidden)
-        if distance is not None:
+        if self.hidden_distance != "none":
+            distance = state_distance(self.hidden_distance, onto_teacher, positions.hidden)
             # Replicated like the states, so that its gradient is complete on every rank.
             loss, means = loss + self.hidden_weight * distance, {"hidden_distance": distance}
         return chunk_output(
@@ -185,15 +204,6 @@ class DskdLoss(Objective):
                 "projected_accuracy": over_chunks(terms.hits, has_target),
             },
         )
-
-    def _distance(self, projected: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor | None:
-        """[C] of the student's states in the teacher's space and the teacher's, both [C, Dt]."""
-        hidden = hidden.to(projected.dtype)
-        if self.hidden_distance == "mse":
-            return (projected - hidden).square().mean(dim=-1)
-        if self.hidden_distance == "cosine":
-            return 1 - torch.nn.functional.cosine_similarity(projected, hidden, dim=-1)
-        return None
 
     def _positions(
         self,
@@ -220,8 +230,8 @@ class DskdLoss(Objective):
             teacher_shard=teacher.shard,
         )
         to_teacher = self.projectors.to_teacher_weight(head, inputs.student_shard)
-        onto_student = _linear(hidden, self.projectors.teacher_to_student)
-        return positions, onto_student, _linear(student_hidden, to_teacher)
+        onto_student = onto(self.projectors.teacher_to_student, hidden)
+        return positions, onto_student, onto(to_teacher, student_hidden)
 
     def _terms(
         self,
@@ -295,12 +305,6 @@ class DskdLoss(Objective):
     def needs(self) -> Needs:
         """Hidden states, and the match, which projectors made from the heads use."""
         return Needs(projection="retokenized", match=True, hidden=True)
-
-
-def _linear(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``hidden weight^T``, accumulated in at least fp32."""
-    dtype = accumulation_dtype(hidden.dtype)
-    return torch.nn.functional.linear(hidden.to(dtype), weight.to(dtype))
 
 
 def _check_hidden(

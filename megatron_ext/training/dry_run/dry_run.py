@@ -26,7 +26,7 @@ from megatron_ext.training.dry_run.plan import Plan, pair_cost
 from megatron_ext.training.dry_run.report import report, summary
 from megatron_ext.training.inputs import Inputs, read_inputs
 from megatron_ext.training.model_check import check_if_huggingface
-from megatron_ext.training.objective import head_rows, teacher_objective
+from megatron_ext.training.objective import head_rows, state_layers, teacher_objective
 from megatron_ext.training.run_folder import CHECKPOINTS
 from megatron_ext.training.run_loss import with_linear_form, with_vocabulary_layout
 from megatron_ext.training.run_plan import RunPlan, TeacherPlan
@@ -141,6 +141,7 @@ def _plan(config: DistillConfig, inputs: Inputs, *, world_size: int, has_flash: 
             for name, teacher in run.teachers.items()
         },
         forms=_forms(run.teachers, inputs),
+        state_layers=state_layers(run.teachers),
         has_flash=has_flash,
     )
 
@@ -154,6 +155,8 @@ def _check_checkpoints(run: RunPlan, initial_checkpoint: str | None) -> dict[str
     if latest is not None:
         compared[str(latest)] = check_checkpoint(latest, run.student, where="student")
     for teacher in run.teachers.values():
+        if teacher.config.ema_decay is not None:
+            continue
         checkpoint = teacher.checkpoint
         if teacher.config.library == "huggingface":
             # Compared before, with the check of its files.

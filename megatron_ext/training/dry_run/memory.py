@@ -208,8 +208,8 @@ class RankMemory:
     """Weights of teachers on the student's ranks, and on the last stage the heads of others."""
 
     teacher_targets: int
-    """Last hidden states of a whole global batch, or the targets of a remote or cached teacher; on
-    the last stage."""
+    """Hidden states of a whole global batch, or the targets of a remote or cached teacher; on the
+    last stage."""
 
     batch: int
     """Tokens, labels, positions, chunks and masks of a whole global batch."""
@@ -235,9 +235,9 @@ def rank_memory(plan: Plan, stage: int) -> RankMemory:
         student_weights=plan.student_parameters(stage) * plan.element,
         gradients=learning * FP32,
         optimizer_state=_optimizer_state(plan, learning),
-        teacher_weights=sum(_weights(plan, name, stage) for name in plan.teachers)
+        teacher_weights=sum(_weights(plan, name, stage) for name in plan.models)
         + (_heads(plan) * plan.element if is_last else 0),
-        teacher_targets=sum(_targets(plan, name) for name in plan.teachers) if is_last else 0,
+        teacher_targets=sum(_targets(plan, name) for name in plan.models) if is_last else 0,
         batch=sum(_batch(plan, shape) for shape in (plan.student, *teachers)),
         activations=max(
             kept_activations(plan, stage),
@@ -252,9 +252,12 @@ def _weights(plan: Plan, name: str, stage: int) -> int:
     """Bytes of one teacher's weights, which are 0 where its model is elsewhere."""
     if name in plan.forms:
         return 0
-    teacher = plan.teachers[name]
+    teacher, config = plan.teachers[name], plan.run.teachers[name].config
+    if config.ema_decay is not None:
+        # Fp32 averages of what learns, and in bf16 the rounded ones that the model has.
+        return plan.learning(stage) * (FP32 if plan.element == FP32 else FP32 + plan.element)
     weights = teacher.parameters(stage) * plan.element
-    if plan.run.teachers[name].config.weight_precision is None:
+    if config.weight_precision is None:
         return weights
     # A byte of each; the scale of a row is left out.
     return weights - teacher.layers * teacher.layer_products * (plan.element - 1)
@@ -273,7 +276,7 @@ def _optimizer_state(plan: Plan, parameters: int) -> int:
 def _targets(plan: Plan, name: str) -> int:
     """Bytes of one teacher's targets; forms other than ``hidden`` take the bytes that are sent."""
     teacher, form = plan.teachers[name], plan.forms.get(name)
-    width = teacher.model.hidden_size * plan.element
+    width = plan.state_layers[name] * teacher.model.hidden_size * plan.element
     if form is not None and form.kind != "hidden":
         width = form.bytes_per_token
     return plan.microbatches * plan.tokens(teacher) * width

@@ -203,6 +203,9 @@ class Plan:
     forms: Mapping[str, TargetForm] = field(default_factory=dict)
     """Forms of targets by name, of teachers that are remote or cached."""
 
+    state_layers: Mapping[str, int] = field(default_factory=dict)
+    """The result of ``objective.state_layers``."""
+
     has_flash: bool = False
     """Whether layers are Transformer Engine's, which keep no attention scores."""
 
@@ -215,6 +218,7 @@ class Plan:
         vocab_size: int,
         teacher_rows: Mapping[str, int],
         forms: Mapping[str, TargetForm] | None = None,
+        state_layers: Mapping[str, int] | None = None,
         has_flash: bool = False,
     ) -> Plan:
         """The plan of a checked configuration.
@@ -222,6 +226,8 @@ class Plan:
         Args:
             vocab_size: Number of the student's ids.
             teacher_rows: Rows of each teacher's head by name, from ``objective.head_rows``.
+            state_layers: From ``objective.state_layers``; None: every teacher has a model of its
+                own, of which the last states are targets.
 
         Raises:
             ConfigError: The processes do not divide into replicas.
@@ -238,6 +244,7 @@ class Plan:
                 for name, teacher in run.teachers.items()
             },
             forms=forms or {},
+            state_layers=dict.fromkeys(run.teachers, 1) if state_layers is None else state_layers,
             has_flash=has_flash,
         )
 
@@ -272,9 +279,14 @@ class Plan:
         return self.student.parameters(stage) + (self.student.adapters(lora) if lora else 0)
 
     @property
+    def models(self) -> list[str]:
+        """Names of the teachers but those whose model an earlier one has loaded."""
+        return [name for name in self.teachers if name in self.state_layers]
+
+    @property
     def local_teachers(self) -> list[ModelShape]:
-        """Teachers whose models are on the student's ranks."""
-        return [shape for name, shape in self.teachers.items() if name not in self.forms]
+        """Models of teachers that are on the student's ranks."""
+        return [self.teachers[name] for name in self.models if name not in self.forms]
 
     @property
     def cp(self) -> int:

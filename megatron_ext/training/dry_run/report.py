@@ -63,7 +63,11 @@ def summary(plan: Plan, data: Mapping[str, Any], *, start: str | None) -> str:
     weights = f"kd_weight {loss.kd_weight:g}, " if plan.teachers else ""
     options = f" {dict(loss.options)}" if loss.options else ""
     peak = max(rank_memory(plan, stage).total for stage in range(plan.stages))
-    sources = {name: plan.run.teachers[name].config.checkpoint for name in plan.teachers}
+    sections = {name: plan.run.teachers[name].config for name in plan.teachers}
+    sources = {
+        name: section.checkpoint if section.ema_decay is None else _AVERAGE
+        for name, section in sections.items()
+    }
     lines = [
         _run(plan),
         f"weights     student: {start or 'random'}"
@@ -76,6 +80,9 @@ def summary(plan: Plan, data: Mapping[str, Any], *, start: str | None) -> str:
         f"run         {plan.run.run_dir}; config.yaml there has every setting",
     ]
     return "\n".join(lines) + "\n"
+
+
+_AVERAGE: Final = "the average of the student"
 
 
 def _shown_stages(plan: Plan) -> list[int]:
@@ -120,6 +127,8 @@ def _experts_over(plan: Plan) -> str:
 def _teacher(plan: Plan, name: str) -> str:
     """A teacher's model, or its place and its targets where it is remote or cached."""
     form, teacher = plan.forms.get(name), plan.run.teachers[name].config
+    if teacher.ema_decay is not None:
+        return f"{_AVERAGE}, of which an update keeps {teacher.ema_decay:.7g}"
     if form is None:
         return _model(plan.teachers[name])
     sent = f"{form}, {form.bytes_per_token:,} bytes a token"

@@ -33,6 +33,7 @@ from megatron_ext.training.inputs import Inputs
 from megatron_ext.training.models import DTYPES
 from megatron_ext.training.run_plan import RunPlan, TeacherPlan
 from megatron_ext.training.teachers.cached_teacher import CachedTeacher
+from megatron_ext.training.teachers.student_average import StudentAverage
 from megatron_ext.training.vocabulary_layout import RunLayout
 
 
@@ -79,6 +80,9 @@ class LoadedTeacher(NamedTuple):
     laid_out: RunLayout | None = None
     """Order of both heads' rows; None for the order of ids."""
 
+    average: StudentAverage | None = None
+    """The average of the student that it is; None for a frozen model."""
+
 
 class LiveTeacher(NamedTuple):
     """A loaded teacher on one rank, with its weights on the host between batches if offloaded."""
@@ -93,12 +97,17 @@ class LiveTeacher(NamedTuple):
 
 
 def live_teacher(
-    teacher: TeacherPlan, tokenizer: MegatronTokenizerText, groups: ProcessGroups
+    teacher: TeacherPlan,
+    tokenizer: MegatronTokenizerText,
+    groups: ProcessGroups,
+    *,
+    layers: tuple[int, ...] = (),
 ) -> LiveTeacher:
     """Build and load a teacher.
 
     Args:
         tokenizer: The teacher's.
+        layers: Numbers from 1 of layers below the last whose states are targets, too, ascending.
 
     Collectives: those that build a model of megatron-core, or of ``teacher_vocab_shard``.
 
@@ -106,17 +115,23 @@ def live_teacher(
         CheckpointError: It cannot be loaded.
     """
     if teacher.config.library == "huggingface":
-        return _of_huggingface(teacher, tokenizer, groups)
+        return _of_huggingface(teacher, tokenizer, groups, layers)
     chunks, shard = frozen_teacher(teacher, tokenizer, groups)
-    return live_megatron_teacher(chunks, shard, groups, offload=teacher.config.offload)
+    offload = teacher.config.offload
+    return live_megatron_teacher(chunks, shard, groups, offload=offload, layers=layers)
 
 
 def live_megatron_teacher(
-    chunks: Sequence[GPTModel], shard: VocabShard, groups: ProcessGroups, *, offload: bool
+    chunks: Sequence[GPTModel],
+    shard: VocabShard,
+    groups: ProcessGroups,
+    *,
+    offload: bool,
+    layers: tuple[int, ...] = (),
 ) -> LiveTeacher:
-    """The teacher of a loaded megatron-core model."""
+    """The teacher of a loaded megatron-core model; ``layers`` as in ``live_teacher``."""
     head = head_weight(chunks[-1]) if groups.is_last_stage else None
-    teacher: Teacher = MegatronTeacher(chunks, shard=shard)
+    teacher: Teacher = MegatronTeacher(chunks, shard=shard, layers=layers)
     if offload:
         # Objectives read the head while the student runs.
         teacher = OffloadedTeacher(
@@ -171,7 +186,10 @@ def formed_targets(
 
 
 def _of_huggingface(
-    teacher: TeacherPlan, tokenizer: MegatronTokenizerText, groups: ProcessGroups
+    teacher: TeacherPlan,
+    tokenizer: MegatronTokenizerText,
+    groups: ProcessGroups,
+    layers: tuple[int, ...],
 ) -> LiveTeacher:
     """A whole model on each rank of the last stage, and nothing on the others."""
     shard = teacher_vocab_shard(teacher, tokenizer, groups)
@@ -191,6 +209,7 @@ def _of_huggingface(
         group=groups.tp_cp,
         context=ContextRank.of(groups.cp),
         keeps_head=offload,
+        layers=layers,
     )
     if not offload:
         return LiveTeacher(live, shard, live.head_weight)

@@ -19,7 +19,7 @@ from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.training.first_weights import frozen_teacher, teacher_vocab_shard
 from megatron_ext.training.learning_step import run_projection
 from megatron_ext.training.models import DTYPES
-from megatron_ext.training.objective import teacher_objective
+from megatron_ext.training.objective import lower_layers, share_model, teacher_objective
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.teachers.cached_teacher import open_cached_teacher
 from megatron_ext.training.teachers.engine_teacher import teacher_from_engine
@@ -32,6 +32,7 @@ from megatron_ext.training.teachers.live_teacher import (
     live_teacher,
 )
 from megatron_ext.training.teachers.own_ranks import RoleStore
+from megatron_ext.training.teachers.student_average import student_average
 from megatron_ext.training.teachers.target_checks import described, served_form
 from megatron_ext.training.teachers.teacher_process import TeacherProcess, server_token
 from megatron_ext.training.vocabulary_layout import lay_out
@@ -58,11 +59,13 @@ def teacher_from_huggingface(teacher: TeacherPlan, run: StudentParts) -> LoadedT
         ConfigError: The objective reads hidden states, and the model's logits are not their product
             with the head.
     """
-    live = live_teacher(teacher, run.tokenizer(teacher), run.groups)
-    if teacher_objective(teacher).needs.hidden:
-        where = f"{teacher.section}.checkpoint"
-        why = f"the objective {teacher.loss.objective} reads"
-        check_gives_hidden(live, run.groups, where=where, why=why)
+    layers = _layers(teacher, run)
+    live = live_teacher(teacher, run.tokenizer(teacher), run.groups, layers=layers)
+    for its in _with_its_model(teacher, run):
+        if teacher_objective(its).needs.hidden:
+            where = f"{its.section}.checkpoint"
+            why = f"the objective {its.loss.objective} reads"
+            check_gives_hidden(live, run.groups, where=where, why=why)
     # After the model, which may fail to load: a built projection is the run's first file.
     projection = run_projection(teacher, run)
     return LoadedTeacher(teacher, live.shard, projection, live.head, live.teacher)
@@ -80,8 +83,38 @@ def teacher_on_student_ranks(teacher: TeacherPlan, run: StudentParts) -> LoadedT
     if run.plan.training.vocabulary_layout == "co_sharded":
         assert projection is not None, "checked with the objective"
         laid_out = lay_out(run, projection, teacher.config.model, chunks, shard)
-    live = live_megatron_teacher(chunks, shard, run.groups, offload=teacher.config.offload)
+    live = live_megatron_teacher(
+        chunks,
+        shard,
+        run.groups,
+        offload=teacher.config.offload,
+        layers=_layers(teacher, run),
+    )
     return LoadedTeacher(teacher, shard, projection, live.head, live.teacher, laid_out=laid_out)
+
+
+def teacher_from_student(teacher: TeacherPlan, run: StudentParts) -> LoadedTeacher:
+    """Build the average of the student.
+
+    Collectives: those that build a model, of ``teacher_vocab_shard`` and of ``run_projection``.
+    """
+    shard = teacher_vocab_shard(teacher, run.tokenizer(teacher), run.groups)
+    average = student_average(
+        teacher,
+        run.plan,
+        run.chunks,
+        run.groups,
+        padded_vocab_size=run.shard.width * run.plan.parallel.tensor_model_parallel_size,
+    )
+    projection = run_projection(teacher, run)
+    live = live_megatron_teacher(
+        average.chunks,
+        shard,
+        run.groups,
+        offload=False,
+        layers=_layers(teacher, run),
+    )
+    return LoadedTeacher(teacher, shard, projection, live.head, live.teacher, average=average)
 
 
 class _Processes(NamedTuple):
@@ -229,22 +262,48 @@ _MAKERS: Final[Mapping[str, Callable[[TeacherPlan, StudentParts], LoadedTeacher]
     "cache": teacher_from_cache,
     "remote": teacher_from_remote,
     "engine": teacher_from_engine,
+    "average": teacher_from_student,
     "huggingface": teacher_from_huggingface,
     "megatron": teacher_on_student_ranks,
 }
 """By kind: ``cache`` where targets are read from files, ``remote`` where other processes send them,
-``engine`` where an inference server does, otherwise the library that runs the model on the
-student's ranks."""
+``engine`` where an inference server does, ``average`` for the student's average, otherwise the
+library that runs the model on the student's ranks."""
 
 
 def make_run_teachers(run: StudentParts) -> dict[str, LoadedTeacher]:
     """Make every teacher of a run, one after the other, in the order of the configuration.
 
+    Teachers that ``share_model`` have one, which the first of them loads.
+
     Collectives: those of each kind.
     """
-    return {
-        name: _MAKERS[_kind(teacher)](teacher, run) for name, teacher in run.plan.teachers.items()
-    }
+    made: dict[str, LoadedTeacher] = {}
+    for name, teacher in run.plan.teachers.items():
+        first = _with_its_model(teacher, run)[0].name
+        if first in made:
+            # The first one's average is updated for both.
+            made[name] = made[first]._replace(
+                plan=teacher, projection=run_projection(teacher, run), average=None
+            )
+        else:
+            made[name] = _MAKERS[_kind(teacher)](teacher, run)
+    return made
+
+
+def _with_its_model(teacher: TeacherPlan, run: StudentParts) -> list[TeacherPlan]:
+    """Teachers that share a teacher's model, itself included, in the order of the configuration."""
+    return [
+        other
+        for other in run.plan.teachers.values()
+        if other is teacher or share_model(other, teacher)
+    ]
+
+
+def _layers(teacher: TeacherPlan, run: StudentParts) -> tuple[int, ...]:
+    """Layers below the last whose states are read of a teacher's model."""
+    sharing = _with_its_model(teacher, run)
+    return tuple(sorted({n for its in sharing for n in lower_layers(its, of_student=False)}))
 
 
 def _kind(teacher: TeacherPlan) -> str:
@@ -252,4 +311,6 @@ def _kind(teacher: TeacherPlan) -> str:
         return "cache"
     if teacher.config.engine is not None:
         return "engine"
+    if teacher.config.ema_decay is not None:
+        return "average"
     return "remote" if teacher.config.is_remote else teacher.config.library

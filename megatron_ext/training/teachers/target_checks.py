@@ -70,7 +70,7 @@ def check_targets(
             f"the objective {teacher.loss.objective} cannot use {targets} of this form{at}",
             where=f"{teacher.section}.{key}",
             got=str(form),
-            expected=" or ".join(forms),
+            expected=" or ".join(forms) or "a teacher that runs on the student's ranks",
             fix=("cache the teacher" if is_cache else "have it send targets")
             + " in that form, or take another objective, see docs/teachers.md",
         )

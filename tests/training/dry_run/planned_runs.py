@@ -11,7 +11,7 @@ from megatron_ext.training.config import (
     TrainingConfig,
 )
 from megatron_ext.training.dry_run.plan import Plan
-from megatron_ext.training.objective import head_rows
+from megatron_ext.training.objective import head_rows, state_layers
 from megatron_ext.training.run_plan import RunPlan
 
 BATCH = 2
@@ -73,5 +73,6 @@ def plan_of(config, world_size=1, *, has_flash=False):
         world_size=world_size,
         vocab_size=64,
         teacher_rows={name: head_rows(teacher, 128) for name, teacher in run.teachers.items()},
+        state_layers=state_layers(run.teachers),
         has_flash=has_flash,
     )
