@@ -1,4 +1,4 @@
-"""The cache of ``benchmarks/machine_code`` against traces whose misses are known, and a plain one."""
+"""The cache of ``benchmarks/machine_code``: traces whose misses are known, and a plain one."""
 
 from collections import OrderedDict
 

@@ -9,9 +9,9 @@ from megatron_ext.ops.projected_kl import (
     ProjectedKLOptions,
     WeightedLabels,
     evaluate_projected_kl,
+    kernel_numbers,
     projected_kl_reference,
 )
-from megatron_ext.ops.projected_kl import kernel_numbers
 from megatron_ext.ops.unit_gradient import kept_gradient
 from tests.ops.kernel_case import ALL_THREE, assert_as_exact, combinations
 from tests.ops.projected_kl_case import (

@@ -126,14 +126,11 @@ def unit_statistics(
 
 
 @triton.jit
-def merged_parts(parts_ptr, place, plane, total_plane, PARTS: tl.constexpr):
-    """Peak of a row, and its parts' sums over this peak and factors of other such sums."""
-    places = place + tl.arange(0, PARTS)
+def merged_peak(parts_ptr, places):
+    """Peak of a row, those of its parts, and factors of sums over those."""
     peaks = tl.load(parts_ptr + places)
     best = tl.max(peaks, axis=0)
-    weights = tl.exp2((peaks - best) * LOG2_E)
-    totals = tl.load(parts_ptr + total_plane * plane + places)
-    return best, tl.sum(totals * weights, axis=0), peaks, weights
+    return best, peaks, tl.exp2((peaks - best) * LOG2_E)
 
 
 @triton.jit
@@ -151,10 +148,10 @@ def merged_row(
     BLOCK: tl.constexpr,
 ):
     """Peak and logarithm of the sum of a row and of its members, and its column."""
-    place = row.to(tl.int64) * PARTS
     plane = rows.to(tl.int64) * PARTS
-    best, total, peaks, weights = merged_parts(parts_ptr, place, plane, 1, PARTS)
-    places = place + tl.arange(0, PARTS)
+    places = row.to(tl.int64) * PARTS + tl.arange(0, PARTS)
+    best, peaks, weights = merged_peak(parts_ptr, places)
+    total = tl.sum(tl.load(parts_ptr + plane + places) * weights, axis=0)
     members = tl.sum(tl.load(parts_ptr + 2 * plane + places) * weights, axis=0)
     columns = tl.load(columns_ptr + places)
     column = tl.min(tl.where(peaks == best, columns, width), axis=0)
@@ -230,11 +227,10 @@ def unit_numbers(
         tl.store(carried_lse_ptr + row, inside_peak)
         tl.store(carried_lse_ptr + student_rows + row, inside_sum)
         if HAS_PLAIN:
-            place = row.to(tl.int64) * PARTS
             plane = student_rows.to(tl.int64) * PARTS
-            plain_peak, plain_sum, peaks, weights = merged_parts(
-                parts_ptr + 3 * plane, place, plane, 1, PARTS
-            )
+            places = row.to(tl.int64) * PARTS + tl.arange(0, PARTS)
+            plain_peak, _, weights = merged_peak(parts_ptr + 3 * plane, places)
+            plain_sum = tl.sum(tl.load(parts_ptr + 4 * plane + places) * weights, axis=0)
             tl.store(plain_lse_ptr + row, tl.where(plain_sum == 0.0, 0.0, plain_peak))
             tl.store(plain_lse_ptr + student_rows + row, tl.log(plain_sum))
         if step < count:

@@ -627,7 +627,7 @@ def summed_kernel(
     first_sums = means_blocks + row_blocks
     first_slopes = first_sums + column_blocks
     pairs = sixteen_pairs * 16
-    if (STAGES == "all") | (STAGES == "means"):
+    if (STAGES == "all") | (STAGES == "means"):  # noqa: SIM102 - decided by the compiler
         if block < means_blocks:
             group = turn
             if group < groups:
@@ -661,7 +661,7 @@ def summed_kernel(
                 )
                 if STAGES == "all":
                     arrive(counters)
-    if (STAGES == "all") | (STAGES == "sums"):
+    if (STAGES == "all") | (STAGES == "sums"):  # noqa: SIM102 - decided by the compiler
         if (block >= first_sums) & (block < first_slopes):
             group = turn
             if group < groups:
@@ -687,7 +687,7 @@ def summed_kernel(
                 )
                 if STAGES == "all":
                     arrive(counters + 1)
-    if (STAGES == "all") | (STAGES == "slopes"):
+    if (STAGES == "all") | (STAGES == "slopes"):  # noqa: SIM102 - decided by the compiler
         if block >= first_slopes:
             group = turn
             if STAGES == "all":
@@ -731,7 +731,7 @@ def summed_kernel(
                 )
                 if STAGES == "all":
                     arrive(counters + 2)
-    if (STAGES == "all") | (STAGES == "rows"):
+    if (STAGES == "all") | (STAGES == "rows"):  # noqa: SIM102 - decided by the compiler
         if (block >= means_blocks) & (block < first_sums):
             group = turn
             if STAGES == "all":
