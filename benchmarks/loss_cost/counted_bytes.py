@@ -44,14 +44,15 @@ def _projected_kl(shape: Shape, size: int) -> Launches:
     student, _ = logits_bytes(shape, size)
     slots, rows, direct = shape.summed_columns, shape.residual_rows, shape.direct_pairs
     joined = shape.joined_rows * (2 * student / shape.student_rows + size * direct)
+    residual = 1.0 * size * shape.student_rows * rows
     return [
         *_statistics(shape, size),
+        ("direct pairs: student read, gradient written", 2.0 * (student - residual)),
+        ("direct pairs: teacher", 1.0 * size * shape.teacher_rows * direct),
         ("tokens of several columns: means", shape.chunks * (size + 4.0) * rows),
         ("columns of several tokens: sums", shape.chunks * 4.0 * (rows + slots)),
         ("columns of several tokens: slopes", shape.chunks * (size + 8.0) * slots),
-        ("tokens of several columns: sums", shape.chunks * 4.0 * (slots + rows)),
-        ("sweep: student read, gradient written", 2.0 * student + 4.0 * shape.chunks * rows),
-        ("sweep: teacher at direct pairs", 1.0 * size * shape.teacher_rows * direct),
+        ("tokens of several columns: sums, gradient", 2 * residual + shape.chunks * 4.0 * slots),
         ("second sweep over chunks of several student tokens", joined),
         ("tables of the projection", 4.0 * shape.student_columns + 12.0 * shape.entries),
     ]
