@@ -21,6 +21,9 @@ LLAMA3: Final = {
 }
 """Fixed values of megatron-core's Llama 3 scaling."""
 
+PART: Final = "partial_rotary_factor"
+"""Key of the part of each head that is rotated."""
+
 
 def rotary_settings(config: Mapping[str, Any], *, where: object) -> dict[str, Any]:
     """Rotary settings of a configuration, for both kinds of layers if there are two.
@@ -50,10 +53,9 @@ def rotary_settings(config: Mapping[str, Any], *, where: object) -> dict[str, An
             got=theta,
             expected="a whole number",
         )
-    shares = {config.get("partial_rotary_factor"), scaling.pop("partial_rotary_factor", None)}
-    if shares - {None, 1}:
-        raise CheckpointError("only a part of each head is rotated", where=where, got=shares)
+    part = scaling.pop(PART, config.get(PART)) or 1.0
     settings = {
+        "rotary_percent": float(part),
         "rotary_base": int(theta),
         "local_rotary_base": None if local is None else int(local),
         "rotary_seq_len_interpolation_factor": None,
@@ -89,6 +91,32 @@ def rotary_config(settings: Mapping[str, Any]) -> dict[str, Any]:
     if settings["local_rotary_base"] is not None:
         config["rope_local_base_freq"] = float(settings["local_rotary_base"])
     return config
+
+
+def no_rotary_interval(config: Mapping[str, Any], *, where: object) -> int | None:
+    """``n`` if every n-th layer has no rotary embeddings and the others have; None if all have.
+
+    Raises:
+        CheckpointError: The layers do not follow such a pattern.
+    """
+    layers = int(config["num_hidden_layers"])
+    rotates = config.get("no_rope_layers")
+    interval = config.get("no_rope_layer_interval")
+    if rotates is None:
+        return None if interval is None or interval > layers else int(interval)
+    if all(rotates):
+        return None
+    interval = list(map(bool, rotates)).index(False) + 1
+    if list(map(int, rotates)) != rotated_layers(layers, interval):
+        raise CheckpointError(
+            "layers without rotary embeddings follow no pattern", where=where, got=rotates
+        )
+    return interval
+
+
+def rotated_layers(layers: int, interval: int | None) -> list[int]:
+    """1 for each layer with rotary embeddings, 0 for others, as SmolLM3 has them."""
+    return [int(interval is None or number % interval > 0) for number in range(1, layers + 1)]
 
 
 _WINDOW: Final = "sliding_attention"

@@ -14,7 +14,7 @@ from megatron_ext.huggingface.checkpoint_files import (
     CheckpointFiles,
     is_checkpoint_folder,
 )
-from megatron_ext.huggingface.families import Family
+from megatron_ext.huggingface.family import Family
 from megatron_ext.huggingface.model_settings import (
     any_model_settings,
     check_tensors,

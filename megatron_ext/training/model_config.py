@@ -48,6 +48,13 @@ class ModelConfig:
     rotary_base: int = 10000
     """Base period of rotary embeddings."""
 
+    rotary_percent: float = 1.0
+    """Part of each head, from its first number on, that rotary embeddings turn (Phi-4, Pythia)."""
+
+    no_rotary_interval: int | None = None
+    """Interval of layers without rotary embeddings (SmolLM3); every layer has them when not
+    given."""
+
     use_rope_scaling: bool = False
     """Scale rotary embeddings as Llama 3.1 and 3.2 do."""
 
@@ -78,16 +85,33 @@ class ModelConfig:
     """Weights of normalisations are added to one (Gemma)."""
 
     qk_layernorm: bool = False
-    """Normalise each head's query and key (Qwen3)."""
+    """Normalise queries and keys (Qwen3)."""
+
+    qk_layernorm_over: Literal["head", "heads"] = "head"
+    """What ``qk_layernorm`` normalises at a time: one head, or all heads of a position together
+    (OLMo-2)."""
+
+    pre_layernorms: bool = True
+    """Normalise the inputs of attention and feed-forward layers."""
 
     post_layernorms: bool = False
-    """Normalise the outputs of attention and feed-forward layers too (Gemma 3)."""
+    """Normalise the outputs of attention and feed-forward layers (Gemma 3, OLMo-2)."""
+
+    parallel_residual: bool = False
+    """Have attention and feed-forward layer read the same input, and add both to it (Pythia)."""
+
+    residual_multiplier: float = 1.0
+    """Factor of what attention and feed-forward layers add to the residual stream (Granite)."""
 
     softmax_scale: float | None = None
     """Factor of attention scores; 1 / sqrt(kv_channels) when not given."""
 
     add_qkv_bias: bool = False
     """Biases of query, key and value (Qwen2)."""
+
+    add_bias_linear: bool = False
+    """Biases of every linear layer of attention and feed-forward layers, those included
+    (Pythia)."""
 
     swiglu: bool = True
     """Gated SiLU feed-forward layers; GELU otherwise."""
@@ -97,6 +121,12 @@ class ModelConfig:
 
     scale_embeddings: bool = False
     """Multiply embeddings by the square root of hidden_size (Gemma)."""
+
+    embedding_multiplier: float = 1.0
+    """Multiply embeddings by this (Granite)."""
+
+    logits_scaling: float = 1.0
+    """Divide logits by this (Granite), which is done to the hidden states that the head reads."""
 
     num_experts: int | None = None
     """Experts of every feed-forward layer; dense layers when not given."""
@@ -159,12 +189,17 @@ class ModelConfig:
             "ffn_hidden_size",
             "seq_length",
             "rotary_base",
+            "rotary_percent",
+            "no_rotary_interval",
             "rope_scaling_factor",
             "rotary_seq_len_interpolation_factor",
             "local_rotary_base",
             "full_attention_interval",
             "window_size",
             "softmax_scale",
+            "residual_multiplier",
+            "embedding_multiplier",
+            "logits_scaling",
             "layernorm_epsilon",
             "vocab_size",
             "make_vocab_size_divisible_by",
@@ -196,13 +231,8 @@ class ModelConfig:
             )
         if self.gate_activation != "silu" and not self.swiglu:
             raise ConfigError("gate_activation needs a gate", got="swiglu false")
-        head_width = self.head_width
-        if self.position_embedding_type == "rope" and head_width % 2:
-            raise ConfigError(
-                "rotary embeddings need heads of an even width",
-                got=f"{head_width} (kv_channels, or hidden_size / num_attention_heads)",
-                fix="change one of them, or position_embedding_type",
-            )
+        _check_rotation(self)
+        _check_layer(self)
         if self.num_query_groups is not None:
             check_divides(self, "num_attention_heads", "num_query_groups")
 
@@ -210,6 +240,11 @@ class ModelConfig:
     def head_width(self) -> int:
         """Width of an attention head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_width(self) -> int:
+        """Numbers of a head that rotary embeddings turn."""
+        return int(self.head_width * self.rotary_percent)
 
     @property
     def query_groups(self) -> int:
@@ -241,6 +276,52 @@ class ModelConfig:
             self.padded_ids(vocab_size),
             make_vocab_size_divisible_by=self.make_vocab_size_divisible_by,
             tensor_model_parallel_size=tensor_ranks,
+        )
+
+
+def _check_rotation(model: ModelConfig) -> None:
+    """Refuse rotary embeddings that cannot be."""
+    if model.position_embedding_type != "rope":
+        return
+    if model.rotary_percent > 1:
+        raise ConfigError("rotary_percent is a part of 1", got=model.rotary_percent)
+    width = model.rotary_width
+    if width % 2 or not width:
+        raise ConfigError(
+            "rotary embeddings need heads of an even width",
+            got=f"{width} of {model.head_width} (kv_channels, or hidden_size / "
+            "num_attention_heads) by rotary_percent",
+            fix="change one of them, or position_embedding_type",
+        )
+
+
+def _check_layer(model: ModelConfig) -> None:
+    """Refuse parts of a layer that do not go together."""
+    if model.qk_layernorm_over == "heads" and not (
+        model.qk_layernorm
+        and model.normalization == "RMSNorm"
+        and not model.layernorm_zero_centered_gamma
+    ):
+        raise ConfigError(
+            "qk_layernorm_over heads needs qk_layernorm, of RMSNorm with weights from one",
+            got=f"qk_layernorm {model.qk_layernorm}, {model.normalization}",
+        )
+    if model.post_layernorms and (model.add_bias_linear or model.parallel_residual):
+        raise ConfigError(
+            "layers with post_layernorms have neither biases nor a parallel residual",
+            got="add_bias_linear" if model.add_bias_linear else "parallel_residual",
+        )
+    if not (model.pre_layernorms or model.post_layernorms):
+        raise ConfigError(
+            "layers without pre_layernorms need post_layernorms", got="pre_layernorms false"
+        )
+    if model.parallel_residual and model.residual_multiplier != 1:
+        raise ConfigError(
+            "residual_multiplier is not of a parallel residual", got=model.residual_multiplier
+        )
+    if model.scale_embeddings and model.embedding_multiplier != 1:
+        raise ConfigError(
+            "embeddings have one factor: scale_embeddings, or embedding_multiplier", got="both"
         )
 
 
@@ -287,8 +368,9 @@ def _check_experts(model: ModelConfig) -> None:
         raise ConfigError(
             "moe_shared_expert_gate needs moe_shared_expert_intermediate_size", got="none"
         )
-    if model.post_layernorms:
-        raise ConfigError("layers with post_layernorms have no experts", got=model.num_experts)
+    for name in ("post_layernorms", "add_bias_linear", "parallel_residual"):
+        if getattr(model, name):
+            raise ConfigError(f"layers with {name} have no experts", got=model.num_experts)
 
 
 def check_positive(config: object, *names: str) -> None:

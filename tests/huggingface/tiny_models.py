@@ -69,6 +69,22 @@ MODELS = {
         },
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "phi3": ("Phi3", {"hidden_size": 64, "partial_rotary_factor": 0.75}),
+    "olmo2": ("Olmo2", {}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 8, "no_rope_layer_interval": 3}),
+    "granite": (
+        "Granite",
+        {
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.22,
+            "embedding_multiplier": 12,
+            "logits_scaling": 1.5,
+        },
+    ),
+    "gpt-neox": (
+        "GPTNeoX",
+        {"hidden_size": 64, "rotary_pct": 0.25, "rotary_emb_base": 5000, "layer_norm_eps": 1e-5},
+    ),
 }
 """transformers' name and what its configuration differs in, by a name of our own."""
 
