@@ -342,6 +342,13 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
             key_feature("student.gate_activation", off="silu"),
             key_feature("student.softmax_scale", off=None),
             key_feature("student.local_rotary_base", off=None),
+            key_feature("student.no_rotary_interval", off=None),
+            key_feature("student.qk_layernorm_over", off="head"),
+            key_feature("student.parallel_residual"),
+            key_feature("student.add_bias_linear"),
+            key_feature("student.residual_multiplier", off=1.0),
+            key_feature("student.embedding_multiplier", off=1.0),
+            key_feature("student.logits_scaling", off=1.0),
             features.FRACTION,
         )
     ),

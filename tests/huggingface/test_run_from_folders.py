@@ -1,5 +1,8 @@
 """A run starts from a HuggingFace folder, learns from another, and is exported again."""
 
+import os
+from itertools import chain
+
 import pytest
 import torch
 from torch.nn.functional import kl_div
@@ -14,6 +17,7 @@ from tests.huggingface.run_from_folders import train_runs, write_run
 from tests.huggingface.tiny_models import save_model, tensors_of
 from tests.process_group import run_ranks
 
+ALL_TEXT = os.environ.get("MEGATRON_EXT_ALL_TEXT") == "1"
 STUDENT, TEACHER = "gemma3", "qwen3"
 TEACHER_ROWS = 431
 """More than the student's 301 by other padding, so that two ranks would cut their heads apart."""
@@ -26,8 +30,22 @@ PAIRS = {
     "transformers": (STUDENT, TEACHER, "huggingface"),
     "chunks": (STUDENT, TEACHER, "megatron", "strict_topk"),
     "experts": ("qwen2-moe", "mixtral"),
+    "residuals": ("gpt-neox", "olmo2"),
+    **(
+        {}
+        if not ALL_TEXT
+        else {
+            "multipliers": ("granite", "phi3"),
+            "fused": ("phi3", "smollm3"),
+            "unrotated": ("smollm3", "granite"),
+            "norms": ("olmo2", "gpt-neox"),
+        }
+    ),
 }
 """Student and teacher of each run, what runs the teacher, and the objective."""
+
+OF_OTHERS = [name for name, pair in PAIRS.items() if not {STUDENT, TEACHER} & {*pair}]
+"""Runs of other models than the first two."""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +53,7 @@ def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     save_model(STUDENT, root / STUDENT)
     save_model(TEACHER, root / TEACHER, vocab_size=TEACHER_ROWS)
-    for name in PAIRS["experts"]:
+    for name in {*chain(*(PAIRS[name][:2] for name in OF_OTHERS))}:
         save_model(name, root / name)
     import_huggingface(root / TEACHER, root / "checkpoint")
     for name, values in PAIRS.items():
@@ -73,7 +91,7 @@ def test_the_gradient_is_that_of_one_process(root, name):
         assert sharded[number] == pytest.approx(alone[number], rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["run", "experts"])
+@pytest.mark.parametrize("name", ["run", *OF_OTHERS])
 def test_an_exported_run_is_the_student_with_all_its_rows(root, name):
     student, exported = PAIRS[name][0], root / f"exported-{name}"
     export_huggingface(root / name, exported)

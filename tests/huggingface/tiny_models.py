@@ -166,6 +166,11 @@ def some_tokens():
     return torch.randint(0, VOCAB_SIZE, (2, 24), generator=torch.Generator().manual_seed(7))
 
 
+def weights_of_logits():
+    """[2, 24, V], of a loss that is the sum of the logits weighed by these."""
+    return torch.randn(2, 24, VOCAB_SIZE, generator=torch.Generator().manual_seed(8))
+
+
 def tensors_of(folder):
     """All weights of a folder, by name."""
     return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}

@@ -98,6 +98,15 @@ ON = {
     "student.local_rotary_base": {
         "student": {"local_rotary_base": 10000, "full_attention_interval": 6}
     },
+    "student.no_rotary_interval": {"student": {"no_rotary_interval": 4}},
+    "student.qk_layernorm_over other than head": {
+        "student": {"qk_layernorm": True, "qk_layernorm_over": "heads"}
+    },
+    "student.parallel_residual": {"student": {"parallel_residual": True}},
+    "student.add_bias_linear": {"student": {"add_bias_linear": True}},
+    "student.residual_multiplier other than 1.0": {"student": {"residual_multiplier": 0.22}},
+    "student.embedding_multiplier other than 1.0": {"student": {"embedding_multiplier": 12.0}},
+    "student.logits_scaling other than 1.0": {"student": {"logits_scaling": 8.0}},
     "teacher": {},
     "Megatron-LM's loop": {},
 } | {
