@@ -74,6 +74,7 @@ QWEN2 = Family(
         **LLAMA.defaults,
         "use_sliding_window": False,
         "sliding_window": 4096,
+        "max_window_layers": 28,
     },
     allowed={"hidden_act": ("silu",)},
     ignored=LLAMA.ignored,
@@ -103,6 +104,7 @@ QWEN3 = Family(
         "head_dim": 128,
         "use_sliding_window": False,
         "sliding_window": 4096,
+        "max_window_layers": 28,
     },
     allowed={"hidden_act": ("silu",), "attention_bias": (False, None)},
 )

@@ -137,7 +137,10 @@ QWEN2_MOE = Family(
         "moe_intermediate_size": 1408,
         "shared_expert_intermediate_size": 5632,
         "qkv_bias": True,
+        # Which layers have a window without layer_types depends on the release of transformers.
+        "max_window_layers": None,
     },
+    unread=("max_window_layers",),
     allowed={"hidden_act": ("silu",), "qkv_bias": (True,), **EVERY_LAYER},
     ignored=LLAMA.ignored,
 )

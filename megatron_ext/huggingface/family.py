@@ -37,13 +37,18 @@ class Family:
     """Defaults of transformers for keys that ``config.json`` may leave out."""
 
     unread: tuple[str, ...] = ()
-    """Keys of all families that transformers does not read here."""
+    """Keys of other families that are not read here."""
 
     allowed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Values supported by megatron-core, by key, the usual one first; other keys are unchecked."""
 
     ignored: tuple[str, ...] = ()
     """Suffixes of tensor names that hold no trained weights."""
+
+    @property
+    def reads_kinds(self) -> bool:
+        """Whether layers with a window and layers without one may follow one another."""
+        return bool({"sliding_window_pattern", "max_window_layers"} & self.defaults.keys())
 
     @property
     def embedding(self) -> str:

@@ -15,13 +15,12 @@ from megatron_ext.huggingface.families import FAMILIES, UNSUPPORTED
 from megatron_ext.huggingface.family import Family
 from megatron_ext.huggingface.rotary import (
     PART,
-    full_attention_interval,
     layer_types,
     no_rotary_interval,
     rotary_config,
     rotary_settings,
     rotated_layers,
-    window_size,
+    window_settings,
 )
 from megatron_ext.huggingface.tensor_map import TensorMap
 
@@ -117,7 +116,6 @@ def settings_of(family: Family, config: Mapping[str, Any], *, where: object) -> 
     heads = config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // heads
     rotary = rotary_settings(config, where=where)
-    has_kinds = rotary["local_rotary_base"] is not None
     if rotary["rotary_percent"] != 1 and PART not in family.defaults:
         raise CheckpointError(
             "only a part of each head is rotated", where=where, got=rotary["rotary_percent"]
@@ -132,9 +130,11 @@ def settings_of(family: Family, config: Mapping[str, Any], *, where: object) -> 
         "num_query_groups": config.get("num_key_value_heads") or heads,
         "kv_channels": width,
         "untie_embeddings_and_output_weights": not config["tie_word_embeddings"],
-        "window_size": window_size(config),
-        "full_attention_interval": (
-            full_attention_interval(config, where=where) if has_kinds else None
+        **window_settings(
+            config,
+            reads_kinds=family.reads_kinds,
+            has_own_rotation=rotary["local_rotary_base"] is not None,
+            where=where,
         ),
         "no_rotary_interval": no_rotary_interval(config, where=where),
         **rotary,
@@ -169,7 +169,9 @@ def model_config(settings: Mapping[str, Any], *, max_position_embeddings: int) -
             config[PART] = settings["rotary_percent"]
         if "sliding_window" in family.defaults:
             config["sliding_window"] = settings["window_size"]
-        if settings["full_attention_interval"] is not None:
+        if "use_sliding_window" in family.defaults:
+            config["use_sliding_window"] = settings["window_size"] is not None
+        if family.reads_kinds and settings["full_attention_interval"] is not None:
             interval = settings["full_attention_interval"]
             config["layer_types"] = layer_types(settings["num_layers"], interval)
         if settings["softmax_scale"] is not None and _SCALAR in family.defaults:

@@ -123,30 +123,49 @@ _WINDOW: Final = "sliding_attention"
 _ALL: Final = "full_attention"
 
 
-def window_size(config: Mapping[str, Any]) -> int | None:
-    """Smallest attention window of any layer; None if all layers have full attention."""
-    if config.get("use_sliding_window") is False:
-        return None
-    window = config.get("sliding_window")
-    return None if window is None else int(window)
+def window_settings(
+    config: Mapping[str, Any], *, reads_kinds: bool, has_own_rotation: bool, where: object
+) -> dict[str, Any]:
+    """Settings of attention windows.
 
-
-def full_attention_interval(config: Mapping[str, Any], *, where: object) -> int:
-    """``n`` if every n-th layer has full attention and the others a window.
+    Args:
+        config: Contents of ``config.json`` with the family's defaults.
+        reads_kinds: Whether layers of the family may differ.
+        has_own_rotation: Whether layers with a window have rotary embeddings of their own.
 
     Raises:
-        CheckpointError: The layers do not follow such a pattern.
+        CheckpointError: The layers follow no pattern.
     """
-    layers = int(config["num_hidden_layers"])
-    kinds = config.get("layer_types")
-    if kinds is None:
-        return int(config["sliding_window_pattern"])
+    window = None if config.get("use_sliding_window") is False else config.get("sliding_window")
+    settings = {
+        "window_size": None if window is None else int(window),
+        "full_attention_interval": None,
+    }
+    if not reads_kinds or (window is None and not has_own_rotation):
+        return settings
+    kinds, layers = _kinds(config), int(config["num_hidden_layers"])
+    if _WINDOW not in kinds and not has_own_rotation:
+        return dict.fromkeys(settings)
     interval = kinds.index(_ALL) + 1 if _ALL in kinds else layers + 1
-    if list(kinds) != layer_types(layers, interval):
+    if kinds != layer_types(layers, interval):
         raise CheckpointError(
-            "layers with a window follow no pattern", where=where, got=", ".join(map(str, kinds))
+            "layers with a window follow no pattern",
+            where=where,
+            got=", ".join(kinds) or "no layer_types",
+            expected="full attention in every n-th layer, and a window in all others",
         )
-    return interval
+    return settings | {"full_attention_interval": interval}
+
+
+def _kinds(config: Mapping[str, Any]) -> list[str]:
+    """Kind of each layer, in transformers' names; none where its releases have not agreed."""
+    layers = int(config["num_hidden_layers"])
+    if config.get("layer_types") is not None:
+        return list(map(str, config["layer_types"]))
+    if config.get("sliding_window_pattern") is not None:
+        return layer_types(layers, int(config["sliding_window_pattern"]))
+    first = config.get("max_window_layers")
+    return [] if first is None else [_WINDOW if i >= first else _ALL for i in range(layers)]
 
 
 def layer_types(layers: int, interval: int) -> list[str]:

@@ -251,12 +251,6 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "leave the option out, or set parallel.context_parallel_size to 1",
         "objectives",
     ),
-    Exclusion(
-        features.CONTEXT,
-        features.OWN_ROTATION,
-        "layers with rotary embeddings of their own do not share sequences",
-        "set parallel.context_parallel_size to 1",
-    ),
     *(
         Exclusion(features.TASKS, cut, _NOT_CUT, _ON_CHECKPOINTS)
         for cut in (features.CONTEXT, features.SEQUENCE, features.INTERLEAVED, features.LATE_GATHER)
@@ -350,6 +344,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
             key_feature("student.embedding_multiplier", off=1.0),
             key_feature("student.logits_scaling", off=1.0),
             features.FRACTION,
+            features.WINDOW,
         )
     ),
 )

@@ -24,7 +24,7 @@ dropout is 0."""
 class WindowAttention(SelfAttention):  # type: ignore[misc]
     """Attention of Gemma 3, with rotary embeddings of its own in all layers but every n-th.
 
-    The window itself is not applied: sequences are no longer, which the configuration checks.
+    The window itself is of the core attention, ``ContextAttention``.
 
     Args:
         config: Configuration of the model.
@@ -65,7 +65,9 @@ class WindowAttention(SelfAttention):  # type: ignore[misc]
     ) -> Any:
         """Attend as ``SelfAttention``, with ``rotary_pos_emb`` [T, 1, 1, width] of full layers."""
         if self.local_rotary is not None and rotary_pos_emb is not None:
-            rotary_pos_emb = self.local_rotary(rotary_pos_emb.shape[0])
+            # Of whole sequences, from which it takes the positions of this context-parallel rank.
+            length = rotary_pos_emb.shape[0] * self.config.context_parallel_size
+            rotary_pos_emb = self.local_rotary(length)
         return super().forward(
             hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb, **options
         )

@@ -64,16 +64,16 @@ class ModelConfig:
     rotary_seq_len_interpolation_factor: float | None = None
     """Divide positions by this (the linear scaling of transformers)."""
 
-    local_rotary_base: int | None = None
-    """Base period of rotary embeddings in the layers with a window (Gemma 3)."""
+    window_size: int | None = None
+    """Tokens that a position sees, with itself, in layers with a window; no layer has one when not
+    given."""
 
     full_attention_interval: int | None = None
-    """Interval of layers with full attention; the others have a window and
-    ``local_rotary_base``."""
+    """Interval of layers with full attention among those with a window (Gemma 3); every layer has
+    the window when not given."""
 
-    window_size: int | None = None
-    """Tokens of the window, in layers without full attention. megatron-core cannot combine such
-    layers with masks, so ``seq_length`` must not be longer: up to that length all attend to all."""
+    local_rotary_base: int | None = None
+    """Base period of rotary embeddings in the layers with a window (Gemma 3)."""
 
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     """Normalisation of every layer."""
@@ -214,16 +214,9 @@ class ModelConfig:
         _check_experts(self)
         if self.kv_channels is None:
             check_divides(self, "hidden_size", "num_attention_heads")
-        if self.window_size is not None and self.seq_length > self.window_size:
+        if self.local_rotary_base is not None and self.full_attention_interval is None:
             raise ConfigError(
-                "some layers of this model do not see whole sequences of seq_length",
-                got=f"seq_length {self.seq_length}, window_size {self.window_size}",
-                fix="set seq_length to window_size at most",
-            )
-        if (self.local_rotary_base is None) != (self.full_attention_interval is None):
-            raise ConfigError(
-                "layers with a window need both of local_rotary_base and full_attention_interval",
-                got=f"{self.local_rotary_base} and {self.full_attention_interval}",
+                "local_rotary_base needs full_attention_interval", got=self.local_rotary_base
             )
         if self.layernorm_zero_centered_gamma and self.normalization != "RMSNorm":
             raise ConfigError(
@@ -240,6 +233,11 @@ class ModelConfig:
     def head_width(self) -> int:
         """Width of an attention head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def has_window(self) -> bool:
+        """Whether some layers do not see whole sequences."""
+        return self.window_size is not None and self.window_size < self.seq_length
 
     @property
     def rotary_width(self) -> int:

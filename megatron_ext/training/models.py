@@ -199,6 +199,9 @@ def transformer_config(
         layernorm_epsilon=model.layernorm_epsilon,
         layernorm_zero_centered_gamma=model.layernorm_zero_centered_gamma,
         qk_layernorm=model.qk_layernorm,
+        # Tokens before a position, and after it.
+        window_size=((model.window_size or 1) - 1, 0) if model.has_window else None,
+        window_attn_skip_freq=model.full_attention_interval if model.has_window else None,
         no_rope_freq=_without_rotation(model),
         softmax_scale=model.softmax_scale,
         gated_linear_unit=model.swiglu,
@@ -359,7 +362,7 @@ def _layer_spec(
     if model.post_layernorms:
         attention.linear_proj = mlp.linear_fc2 = PostNormLinear
     if model.local_rotary_base is not None:
-        _rotate_by_kind(layer, model, parallel)
+        _rotate_by_kind(layer, model)
     _add_residuals(layer, model)
     layers_of_chunk = model.num_layers // (
         parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
@@ -393,9 +396,8 @@ def _route(layer: ModuleSpec, model: ModelConfig) -> None:
     )
 
 
-def _rotate_by_kind(layer: ModuleSpec, model: ModelConfig, parallel: ParallelConfig) -> None:
+def _rotate_by_kind(layer: ModuleSpec, model: ModelConfig) -> None:
     """Give layers with a window rotary embeddings of their own, in the spec of all layers."""
-    assert parallel.context_parallel_size == 1, "refused with the configuration"
     attention = layer.submodules.self_attention
     attention.module = WindowAttention
     attention.params = {

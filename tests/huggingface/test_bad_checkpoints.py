@@ -2,13 +2,14 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_ext.errors import CheckpointError, MegatronExtError
+from megatron_ext.errors import CheckpointError
 from megatron_ext.huggingface.checkpoint_files import (
     CheckpointFiles,
     copy_side_files,
@@ -104,6 +105,15 @@ FAULTS = {
         _edit("config.json", attention_bias=True),
         r"config.json: megatron-core has no LlamaForCausalLM with such a attention_bias; got True",
     ),
+    "windows without a pattern": (
+        _edit(
+            "config.json",
+            architectures=["Qwen2ForCausalLM"],
+            use_sliding_window=True,
+            max_window_layers=2,
+        ),
+        r"config.json: layers with a window follow no pattern; got full_attention, full_att",
+    ),
     "quantised weights": (
         _edit("config.json", quantization_config={"quant_method": "gptq"}),
         r"the weights are quantised; got gptq",
@@ -165,11 +175,43 @@ def test_a_repeated_tied_head_and_old_buffers_do_not_matter(folder):
     assert "lm_head.weight" not in tensors.shapes()
 
 
-def test_sequences_longer_than_a_window_are_refused(folder):
+def test_a_window_that_sequences_reach_is_the_one_that_the_folder_says(folder):
     _edit("config.json", architectures=["MistralForCausalLM"], sliding_window=16)(folder)
-    with pytest.raises(MegatronExtError, match="seq_length 32, window_size 16"):
-        _model(folder)
-    _model(folder, seq_length=16)
+    for length, window, is_refused in (
+        (32, 16, False),
+        (32, 8, True),
+        (32, None, True),
+        (16, None, False),
+    ):
+        model = _model(folder, seq_length=length, window_size=window)
+        assert model.has_window == (window is not None)
+        with (
+            pytest.raises(CheckpointError, match="another window_size")
+            if is_refused
+            else nullcontext()
+        ):
+            checked(CheckpointFiles(folder), model)
+
+
+WINDOWS = {
+    "none": ({"use_sliding_window": False}, None, None),
+    "in the last layers, of which there are none": ({"max_window_layers": 4}, None, None),
+    "in every layer": ({"max_window_layers": 0}, 16, 5),
+    "in all but every third": (
+        {"layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"]},
+        16,
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize("kinds", WINDOWS)
+def test_layers_have_the_windows_that_the_folder_says(folder, kinds):
+    changes, window, interval = WINDOWS[kinds]
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 16}
+    _edit("config.json", **{**qwen, **changes})(folder)
+    settings = model_settings(CheckpointFiles(folder))
+    assert (settings["window_size"], settings["full_attention_interval"]) == (window, interval)
 
 
 @pytest.mark.parametrize("name", MODELS)

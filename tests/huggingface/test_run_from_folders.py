@@ -44,6 +44,9 @@ PAIRS = {
 }
 """Student and teacher of each run, what runs the teacher, and the objective."""
 
+CUT = "cut"
+"""The first run over context-parallel ranks, which share its windows and both rotary embeddings."""
+
 OF_OTHERS = [name for name, pair in PAIRS.items() if not {STUDENT, TEACHER} & {*pair}]
 """Runs of other models than the first two."""
 
@@ -60,8 +63,9 @@ def root(tmp_path_factory):
         run = dict(zip(("student", "teacher", "library", "objective"), values, strict=False))
         write_run(root, f"{name}-alone", **run)
         write_run(root, name, **run, tensor_model_parallel_size=2, sequence_parallel=True)
+    write_run(root, CUT, student=STUDENT, teacher=TEACHER, context_parallel_size=2)
     run_ranks(1, train_runs, root, [f"{name}-alone" for name in PAIRS])
-    run_ranks(2, train_runs, root, list(PAIRS))
+    run_ranks(2, train_runs, root, [*PAIRS, CUT])
     return root
 
 
@@ -84,9 +88,10 @@ def test_the_first_loss_is_that_of_transformers_over_the_ids_alone(root, name):
         assert measured["kd"] == pytest.approx(float(divergence), rel=1e-4)
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", [*PAIRS, CUT])
 def test_the_gradient_is_that_of_one_process(root, name):
-    (alone,), (sharded,) = read_metrics(root / f"{name}-alone"), read_metrics(root / name)
+    of_one = root / f"{'run' if name == CUT else name}-alone"
+    (alone,), (sharded,) = read_metrics(of_one), read_metrics(root / name)
     for number in ("kd", "grad_norm"):
         assert sharded[number] == pytest.approx(alone[number], rel=1e-4)
 

@@ -39,14 +39,14 @@ MODELS = {
     "llama-tied": ("Llama", {"tie_word_embeddings": True, "head_dim": 16}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"tie_word_embeddings": False, "head_dim": 16}),
-    "mistral": ("Mistral", {"sliding_window": None, "head_dim": 8}),
+    "mistral": ("Mistral", {"sliding_window": 7, "head_dim": 8}),
     "gemma": ("Gemma", {"head_dim": 16}),
     "gemma3": (
         "Gemma3",
         {
             "head_dim": 16,
             "query_pre_attn_scalar": 24,
-            "sliding_window": 32,
+            "sliding_window": 8,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},

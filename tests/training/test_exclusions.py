@@ -76,9 +76,6 @@ ON = {
     "an objective or an option that needs whole sequences": {
         "loss": {"objective": "alm", "options": {"merge": "words"}}
     },
-    "local_rotary_base of a model": {
-        "student": {"local_rotary_base": 10000, "full_attention_interval": 6}
-    },
     "num_experts of a teacher on the student's ranks": {
         "teacher": {"model": MODEL | {"num_layers": 4, "num_experts": 4}}
     },
@@ -98,6 +95,7 @@ ON = {
     "student.local_rotary_base": {
         "student": {"local_rotary_base": 10000, "full_attention_interval": 6}
     },
+    "a window_size below seq_length": {"student": {"window_size": 3}},
     "student.no_rotary_interval": {"student": {"no_rotary_interval": 4}},
     "student.qk_layernorm_over other than head": {
         "student": {"qk_layernorm": True, "qk_layernorm_over": "heads"}
