@@ -26,6 +26,7 @@ MODELS = [
         ModelConfig(**SIZES, normalization="LayerNorm", position_embedding_type="learned_absolute"),
         "fp32",
     ),
+    (ModelConfig(**SIZES, ffn_hidden_size=96, num_query_groups=2, window_size=5), "fp32"),
 ]
 
 OF_FAMILIES = {

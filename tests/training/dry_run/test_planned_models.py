@@ -150,7 +150,7 @@ EXPERT_LAYOUTS = {
     "ep2-of-tp2": SEQUENCE_TP2
     | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
 }
-NAMES = ["rmsnorm-groups", "bf16", "gelu-untied", "layernorm-learned-positions"]
+NAMES = ["rmsnorm-groups", "bf16", "gelu-untied", "layernorm-learned-positions", "window"]
 LAYOUTS = {"alone": {}, "tp2": TP2, "pp2": PP2, "cp2": CP2}
 
 
