@@ -30,16 +30,53 @@ FAMILIES: Mapping[str, Family] = {
 }
 """Families by architecture; a model that several can express is written as the first."""
 
+_STATE_SPACE = "layers of state-space models (Mamba) are not built here"
+_ONE_NORM = "attention and feed-forward layer of its layers share one norm, which is not built here"
+
 UNSUPPORTED: Mapping[str, str] = {
     "Gemma2ForCausalLM": "it caps attention scores and logits by a tanh, which neither "
     "megatron-core's attention nor losses from hidden states do",
-    "Gemma3ForConditionalGeneration": "it reads images; "
-    "the text models alone are Gemma3ForCausalLM",
+    "Gemma3nForConditionalGeneration": "its parallel residual streams and embeddings of each "
+    "layer are not built here",
     "DeepseekV2ForCausalLM": "latent attention (MLA) and dense layers before those of experts "
     "are not built here",
     "DeepseekV3ForCausalLM": "latent attention (MLA), dense layers before those of experts and "
     "the choice among groups of experts are not built here",
     "GptOssForCausalLM": "sinks in attention, biases of experts and their clamped activation are "
     "not built here",
+    "Llama4ForCausalLM": "attention within chunks, norms without weights and experts whose input "
+    "is scaled are not built here",
+    "Llama4ForConditionalGeneration": "attention within chunks, norms without weights and experts "
+    "whose input is scaled are not built here",
+    "MllamaForConditionalGeneration": "layers of attention to images, among those of text, are "
+    "not built here",
+    "Qwen3VLMoeForConditionalGeneration": "files with the experts of a layer in one tensor are not "
+    "read",
+    "GraniteMoeForCausalLM": "files with the experts of a layer in one tensor are not read",
+    "Olmo3ForCausalLM": "rotary embeddings that are scaled in some layers alone are not built here",
+    "PhiForCausalLM": _ONE_NORM,
+    "CohereForCausalLM": _ONE_NORM,
+    "Cohere2ForCausalLM": _ONE_NORM,
+    "Qwen3NextForCausalLM": "layers of linear attention (gated delta rule) are not built here",
+    "RecurrentGemmaForCausalLM": "recurrent layers (RG-LRU) are not built here",
+    **dict.fromkeys(
+        (
+            "BambaForCausalLM",
+            "FalconH1ForCausalLM",
+            "FalconMambaForCausalLM",
+            "GraniteMoeHybridForCausalLM",
+            "JambaForCausalLM",
+            "Mamba2ForCausalLM",
+            "MambaForCausalLM",
+            "NemotronHForCausalLM",
+            "Zamba2ForCausalLM",
+        ),
+        _STATE_SPACE,
+    ),
 }
-"""Reasons why similar architectures are not supported."""
+"""Reasons why architectures are not supported."""
+
+TEACHER_ALONE = (
+    "as a teacher, transformers runs any architecture of its own: teacher.library: huggingface"
+)
+"""What an architecture that is not read can still be used for."""

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from megatron_ext.errors import CheckpointError
 from megatron_ext.huggingface.checkpoint_files import CONFIG_FILE, CheckpointFiles
-from megatron_ext.huggingface.families import FAMILIES, UNSUPPORTED
+from megatron_ext.huggingface.families import FAMILIES, TEACHER_ALONE, UNSUPPORTED
 from megatron_ext.huggingface.family import Family
 from megatron_ext.huggingface.rotary import (
     PART,
@@ -23,6 +23,7 @@ from megatron_ext.huggingface.rotary import (
     window_settings,
 )
 from megatron_ext.huggingface.tensor_map import TensorMap
+from megatron_ext.huggingface.text_part import WRAPPERS
 
 _NAMES: Final[dict[str, str]] = {
     "num_layers": "num_hidden_layers",
@@ -85,11 +86,15 @@ def family_of(files: CheckpointFiles) -> Family:
         if name in FAMILIES:
             return FAMILIES[name]
     reasons = [UNSUPPORTED[name] for name in architectures if name in UNSUPPORTED]
+    if WRAPPERS & {*architectures}:
+        kind = (files.config.get("text_config") or {}).get("model_type")
+        reasons = [f"its text model, of type {kind}, is of no family"]
     raise CheckpointError(
         f"this architecture is not read{f': {reasons[0]}' if reasons else ''}",
         where=files.folder / CONFIG_FILE,
         got=", ".join(map(str, architectures)) or "none",
         expected=f"one of {', '.join(FAMILIES)}",
+        fix=TEACHER_ALONE,
     )
 
 
@@ -118,7 +123,9 @@ def settings_of(family: Family, config: Mapping[str, Any], *, where: object) -> 
     rotary = rotary_settings(config, where=where)
     if rotary["rotary_percent"] != 1 and PART not in family.defaults:
         raise CheckpointError(
-            "only a part of each head is rotated", where=where, got=rotary["rotary_percent"]
+            f"a {family.architecture} rotates the whole of each head",
+            where=where,
+            got=f"{PART} {rotary['rotary_percent']}",
         )
     scalar = config.get(_SCALAR)
     return {
@@ -249,6 +256,7 @@ def _check_allowed(family: Family, config: Mapping[str, Any], where: object) -> 
                 where=where,
                 got=repr(config[key]),
                 expected=" or ".join(map(repr, values)),
+                fix=TEACHER_ALONE,
             )
 
 

@@ -1,6 +1,7 @@
 """Of a checkpoint that reads images, the text model is read, trained and written."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from megatron_ext.huggingface.checkpoint_files import CheckpointFiles
 from megatron_ext.huggingface.model_settings import family_of, model_settings
 from megatron_ext.huggingface.text_part import text_config
+from megatron_ext.teachers.causal_lm import load_causal_lm
 from tests.huggingface.model_ranks import logits_of
 from tests.huggingface.round_trips import round_trips
 from tests.huggingface.tiny_models import SIZES, save_tokenizer, some_tokens, tensors_of
@@ -25,7 +27,7 @@ SIGLIP = {
     "patch_size": 14,
 }
 QWEN_VISION = {"intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 32}
-MODELS = {
+EVERY_MODEL = {
     "gemma3": ("Gemma3", {"head_dim": 16, "sliding_window": 8}, SIGLIP),
     "qwen2-vl": (
         "Qwen2VL",
@@ -46,6 +48,12 @@ MODELS = {
     "llava": ("Llava", {"model_type": "llama"}, {"model_type": "clip_vision_model", **SIGLIP}),
 }
 """transformers' name, and what the configurations of text and images differ in."""
+
+MODELS = {
+    name: model
+    for name, model in EVERY_MODEL.items()
+    if name in ("gemma3", "qwen2.5-vl", "qwen3-vl") or os.environ.get("MEGATRON_EXT_ALL_TEXT")
+}
 
 
 def save_whole(name, folder):
@@ -103,6 +111,16 @@ def test_the_text_model_is_exported_bit_for_bit_and_loads(name, root, expected, 
         logits = model(some_tokens()).logits
     atol = 1e-5 * float(logits.abs().max())
     torch.testing.assert_close(logits, expected[name], rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_runs_the_whole_model_as_a_teacher(name, root, expected):
+    teacher = load_causal_lm(root / name, dtype=torch.float32, device=torch.device("cpu"))
+    with torch.no_grad():
+        output = teacher(some_tokens(), None)
+    assert teacher.kind == "hidden"
+    atol = 1e-5 * float(expected[name].abs().max())
+    torch.testing.assert_close(output @ teacher.head.T, expected[name], rtol=0, atol=atol)
 
 
 def test_published_configurations_of_early_releases_are_read(tmp_path):
