@@ -9,6 +9,7 @@ megatron-core's Llama 3 scaling has a free factor, but fixed low and high freque
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -61,6 +62,9 @@ def rotary_settings(config: Mapping[str, Any], *, where: object) -> dict[str, An
         "rotary_seq_len_interpolation_factor": None,
         "use_rope_scaling": False,
         "rope_scaling_factor": 8.0,
+        "rotary_divisors": None,
+        "rotary_magnitude": 1.0,
+        "rotary_longest": None,
     }
     if kind == "default":
         return settings
@@ -71,12 +75,33 @@ def rotary_settings(config: Mapping[str, Any], *, where: object) -> dict[str, An
             "use_rope_scaling": True,
             "rope_scaling_factor": float(scaling["factor"]),
         }
+    if kind in ("longrope", "su") and "short_factor" in scaling:
+        return settings | _longrope(config, scaling)
     raise CheckpointError(
         "the rotary embeddings are scaled in a way that megatron-core has not",
         where=where,
         got={"rope_type": kind, **scaling},
-        expected=f"default, linear, or llama3 with {LLAMA3}",
+        expected=f"default, linear, longrope, or llama3 with {LLAMA3}",
     )
+
+
+def _longrope(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of LongRoPE for sequences up to the length that a model was first trained with.
+
+    The magnitude is ``sqrt(1 + log(s) / log(L))`` for an extension from ``L`` to ``s L`` positions
+    (arXiv:2402.13753; the default of transformers' ``attention_factor``).
+    """
+    key = "original_max_position_embeddings"
+    length = int(scaling.get(key) or config.get(key) or config["max_position_embeddings"])
+    stretch = config["max_position_embeddings"] / length
+    magnitude = scaling.get("attention_factor")
+    if magnitude is None:
+        magnitude = math.sqrt(1 + math.log(stretch) / math.log(length)) if stretch > 1 else 1.0
+    return {
+        "rotary_divisors": tuple(map(float, scaling["short_factor"])),
+        "rotary_magnitude": float(magnitude),
+        "rotary_longest": length,
+    }
 
 
 def rotary_config(settings: Mapping[str, Any]) -> dict[str, Any]:

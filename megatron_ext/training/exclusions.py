@@ -336,6 +336,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
             key_feature("student.gate_activation", off="silu"),
             key_feature("student.softmax_scale", off=None),
             key_feature("student.local_rotary_base", off=None),
+            key_feature("student.rotary_divisors", off=None),
             key_feature("student.no_rotary_interval", off=None),
             key_feature("student.qk_layernorm_over", off="head"),
             key_feature("student.parallel_residual"),

@@ -96,7 +96,8 @@ def import_huggingface(folder: Path, output: Path) -> Path:
     _check_folders(folder, output)
     files = CheckpointFiles(folder)
     settings = model_settings(files)
-    model = ModelConfig(**settings, hf=str(folder))
+    length = min(settings["rotary_longest"] or 1024, 1024)
+    model = ModelConfig(**settings, seq_length=length, hf=str(folder))
     _, tensors = checked(files, model)
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
     tokenizer = build_tokenizer(TokenizerConfig(model=str(folder))) if has_tokenizer else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -144,6 +144,30 @@ class PostNormLinear(RowLinear):
         output, bias = super().forward(x)
         assert bias is None, "these models have no biases"
         return self.post_layernorm(output), None
+
+
+def magnified(width: int, factor: float) -> type[torch.nn.Module]:
+    """A layer that multiplies the first ``width`` numbers of each head, in a layer spec's place for
+    norms of queries and keys.
+
+    LongRoPE multiplies sines and cosines instead, in which the rotation is linear.
+    """
+
+    class Magnified(torch.nn.Module):
+        def __init__(self, **_: Any) -> None:
+            super().__init__()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat((x[..., :width] * factor, x[..., width:]), dim=-1)
+
+    return Magnified
+
+
+def divide_frequencies(rotary: RotaryEmbedding, base: int, divisors: Sequence[float]) -> None:
+    """Set ``1 / (divisor_i base^(i / n))`` as the ``n`` frequencies of rotary embeddings."""
+    count, like = len(divisors), rotary.inv_freq
+    powers = base ** (torch.arange(count, dtype=like.dtype, device=like.device) / count)
+    rotary.inv_freq = 1.0 / (torch.tensor(divisors, dtype=like.dtype, device=like.device) * powers)
 
 
 def scaled_addition(factor: float) -> Callable[[bool, bool], Addition]:

@@ -64,6 +64,17 @@ class ModelConfig:
     rotary_seq_len_interpolation_factor: float | None = None
     """Divide positions by this (the linear scaling of transformers)."""
 
+    rotary_divisors: tuple[float, ...] | None = None
+    """Divisor of the frequency of each pair of numbers that rotary embeddings turn: the short
+    factors of LongRoPE (Phi-3.5, Phi-4-mini)."""
+
+    rotary_magnitude: float = 1.0
+    """Factor of the numbers of queries and keys that rotary embeddings turn (LongRoPE)."""
+
+    rotary_longest: int | None = None
+    """Longest ``seq_length`` that ``rotary_divisors`` are of; LongRoPE has others for longer
+    sequences, which are not supported."""
+
     window_size: int | None = None
     """Tokens that a position sees, with itself, in layers with a window; no layer has one when not
     given."""
@@ -190,6 +201,8 @@ class ModelConfig:
             "seq_length",
             "rotary_base",
             "rotary_percent",
+            "rotary_magnitude",
+            "rotary_longest",
             "no_rotary_interval",
             "rope_scaling_factor",
             "rotary_seq_len_interpolation_factor",
@@ -291,6 +304,23 @@ def _check_rotation(model: ModelConfig) -> None:
             "num_attention_heads) by rotary_percent",
             fix="change one of them, or position_embedding_type",
         )
+    if model.rotary_longest is not None and model.seq_length > model.rotary_longest:
+        raise ConfigError(
+            "longer sequences would need the long factors of LongRoPE, which are not supported",
+            got=f"seq_length {model.seq_length}, rotary_longest {model.rotary_longest}",
+            fix="set seq_length to rotary_longest at most",
+        )
+    divisors = model.rotary_divisors
+    if divisors is not None and len(divisors) != width // 2:
+        raise ConfigError(
+            "rotary_divisors has not a number for each pair that is turned",
+            got=len(divisors),
+            expected=width // 2,
+        )
+    if divisors is not None and model.local_rotary_base is not None:
+        raise ConfigError("rotary_divisors does not go with local_rotary_base", got="both")
+    if model.rotary_magnitude != 1 and model.qk_layernorm:
+        raise ConfigError("rotary_magnitude does not go with qk_layernorm", got="both")
 
 
 def _check_layer(model: ModelConfig) -> None:

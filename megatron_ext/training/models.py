@@ -37,6 +37,8 @@ from megatron_ext.training.layers import (
     PostNormLinear,
     RowLinear,
     WindowAttention,
+    divide_frequencies,
+    magnified,
     scale_embeddings,
     scale_logits,
     scaled_addition,
@@ -130,6 +132,8 @@ def build_gpt_model(
     )
     if gpt.pre_process:
         _scale_embeddings(gpt, model, DTYPES[training.precision])
+    if model.rotary_divisors is not None:
+        divide_frequencies(gpt.rotary_pos_emb, model.rotary_base, model.rotary_divisors)
     if model.logits_scaling != 1 and gpt.post_process:
         scale_logits(gpt.decoder.final_layernorm, model.logits_scaling)
     return gpt.to(device=groups.device, dtype=DTYPES[training.precision])
@@ -332,6 +336,7 @@ def _layer_spec(
             layer.submodules.self_attention.submodules.core_attention = RowAttention
             if model.num_experts is not None:
                 _route(layer, model)
+            _magnify(layer, model)
             _add_residuals(layer, model)
             return layer
         core_attention = RowAttention if has_adapters else core_attention
@@ -363,6 +368,7 @@ def _layer_spec(
         attention.linear_proj = mlp.linear_fc2 = PostNormLinear
     if model.local_rotary_base is not None:
         _rotate_by_kind(layer, model)
+    _magnify(layer, model)
     _add_residuals(layer, model)
     layers_of_chunk = model.num_layers // (
         parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
@@ -373,6 +379,14 @@ def _layer_spec(
 def _has_own_norms(model: ModelConfig) -> bool:
     """Whether norms are at places that Transformer Engine's layers do not have."""
     return model.post_layernorms or model.qk_layernorm_over != "head"
+
+
+def _magnify(layer: ModuleSpec, model: ModelConfig) -> None:
+    """Give queries and keys of a layer the magnitude of LongRoPE."""
+    if model.rotary_magnitude != 1:
+        scale = magnified(model.rotary_width, model.rotary_magnitude)
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = scale
 
 
 def _add_residuals(layer: ModuleSpec, model: ModelConfig) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_ext.errors import CheckpointError
+from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.huggingface.checkpoint_files import (
     CheckpointFiles,
     copy_side_files,
@@ -90,6 +90,18 @@ FAULTS = {
     "latent attention": (
         _edit("config.json", architectures=["DeepseekV3ForCausalLM"]),
         r"config.json: this architecture is not read: latent attention",
+    ),
+    "state-space models": (
+        _edit("config.json", architectures=["FalconH1ForCausalLM"]),
+        r"config.json: this architecture is not read: layers of state-space.*library: huggingface",
+    ),
+    "a text model of no family": (
+        _edit(
+            "config.json",
+            architectures=["Mistral3ForConditionalGeneration"],
+            text_config={"model_type": "ministral3"},
+        ),
+        r"config.json: this architecture is not read: its text model, of type ministral3, is of no",
     ),
     "sinks": (
         _edit("config.json", architectures=["GptOssForCausalLM"]),
@@ -227,6 +239,18 @@ def test_a_model_that_no_architecture_is_has_no_configuration(folder):
     settings = full_settings(_model(folder)) | {"add_qkv_bias": True, "qk_layernorm": True}
     with pytest.raises(CheckpointError, match=r"add_qkv_bias.*qk_layernorm"):
         model_config(settings, max_position_embeddings=64)
+
+
+def test_sequences_beyond_the_short_factors_of_longrope_are_refused(tmp_path):
+    folder = save_model("phi4-mini", tmp_path)
+    assert _model(folder).rotary_magnitude == pytest.approx((1 + 1 / 5) ** 0.5)
+    with pytest.raises(
+        ConfigError, match="long factors of LongRoPE.*seq_length 33, rotary_longest 3"
+    ):
+        _model(folder, seq_length=33)
+    # Divisors of longer sequences are not kept, without which none can be written.
+    with pytest.raises(CheckpointError, match="no architecture"):
+        model_config(full_settings(_model(folder)), max_position_embeddings=64)
 
 
 def test_keys_of_both_releases_of_transformers_say_the_same(folder):

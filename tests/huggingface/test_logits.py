@@ -13,13 +13,16 @@ from megatron_ext.huggingface.rotary import rotary_settings
 from tests.huggingface.model_ranks import RankLogits, gradients_of, logits_of
 from tests.huggingface.tiny_models import (
     LLAMA3_ROPE,
-    MODELS,
+    MORE_MODELS,
     in_words_of_release,
     save_model,
     some_tokens,
     weights_of_logits,
 )
+from tests.huggingface.tiny_models import MODELS as FROM_SETTINGS
 from tests.process_group import run_ranks
+
+MODELS = {**FROM_SETTINGS, **MORE_MODELS}
 
 Ranks = dict[tuple[str, str], list[RankLogits]]
 """By model and layout."""
@@ -32,7 +35,7 @@ LAYOUTS = {
 }
 
 
-OF_OWN_LAYERS = ("gemma3", "phi3", "olmo2", "smollm3", "granite", "gpt-neox")
+OF_OWN_LAYERS = ("gemma3", "phi3", "phi4-mini", "olmo2", "smollm3", "granite", "gpt-neox")
 """Models that megatron-core builds with layers, norms or hooks of ours."""
 
 

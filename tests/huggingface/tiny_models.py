@@ -89,14 +89,34 @@ MODELS = {
 """transformers' name and what its configuration differs in, by a name of our own."""
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 2.0, 3.5, 4.0],
+    "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
+}
+MORE_MODELS = {
+    "phi4-mini": (
+        "Phi3",
+        {
+            "hidden_size": 64,
+            "partial_rotary_factor": 0.75,
+            "rope_scaling": LONGROPE,
+            "original_max_position_embeddings": 32,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+"""Models that need their own config.json to be written."""
+
+
 def hf_model(name, **sizes):
     """A model with random weights everywhere, norms and biases included."""
     import transformers
 
-    kind, options = MODELS[name]
+    kind, options = {**MODELS, **MORE_MODELS}[name]
     make_config = getattr(transformers, f"{_CONFIGS.get(kind, kind)}Config")
     config = make_config(**{**SIZES, **in_words_of_release(options), **sizes})
-    torch.manual_seed(sorted(MODELS).index(name))
+    torch.manual_seed(sorted({**MODELS, **MORE_MODELS}).index(name))
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

@@ -41,6 +41,8 @@ _SHAPES: Final = (
     "normalization",
     "layernorm_zero_centered_gamma",
     "rotary_percent",
+    "rotary_divisors",
+    "rotary_magnitude",
     "no_rotary_interval",
     "qk_layernorm",
     "qk_layernorm_over",
