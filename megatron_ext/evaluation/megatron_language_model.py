@@ -353,10 +353,10 @@ def _model(checkpoint: Path, options: ModelOptions) -> ModelConfig:
             )
         return replace(model, seq_length=length)
     files = CheckpointFiles(checkpoint)
-    longest = min(_LONGEST, longest_sequence(files) or _LONGEST)
-    return ModelConfig(
-        **model_settings(files), seq_length=options.seq_length or longest, hf=str(checkpoint)
-    )
+    settings = model_settings(files)
+    limits = _LONGEST, longest_sequence(files), settings["rotary_longest"]
+    longest = min(limit for limit in limits if limit is not None)
+    return ModelConfig(**settings, seq_length=options.seq_length or longest, hf=str(checkpoint))
 
 
 def _tokenizer(checkpoint: Path, options: ModelOptions) -> MegatronTokenizerText:

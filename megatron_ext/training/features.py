@@ -135,7 +135,7 @@ def key_feature(key: str, *, off: object = False, only: tuple[str, ...] = ()) ->
 
 def _shown(value: object) -> str:
     if isinstance(value, (tuple, Mapping)):
-        return ", ".join(value) or "none"
+        return ", ".join(map(str, value)) or "none"
     if isinstance(value, bool):
         return str(value).lower()
     return "none" if value is None else str(value)

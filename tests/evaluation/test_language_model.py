@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ LAYOUTS = {
     "dp2": {**ALONE, "micro_batch_size": 5},
 }
 
-FAMILIES = ["qwen3", "gemma"]
+FAMILIES = ["qwen3", "gemma", "gemma3", "gpt-neox"]
+if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
+    FAMILIES += ["mistral", "phi3", "olmo2", "smollm3", "granite"]
 
 
 @pytest.fixture(scope="module")

@@ -245,7 +245,7 @@ def test_sequences_beyond_the_short_factors_of_longrope_are_refused(tmp_path):
     folder = save_model("phi4-mini", tmp_path)
     assert _model(folder).rotary_magnitude == pytest.approx((1 + 1 / 5) ** 0.5)
     with pytest.raises(
-        ConfigError, match="long factors of LongRoPE.*seq_length 33, rotary_longest 3"
+        ConfigError, match=r"long factors of LongRoPE.*seq_length 33, rotary_longest 3"
     ):
         _model(folder, seq_length=33)
     # Divisors of longer sequences are not kept, without which none can be written.
