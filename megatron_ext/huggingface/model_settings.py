@@ -16,10 +16,10 @@ from megatron_ext.huggingface.family import Family
 from megatron_ext.huggingface.rotary import (
     PART,
     layer_types,
-    no_rotary_interval,
     rotary_config,
     rotary_settings,
     rotated_layers,
+    unrotated_interval,
     window_settings,
 )
 from megatron_ext.huggingface.tensor_map import TensorMap
@@ -58,7 +58,7 @@ COMMON: Final[Mapping[str, Any]] = {
     "logits_scaling": 1.0,
     "softmax_scale": None,
     "rotary_percent": 1.0,
-    "no_rotary_interval": None,
+    "unrotated_interval": None,
     "layernorm_zero_centered_gamma": False,
     "scale_embeddings": False,
     "post_layernorms": False,
@@ -143,7 +143,7 @@ def settings_of(family: Family, config: Mapping[str, Any], *, where: object) -> 
             has_own_rotation=rotary["local_rotary_base"] is not None,
             where=where,
         ),
-        "no_rotary_interval": no_rotary_interval(config, where=where),
+        "unrotated_interval": unrotated_interval(config, where=where),
         **rotary,
         **family.settings,
     }
@@ -184,7 +184,7 @@ def model_config(settings: Mapping[str, Any], *, max_position_embeddings: int) -
         if settings["softmax_scale"] is not None and _SCALAR in family.defaults:
             config[_SCALAR] = round(settings["softmax_scale"] ** -2)
         if "no_rope_layer_interval" in family.defaults:
-            interval = settings["no_rotary_interval"]
+            interval = settings["unrotated_interval"]
             config["no_rope_layers"] = rotated_layers(settings["num_layers"], interval)
         config |= {new: config[old] for old, new in family.synonyms.items() if old in config}
         config = {key: value for key, value in config.items() if key not in family.unread}

@@ -118,7 +118,7 @@ def rotary_config(settings: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def no_rotary_interval(config: Mapping[str, Any], *, where: object) -> int | None:
+def unrotated_interval(config: Mapping[str, Any], *, where: object) -> int | None:
     """``n`` if every n-th layer has no rotary embeddings and the others have; None if all have.
 
     Raises:

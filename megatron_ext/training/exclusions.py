@@ -372,7 +372,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
             key_feature("student.softmax_scale", off=None),
             key_feature("student.local_rotary_base", off=None),
             key_feature("student.rotary_divisors", off=None),
-            key_feature("student.no_rotary_interval", off=None),
+            key_feature("student.unrotated_interval", off=None),
             key_feature("student.qk_layernorm_over", off="head"),
             key_feature("student.parallel_residual"),
             key_feature("student.add_bias_linear"),

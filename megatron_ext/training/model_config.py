@@ -51,7 +51,7 @@ class ModelConfig:
     rotary_percent: float = 1.0
     """Part of each head, from its first number on, that rotary embeddings turn (Phi-4, Pythia)."""
 
-    no_rotary_interval: int | None = None
+    unrotated_interval: int | None = None
     """Interval of layers without rotary embeddings (SmolLM3); every layer has them when not
     given."""
 
@@ -203,7 +203,7 @@ class ModelConfig:
             "rotary_percent",
             "rotary_magnitude",
             "rotary_longest",
-            "no_rotary_interval",
+            "unrotated_interval",
             "rope_scaling_factor",
             "rotary_seq_len_interpolation_factor",
             "local_rotary_base",

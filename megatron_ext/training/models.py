@@ -254,7 +254,7 @@ def transformer_config(
 
 def _without_rotation(model: ModelConfig) -> list[int] | None:
     """1 for each layer without rotary embeddings, 0 for others; None where all have them."""
-    interval = model.no_rotary_interval
+    interval = model.unrotated_interval
     if interval is None:
         return None
     return [int(number % interval == 0) for number in range(1, model.num_layers + 1)]

@@ -109,6 +109,14 @@ MORE_MODELS = {
 """Models that need their own config.json to be written."""
 
 
+_BY_SEED = (
+    *("gemma", "gemma3", "llama", "llama-tied", "mistral", "mixtral"),
+    *("qwen2", "qwen2-moe", "qwen3", "qwen3-moe"),
+    *("phi3", "olmo2", "smollm3", "granite", "gpt-neox", "phi4-mini"),
+)
+"""Models by the seed of their weights; one that is added at the end changes no other."""
+
+
 def hf_model(name, **sizes):
     """A model with random weights everywhere, norms and biases included."""
     import transformers
@@ -116,7 +124,7 @@ def hf_model(name, **sizes):
     kind, options = {**MODELS, **MORE_MODELS}[name]
     make_config = getattr(transformers, f"{_CONFIGS.get(kind, kind)}Config")
     config = make_config(**{**SIZES, **in_words_of_release(options), **sizes})
-    torch.manual_seed(sorted({**MODELS, **MORE_MODELS}).index(name))
+    torch.manual_seed(_BY_SEED.index(name))
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

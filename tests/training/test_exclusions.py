@@ -108,7 +108,7 @@ ON = {
     },
     "a window_size below seq_length": {"student": {"window_size": 3}},
     "student.rotary_divisors": {"student": {"rotary_divisors": [1.0, 2.0]}},
-    "student.no_rotary_interval": {"student": {"no_rotary_interval": 4}},
+    "student.unrotated_interval": {"student": {"unrotated_interval": 4}},
     "student.qk_layernorm_over other than head": {
         "student": {"qk_layernorm": True, "qk_layernorm_over": "heads"}
     },

@@ -43,7 +43,7 @@ _SHAPES: Final = (
     "rotary_percent",
     "rotary_divisors",
     "rotary_magnitude",
-    "no_rotary_interval",
+    "unrotated_interval",
     "qk_layernorm",
     "qk_layernorm_over",
     "add_qkv_bias",
