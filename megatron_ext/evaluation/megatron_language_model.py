@@ -35,7 +35,7 @@ from megatron_ext.huggingface.checkpoint_files import (
     is_checkpoint_folder,
     kept_folder,
 )
-from megatron_ext.huggingface.model_settings import model_settings
+from megatron_ext.huggingface.model_settings import longest_sequence, model_settings
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.checkpoint import checkpoint_model
@@ -354,8 +354,8 @@ def _model(checkpoint: Path, options: ModelOptions) -> ModelConfig:
         return replace(model, seq_length=length)
     files = CheckpointFiles(checkpoint)
     settings = model_settings(files)
-    window = settings["window_size"] or _LONGEST
-    longest = min(_LONGEST, window, int(files.config.get("max_position_embeddings", _LONGEST)))
+    limits = _LONGEST, longest_sequence(files), settings["rotary_longest"]
+    longest = min(limit for limit in limits if limit is not None)
     return ModelConfig(**settings, seq_length=options.seq_length or longest, hf=str(checkpoint))
 
 

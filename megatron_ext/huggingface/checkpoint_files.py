@@ -8,6 +8,7 @@ them.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from typing import Any, Final
 
 from megatron_ext import files
 from megatron_ext.errors import CheckpointError
+from megatron_ext.huggingface.text_part import text_config, text_names, wraps_text
 
 CONFIG_FILE: Final = "config.json"
 WEIGHTS_FILE: Final = "model.safetensors"
@@ -35,6 +37,9 @@ class StoredTensor:
 
     file: Path
 
+    name: str
+    """Its name there."""
+
     dtype: str
     """Name of the dtype in safetensors: ``BF16``, ``F32`` ..."""
 
@@ -44,6 +49,9 @@ class StoredTensor:
 @dataclass(frozen=True)
 class CheckpointFiles:
     """A folder with ``config.json`` and safetensors files.
+
+    Of a checkpoint that reads images too, it is the text model's configuration and tensors, where
+    that is of a family (``text_part``).
 
     Args:
         folder: The folder.
@@ -56,9 +64,21 @@ class CheckpointFiles:
         """The contents of ``config.json``.
 
         Raises:
-            CheckpointError: The file is missing, or no JSON object.
+            CheckpointError: The file is missing, or no JSON object; or of a checkpoint that reads
+                images, whose tensors cannot be read.
         """
+        if not self._wraps_text:
+            return self._whole_config
+        has_weights = any((self.folder / name).is_file() for name in (INDEX_FILE, WEIGHTS_FILE))
+        return text_config(self._whole_config, self._all_tensors if has_weights else None)
+
+    @cached_property
+    def _whole_config(self) -> Mapping[str, Any]:
         return read_json(self.folder / CONFIG_FILE)
+
+    @property
+    def _wraps_text(self) -> bool:
+        return wraps_text(self._whole_config)
 
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
@@ -68,6 +88,12 @@ class CheckpointFiles:
             CheckpointError: There are no safetensors files, one is missing, truncated or malformed,
                 or the index does not agree with the files.
         """
+        if not (self.folder / CONFIG_FILE).is_file() or not self._wraps_text:
+            return self._all_tensors
+        return {name: self._all_tensors[stored] for stored, name in text_names(self._all_tensors)}
+
+    @cached_property
+    def _all_tensors(self) -> Mapping[str, StoredTensor]:
         index = self.folder / INDEX_FILE
         if index.is_file():
             return self._indexed(index)
@@ -159,7 +185,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         header = files.parse_json(text)
         header.pop(METADATA_KEY, None)
         tensors = {
-            name: StoredTensor(file=file, dtype=row["dtype"], shape=tuple(row["shape"]))
+            name: StoredTensor(file=file, name=name, dtype=row["dtype"], shape=tuple(row["shape"]))
             for name, row in header.items()
         }
         end = max((row["data_offsets"][1] for row in header.values()), default=0)
@@ -277,4 +303,8 @@ def copy_side_files(start: Path, target: Path) -> None:
     partial.mkdir(parents=True)
     for file in side_files(source):
         shutil.copyfile(file, partial / file.name)
+    if wraps_text(read_json(source / CONFIG_FILE)):
+        # What is trained is the text model alone.
+        text = json.dumps(CheckpointFiles(source).config, indent=2, ensure_ascii=False)
+        (partial / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
     partial.rename(target)

@@ -11,15 +11,19 @@ from typing import Any, Final
 
 from megatron_ext.errors import CheckpointError
 from megatron_ext.huggingface.checkpoint_files import CONFIG_FILE, CheckpointFiles
-from megatron_ext.huggingface.families import FAMILIES, UNSUPPORTED, Family
+from megatron_ext.huggingface.families import FAMILIES, TEACHER_ALONE, UNSUPPORTED
+from megatron_ext.huggingface.family import Family
 from megatron_ext.huggingface.rotary import (
-    full_attention_interval,
+    PART,
     layer_types,
     rotary_config,
     rotary_settings,
-    window_size,
+    rotated_layers,
+    unrotated_interval,
+    window_settings,
 )
 from megatron_ext.huggingface.tensor_map import TensorMap
+from megatron_ext.huggingface.text_part import WRAPPERS
 
 _NAMES: Final[dict[str, str]] = {
     "num_layers": "num_hidden_layers",
@@ -32,6 +36,9 @@ _NAMES: Final[dict[str, str]] = {
 }
 """Keys of ``config.json`` by the setting that they become."""
 
+_SCALAR: Final = "query_pre_attn_scalar"
+"""Key whose root scores are divided by."""
+
 _NORMALISED: Final = "norm_topk_prob"
 """Key that divides the chosen experts' weights by their sum."""
 
@@ -41,7 +48,17 @@ COMMON: Final[Mapping[str, Any]] = {
     "swiglu": True,
     "gate_activation": "silu",
     "add_qkv_bias": False,
+    "add_bias_linear": False,
     "qk_layernorm": False,
+    "qk_layernorm_over": "head",
+    "pre_layernorms": True,
+    "parallel_residual": False,
+    "residual_multiplier": 1.0,
+    "embedding_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "softmax_scale": None,
+    "rotary_percent": 1.0,
+    "unrotated_interval": None,
     "layernorm_zero_centered_gamma": False,
     "scale_embeddings": False,
     "post_layernorms": False,
@@ -69,11 +86,15 @@ def family_of(files: CheckpointFiles) -> Family:
         if name in FAMILIES:
             return FAMILIES[name]
     reasons = [UNSUPPORTED[name] for name in architectures if name in UNSUPPORTED]
+    if WRAPPERS & {*architectures}:
+        kind = (files.config.get("text_config") or {}).get("model_type")
+        reasons = [f"its text model, of type {kind}, is of no family"]
     raise CheckpointError(
         f"this architecture is not read{f': {reasons[0]}' if reasons else ''}",
         where=files.folder / CONFIG_FILE,
         got=", ".join(map(str, architectures)) or "none",
         expected=f"one of {', '.join(FAMILIES)}",
+        fix=TEACHER_ALONE,
     )
 
 
@@ -90,6 +111,7 @@ def model_settings(files: CheckpointFiles) -> dict[str, Any]:
 def settings_of(family: Family, config: Mapping[str, Any], *, where: object) -> dict[str, Any]:
     """Settings of a model from the values of a ``config.json``; see ``model_settings``."""
     renamed = {old: config[new] for old, new in family.synonyms.items() if new in config}
+    config = {key: value for key, value in config.items() if key not in family.unread}
     config = {**family.defaults, **renamed, **config}
     _check_allowed(family, config, where)
     names = {**_NAMES, **family.names}
@@ -99,21 +121,29 @@ def settings_of(family: Family, config: Mapping[str, Any], *, where: object) -> 
     heads = config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // heads
     rotary = rotary_settings(config, where=where)
-    has_kinds = rotary["local_rotary_base"] is not None
-    scalar = config.get("query_pre_attn_scalar")
+    if rotary["rotary_percent"] != 1 and PART not in family.defaults:
+        raise CheckpointError(
+            f"a {family.architecture} rotates the whole of each head",
+            where=where,
+            got=f"{PART} {rotary['rotary_percent']}",
+        )
+    scalar = config.get(_SCALAR)
     return {
         **COMMON,
+        "softmax_scale": None if scalar is None else float(scalar) ** -0.5,
         **{name: config[key] for name, key in names.items()},
         # Only models that may do without divide the weights of the chosen experts on request.
         "moe_router_pre_softmax": not config.get(_NORMALISED, True),
         "num_query_groups": config.get("num_key_value_heads") or heads,
         "kv_channels": width,
         "untie_embeddings_and_output_weights": not config["tie_word_embeddings"],
-        "window_size": window_size(config),
-        "full_attention_interval": (
-            full_attention_interval(config, where=where) if has_kinds else None
+        **window_settings(
+            config,
+            reads_kinds=family.reads_kinds,
+            has_own_rotation=rotary["local_rotary_base"] is not None,
+            where=where,
         ),
-        "softmax_scale": None if scalar is None else float(scalar) ** -0.5,
+        "unrotated_interval": unrotated_interval(config, where=where),
         **rotary,
         **family.settings,
     }
@@ -142,13 +172,22 @@ def model_config(settings: Mapping[str, Any], *, max_position_embeddings: int) -
         }
         if _NORMALISED in family.defaults:
             config[_NORMALISED] = not settings["moe_router_pre_softmax"]
+        if PART in family.defaults:
+            config[PART] = settings["rotary_percent"]
         if "sliding_window" in family.defaults:
             config["sliding_window"] = settings["window_size"]
-        if settings["full_attention_interval"] is not None:
+        if "use_sliding_window" in family.defaults:
+            config["use_sliding_window"] = settings["window_size"] is not None
+        if family.reads_kinds and settings["full_attention_interval"] is not None:
             interval = settings["full_attention_interval"]
             config["layer_types"] = layer_types(settings["num_layers"], interval)
-        if settings["softmax_scale"] is not None:
-            config["query_pre_attn_scalar"] = round(settings["softmax_scale"] ** -2)
+        if settings["softmax_scale"] is not None and _SCALAR in family.defaults:
+            config[_SCALAR] = round(settings["softmax_scale"] ** -2)
+        if "no_rope_layer_interval" in family.defaults:
+            interval = settings["unrotated_interval"]
+            config["no_rope_layers"] = rotated_layers(settings["num_layers"], interval)
+        config |= {new: config[old] for old, new in family.synonyms.items() if old in config}
+        config = {key: value for key, value in config.items() if key not in family.unread}
         found = settings_of(family, config, where=CONFIG_FILE)
         if all(settings[name] == value for name, value in found.items()):
             return config
@@ -191,7 +230,7 @@ def check_tensors(files: CheckpointFiles, tensors: TensorMap, family: Family) ->
                 fix="correct config.json",
             )
     # A tied head is the embedding, whether or not a file repeats it.
-    known = (*family.ignored, family.rules[-1].parts[0].name)
+    known = (*family.ignored, family.head)
     extra = [name for name in files.tensors if name not in expected and not name.endswith(known)]
     if extra:
         raise CheckpointError(
@@ -217,6 +256,7 @@ def _check_allowed(family: Family, config: Mapping[str, Any], where: object) -> 
                 where=where,
                 got=repr(config[key]),
                 expected=" or ".join(map(repr, values)),
+                fix=TEACHER_ALONE,
             )
 
 

@@ -9,6 +9,7 @@ megatron-core's Llama 3 scaling has a free factor, but fixed low and high freque
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -20,6 +21,9 @@ LLAMA3: Final = {
     "original_max_position_embeddings": 8192,
 }
 """Fixed values of megatron-core's Llama 3 scaling."""
+
+PART: Final = "partial_rotary_factor"
+"""Key of the part of each head that is rotated."""
 
 
 def rotary_settings(config: Mapping[str, Any], *, where: object) -> dict[str, Any]:
@@ -50,15 +54,17 @@ def rotary_settings(config: Mapping[str, Any], *, where: object) -> dict[str, An
             got=theta,
             expected="a whole number",
         )
-    shares = {config.get("partial_rotary_factor"), scaling.pop("partial_rotary_factor", None)}
-    if shares - {None, 1}:
-        raise CheckpointError("only a part of each head is rotated", where=where, got=shares)
+    part = scaling.pop(PART, config.get(PART)) or 1.0
     settings = {
+        "rotary_percent": float(part),
         "rotary_base": int(theta),
         "local_rotary_base": None if local is None else int(local),
         "rotary_seq_len_interpolation_factor": None,
         "use_rope_scaling": False,
         "rope_scaling_factor": 8.0,
+        "rotary_divisors": None,
+        "rotary_magnitude": 1.0,
+        "rotary_longest": None,
     }
     if kind == "default":
         return settings
@@ -69,12 +75,33 @@ def rotary_settings(config: Mapping[str, Any], *, where: object) -> dict[str, An
             "use_rope_scaling": True,
             "rope_scaling_factor": float(scaling["factor"]),
         }
+    if kind in ("longrope", "su") and "short_factor" in scaling:
+        return settings | _longrope(config, scaling)
     raise CheckpointError(
         "the rotary embeddings are scaled in a way that megatron-core has not",
         where=where,
         got={"rope_type": kind, **scaling},
-        expected=f"default, linear, or llama3 with {LLAMA3}",
+        expected=f"default, linear, longrope, or llama3 with {LLAMA3}",
     )
+
+
+def _longrope(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of LongRoPE for sequences up to the length that a model was first trained with.
+
+    The magnitude is ``sqrt(1 + log(s) / log(L))`` for an extension from ``L`` to ``s L`` positions
+    (arXiv:2402.13753; the default of transformers' ``attention_factor``).
+    """
+    key = "original_max_position_embeddings"
+    length = int(scaling.get(key) or config.get(key) or config["max_position_embeddings"])
+    stretch = config["max_position_embeddings"] / length
+    magnitude = scaling.get("attention_factor")
+    if magnitude is None:
+        magnitude = math.sqrt(1 + math.log(stretch) / math.log(length)) if stretch > 1 else 1.0
+    return {
+        "rotary_divisors": tuple(map(float, scaling["short_factor"])),
+        "rotary_magnitude": float(magnitude),
+        "rotary_longest": length,
+    }
 
 
 def rotary_config(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,34 +118,79 @@ def rotary_config(settings: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-_WINDOW: Final = "sliding_attention"
-_ALL: Final = "full_attention"
-
-
-def window_size(config: Mapping[str, Any]) -> int | None:
-    """Smallest attention window of any layer; None if all layers have full attention."""
-    if config.get("use_sliding_window") is False:
-        return None
-    window = config.get("sliding_window")
-    return None if window is None else int(window)
-
-
-def full_attention_interval(config: Mapping[str, Any], *, where: object) -> int:
-    """``n`` if every n-th layer has full attention and the others a window.
+def unrotated_interval(config: Mapping[str, Any], *, where: object) -> int | None:
+    """``n`` if every n-th layer has no rotary embeddings and the others have; None if all have.
 
     Raises:
         CheckpointError: The layers do not follow such a pattern.
     """
     layers = int(config["num_hidden_layers"])
-    kinds = config.get("layer_types")
-    if kinds is None:
-        return int(config["sliding_window_pattern"])
-    interval = kinds.index(_ALL) + 1 if _ALL in kinds else layers + 1
-    if list(kinds) != layer_types(layers, interval):
+    rotates = config.get("no_rope_layers")
+    interval = config.get("no_rope_layer_interval")
+    if rotates is None:
+        return None if interval is None or interval > layers else int(interval)
+    if all(rotates):
+        return None
+    interval = list(map(bool, rotates)).index(False) + 1
+    if list(map(int, rotates)) != rotated_layers(layers, interval):
         raise CheckpointError(
-            "layers with a window follow no pattern", where=where, got=", ".join(map(str, kinds))
+            "layers without rotary embeddings follow no pattern", where=where, got=rotates
         )
     return interval
+
+
+def rotated_layers(layers: int, interval: int | None) -> list[int]:
+    """1 for each layer with rotary embeddings, 0 for others, as SmolLM3 has them."""
+    return [int(interval is None or number % interval > 0) for number in range(1, layers + 1)]
+
+
+_WINDOW: Final = "sliding_attention"
+_ALL: Final = "full_attention"
+
+
+def window_settings(
+    config: Mapping[str, Any], *, reads_kinds: bool, has_own_rotation: bool, where: object
+) -> dict[str, Any]:
+    """Settings of attention windows.
+
+    Args:
+        config: Contents of ``config.json`` with the family's defaults.
+        reads_kinds: Whether layers of the family may differ.
+        has_own_rotation: Whether layers with a window have rotary embeddings of their own.
+
+    Raises:
+        CheckpointError: The layers follow no pattern.
+    """
+    window = None if config.get("use_sliding_window") is False else config.get("sliding_window")
+    settings = {
+        "window_size": None if window is None else int(window),
+        "full_attention_interval": None,
+    }
+    if not reads_kinds or (window is None and not has_own_rotation):
+        return settings
+    kinds, layers = _kinds(config), int(config["num_hidden_layers"])
+    if _WINDOW not in kinds and not has_own_rotation:
+        return dict.fromkeys(settings)
+    interval = kinds.index(_ALL) + 1 if _ALL in kinds else layers + 1
+    if kinds != layer_types(layers, interval):
+        raise CheckpointError(
+            "layers with a window follow no pattern",
+            where=where,
+            got=", ".join(kinds) or "no layer_types",
+            expected="full attention in every n-th layer, and a window in all others",
+        )
+    return settings | {"full_attention_interval": interval}
+
+
+def _kinds(config: Mapping[str, Any]) -> list[str]:
+    """Kind of each layer, in transformers' names; none where its releases have not agreed."""
+    layers = int(config["num_hidden_layers"])
+    if config.get("layer_types") is not None:
+        return list(map(str, config["layer_types"]))
+    if config.get("sliding_window_pattern") is not None:
+        return layer_types(layers, int(config["sliding_window_pattern"]))
+    first = config.get("max_window_layers")
+    return [] if first is None else [_WINDOW if i >= first else _ALL for i in range(layers)]
 
 
 def layer_types(layers: int, interval: int) -> list[str]:

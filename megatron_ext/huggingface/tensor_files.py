@@ -59,7 +59,7 @@ class TensorReader:
         """
         stored = self._tensors[name]
         try:
-            part = self._file(stored.file).get_slice(name)
+            part = self._file(stored.file).get_slice(stored.name)
             found: torch.Tensor = part[rows] if columns is None else part[rows, columns]
         except (SafetensorError, OSError) as error:
             raise CheckpointError(

@@ -6,9 +6,10 @@ tensors. ``linear_qkv`` stacks them by query group, ``r`` query heads to a group
     q_0 .. q_(r-1), k_0, v_0;  q_r .. q_(2r-1), k_1, v_1;  ...
 
 ``linear_fc1`` has the rows of the gate, then those of the other half. All other tensors correspond
-one to one; a tensor of experts has an entry for each layer and expert. So any rectangle of a
-megatron-core tensor, such as a rank's shard, is a few rectangles of HuggingFace tensors, and the
-other way round.
+one to one; a tensor of experts has an entry for each layer and expert. Parts of a rule with the
+same name are ranges of one HuggingFace tensor, in their order (Phi-3's ``qkv_proj``: all queries,
+then all keys, then all values). So any rectangle of a megatron-core tensor, such as a rank's shard,
+is a few rectangles of HuggingFace tensors, and the other way round.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ Size = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A HuggingFace tensor; ``{layer}`` and ``{expert}`` in its name stand for their numbers."""
+    """A HuggingFace tensor, or the next range of rows of one with the same name.
+
+    ``{layer}`` and ``{expert}`` in its name stand for their numbers.
+    """
 
     name: str
     shape: tuple[Size, ...]
@@ -167,25 +171,28 @@ class TensorMap:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the model's HuggingFace tensors, in order."""
-        return {
-            part.name.format(layer=tensor.layer, expert=tensor.expert): tuple(
-                self._sizes[size] for size in part.shape
-            )
-            for tensor in self.megatron_tensors()
-            for part in self._rules[tensor.key].parts
-        }
+        found: dict[str, tuple[int, ...]] = {}
+        for tensor in self.megatron_tensors():
+            rule = self._rules[tensor.key]
+            for block in self._stacked(rule, tensor.layer, tensor.expert):
+                columns = () if tensor.columns is None else (tensor.columns,)
+                found[block.name] = (block.stop, *columns)
+        return found
 
     def _stacked(self, rule: Rule, layer: int | None, expert: int | None) -> Iterator[Block]:
+        ends: dict[str, int] = {}
         for part in rule.parts:
             name = part.name.format(layer=layer, expert=expert)
-            yield Block(name, 0, self._sizes[part.shape[0]])
+            start = ends.get(name, 0)
+            ends[name] = start + self._sizes[part.shape[0]]
+            yield Block(name, start, ends[name])
 
     def _by_query_group(self, rule: Rule, layer: int | None, expert: int | None) -> Iterator[Block]:
         for group in range(self._groups):
-            for part in rule.parts:
-                rows = self._sizes[part.shape[0]] // self._groups
-                name = part.name.format(layer=layer, expert=expert)
-                yield Block(name, group * rows, (group + 1) * rows)
+            for whole in self._stacked(rule, layer, expert):
+                rows = (whole.stop - whole.start) // self._groups
+                start = whole.start + group * rows
+                yield Block(whole.name, start, start + rows)
 
 
 def _sizes(settings: Mapping[str, Any]) -> dict[Size, int]:

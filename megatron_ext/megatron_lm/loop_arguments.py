@@ -143,6 +143,7 @@ def _shared(config: DistillConfig) -> dict[str, Any]:
         "ffn_hidden_size": student.ffn_width,
         "position_embedding_type": student.position_embedding_type,
         "rotary_base": student.rotary_base,
+        "rotary_percent": student.rotary_percent,
         "rotary_seq_len_interpolation_factor": None if stretch is None else int(stretch),
         "use_rope_scaling": student.use_rope_scaling,
         "normalization": student.normalization,

@@ -99,7 +99,8 @@ def load_causal_lm(
     vocab_size: int = 0,
     weight_precision: WeightPrecision | None = None,
 ) -> CausalLM:
-    """Load a folder with ``config.json`` and safetensors files, of any model of transformers.
+    """Load a folder with ``config.json`` and safetensors files, of any model of transformers that
+    predicts tokens of text.
 
     No code in the folder is run. Attention is torch's scaled dot product, except in models that cap
     attention scores, which that does not support.
@@ -122,7 +123,7 @@ def load_causal_lm(
             folder, trust_remote_code=False, local_files_only=True
         )
         capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-        model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        model, loaded = _auto_class(transformers, config).from_pretrained(
             folder,
             config=config,
             dtype=dtype,
@@ -150,6 +151,16 @@ def load_causal_lm(
     if weight_precision is not None:
         _round_weights(model, weight_precision)
     return frozen_causal_lm(model.to(device), dtype=dtype)
+
+
+def _auto_class(transformers: Any, config: Any) -> Any:
+    """The class that loads a model's weights with a head over the vocabulary.
+
+    Some models that read images too are among those alone; text is all that they are given.
+    """
+    causal, of_images = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
+    is_of_images = type(config) in of_images._model_mapping
+    return of_images if is_of_images and type(config) not in causal._model_mapping else causal
 
 
 def _round_weights(model: Any, precision: WeightPrecision) -> None:

@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron_ext.distributed.context_parallel import ContextRank, in_order
 from megatron_ext.errors import ConfigError
@@ -30,13 +31,16 @@ class ContextAttention(MegatronModule):  # type: ignore[misc]
     which it calls: no scores are kept where torch has a fused kernel. Whole rows of one text, and
     those alone, need no mask: on a GPU they take the flash kernel, of [T, B, G, D] as it is.
 
+    In a layer with a window (``config.window_size``) of W tokens, position ``i`` is compared with
+    the keys ``i - W < j <= i`` alone. Rows that are no longer than that are as without one.
+
     In generation, the keys and values are those of the cache and the queries their last positions.
 
     Collectives: forward one all-gather of [T, B, G, 2 D], backward one reduce-scatter of it.
 
     Args:
         config: Of the model.
-        layer_number: Unused; nothing depends on the layer.
+        layer_number: From 1, over all stages; says whether the layer has a window.
         attn_mask_type: Causal.
         attention_type: ``self``.
         softmax_scale: Factor of the scores; None for ``1 / sqrt(D)``.
@@ -66,6 +70,10 @@ class ContextAttention(MegatronModule):  # type: ignore[misc]
             rank=dist.get_rank(self._group), size=dist.get_world_size(self._group)
         )
         self._scale = softmax_scale
+        sizes, interval = config.window_size, config.window_attn_skip_freq
+        has_window = is_layer_window_attention(sizes, interval, layer_number)
+        self.window = sizes[0] + 1 if sizes is not None and has_window else None
+        """Tokens that a position sees, with itself; None for all up to it."""
 
     def forward(
         self,
@@ -97,17 +105,35 @@ class ContextAttention(MegatronModule):  # type: ignore[misc]
         assert packed_seq_params is None
         keys, values = self._gathered(key, value)
         if self._rank.size == 1:
-            return self._attend(query, keys, values, _seen(attention_mask, query, len(keys)))
+            sees = self._seen(attention_mask, query, len(keys))
+            return self._attend(query, keys, values, sees)
         width = len(query) // 2
         parts = []
         for index, first in enumerate(self._rank.first_positions(len(keys))):
             rows, seen = slice(index * width, (index + 1) * width), first + width
-            if attention_mask is None:
-                sees = query.new_ones(width, seen, dtype=torch.bool).tril(first)
-            else:
-                sees = ~attention_mask[..., rows, :seen]
+            mask = None if attention_mask is None else attention_mask[..., rows, :seen]
+            sees = self._sees(mask, query[rows], seen)
             parts.append(self._attend(query[rows], keys[:seen], values[:seen], sees))
         return torch.cat(parts)
+
+    def _seen(
+        self, mask: torch.Tensor | None, query: torch.Tensor, keys: int
+    ) -> torch.Tensor | None:
+        """``_sees``; None where causality says it all."""
+        is_cut = self.window is not None and keys > self.window
+        if mask is None and not is_cut and len(query) in (1, keys):
+            return None
+        return self._sees(mask, query, keys)
+
+    def _sees(self, mask: torch.Tensor | None, query: torch.Tensor, keys: int) -> torch.Tensor:
+        """Bool mask, [S, keys] or [B, 1, S, keys], of what the last positions see of ``keys``."""
+        count = len(query)
+        first = keys - count
+        every = query.new_ones(count, keys, dtype=torch.bool)
+        sees = every.tril(first) if mask is None else ~mask
+        if self.window is None or keys <= self.window:
+            return sees
+        return sees & every.triu(first + 1 - self.window)
 
     def _gathered(
         self, key: torch.Tensor, value: torch.Tensor
@@ -147,23 +173,13 @@ class ContextAttention(MegatronModule):  # type: ignore[misc]
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
-def _seen(mask: torch.Tensor | None, query: torch.Tensor, keys: int) -> torch.Tensor | None:
-    """Bool mask of what the last positions see of ``keys``; None where causality says it all."""
-    if mask is not None:
-        return ~mask
-    count = len(query)
-    if count in (1, keys):
-        return None
-    return query.new_ones(count, keys, dtype=torch.bool).tril(keys - count)
-
-
 def _check(config: TransformerConfig, mask: AttnMaskType, attention_type: str) -> None:
     for what, got, expected in (
         ("attention_type", attention_type, "self"),
         ("attn_mask_type", mask, AttnMaskType.causal),
         ("attention_dropout", config.attention_dropout, 0.0),
         ("softmax_type", config.softmax_type, "vanilla"),
-        ("window_size", config.window_size, None),
+        ("window_size after a position", (config.window_size or (0, 0))[1], 0),
         ("multi_latent_attention", config.multi_latent_attention, False),
     ):
         if got != expected:

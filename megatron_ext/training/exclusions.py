@@ -285,12 +285,6 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "leave the option out, or set parallel.context_parallel_size to 1",
         "objectives",
     ),
-    Exclusion(
-        features.CONTEXT,
-        features.OWN_ROTATION,
-        "layers with rotary embeddings of their own do not share sequences",
-        "set parallel.context_parallel_size to 1",
-    ),
     *(
         Exclusion(features.TASKS, cut, _NOT_CUT, _ON_CHECKPOINTS)
         for cut in (features.CONTEXT, features.SEQUENCE, features.INTERLEAVED, features.LATE_GATHER)
@@ -377,7 +371,16 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
             key_feature("student.gate_activation", off="silu"),
             key_feature("student.softmax_scale", off=None),
             key_feature("student.local_rotary_base", off=None),
+            key_feature("student.rotary_divisors", off=None),
+            key_feature("student.unrotated_interval", off=None),
+            key_feature("student.qk_layernorm_over", off="head"),
+            key_feature("student.parallel_residual"),
+            key_feature("student.add_bias_linear"),
+            key_feature("student.residual_multiplier", off=1.0),
+            key_feature("student.embedding_multiplier", off=1.0),
+            key_feature("student.logits_scaling", off=1.0),
             features.FRACTION,
+            features.WINDOW,
         )
     ),
 )

@@ -89,7 +89,9 @@ def _of(
     named = {}
     for name in dict.fromkeys(block.name for block in tensor.blocks):
         stem = _PREFIX + name.removesuffix(".weight")
-        rows = [b[row : row + block.stop - block.start] for block, row in tensor.rows_of(name)]
+        # By their place in HuggingFace's tensor, where a fused one has them in another order.
+        places = sorted((block.start, block.stop, row) for block, row in tensor.rows_of(name))
+        rows = [b[row : row + stop - start] for start, stop, row in places]
         named[f"{stem}.lora_A.weight"] = a.clone()
         named[f"{stem}.lora_B.weight"] = torch.cat(rows)
     return named

@@ -19,7 +19,8 @@ from megatron_ext.huggingface.checkpoint_files import (
     kept_folder,
     side_files,
 )
-from megatron_ext.huggingface.families import FAMILIES, Family
+from megatron_ext.huggingface.families import FAMILIES
+from megatron_ext.huggingface.family import Family
 from megatron_ext.huggingface.model_settings import model_config, settings_of, tensor_map
 from megatron_ext.huggingface.tensor_files import TensorPlan, check_target, shards, write_checkpoint
 from megatron_ext.huggingface.tensor_map import MegatronTensor, TensorMap

@@ -135,7 +135,7 @@ def key_feature(key: str, *, off: object = False, only: tuple[str, ...] = ()) ->
 
 def _shown(value: object) -> str:
     if isinstance(value, (tuple, Mapping)):
-        return ", ".join(value) or "none"
+        return ", ".join(map(str, value)) or "none"
     if isinstance(value, bool):
         return str(value).lower()
     return "none" if value is None else str(value)
@@ -218,16 +218,9 @@ def _fraction(setting: Setting) -> float | None:
     return None if factor is None or factor.is_integer() else factor
 
 
-def _own_rotation(setting: Setting) -> str | None:
-    """Key of a model on the student's ranks with layers of their own rotary embeddings."""
-    teacher = setting.teacher
-    if setting.config.student.local_rotary_base is not None:
-        return "student.local_rotary_base"
-    if teacher is None or not setting.config.distils or teacher.cache is not None:
-        return None
-    is_cut = teacher.library == "megatron" and not teacher.is_remote
-    rotates = is_cut and teacher.model.local_rotary_base is not None
-    return setting.place("{teacher}.model.local_rotary_base") if rotates else None
+def _window(setting: Setting) -> int | None:
+    student = setting.config.student
+    return student.window_size if student.has_window else None
 
 
 def _teacher_experts(setting: Setting) -> int | None:
@@ -351,7 +344,6 @@ WHOLE_SEQUENCES: Final = Feature(
     off="without it",
     value=_whole_sequences,
 )
-OWN_ROTATION: Final = Feature(name="`local_rotary_base` of a model", value=_own_rotation)
 STUDENT_EXPERTS: Final = key_feature("student.num_experts", off=None)
 TEACHER_EXPERTS: Final = Feature(
     name="`num_experts` of a teacher on the student's ranks",
@@ -382,5 +374,8 @@ FRACTION: Final = Feature(
     name="a `rotary_seq_len_interpolation_factor` that is not a whole number",
     key="student.rotary_seq_len_interpolation_factor",
     value=_fraction,
+)
+WINDOW: Final = Feature(
+    name="a `window_size` below `seq_length`", key="student.window_size", value=_window
 )
 MEGATRON_LM: Final = Feature(name="Megatron-LM's loop", value=lambda _: "Megatron-LM's loop")

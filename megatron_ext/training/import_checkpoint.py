@@ -96,7 +96,7 @@ def import_huggingface(folder: Path, output: Path) -> Path:
     _check_folders(folder, output)
     files = CheckpointFiles(folder)
     settings = model_settings(files)
-    length = min(settings["window_size"] or 1024, 1024)
+    length = min(settings["rotary_longest"] or 1024, 1024)
     model = ModelConfig(**settings, seq_length=length, hf=str(folder))
     _, tensors = checked(files, model)
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)

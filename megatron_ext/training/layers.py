@@ -1,7 +1,8 @@
-"""Layers for megatron-core's models: torch's norms, those of Gemma, and places for adapters."""
+"""Layers for megatron-core's models: what families have beside Llama's, and places for adapters."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,48 +11,20 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-from torch.nn import functional
 
+from megatron_ext.training.norms import TorchNorm
 
-class TorchNorm:
-    """A ``torch.nn.RMSNorm`` or ``LayerNorm``, built with the arguments of a layer spec.
-
-    megatron-core 0.16 refuses its own wrapper of these under sequence parallelism. A norm treats
-    every position separately, so it only needs the mark by which ``finalize_model_grads`` finds
-    parameters whose gradients cover a part of the sequence on each rank.
-    """
-
-    def __new__(  # type: ignore[misc]
-        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
-    ) -> torch.nn.Module:
-        kind: type[torch.nn.Module] = torch.nn.LayerNorm
-        if config.normalization == "RMSNorm":
-            is_zero_centered = config.layernorm_zero_centered_gamma
-            kind = ZeroCenteredNorm if is_zero_centered else torch.nn.RMSNorm
-        norm = kind(hidden_size, eps=eps)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        return norm
-
-
-class ZeroCenteredNorm(torch.nn.RMSNorm):
-    """``x / rms(x) * (1 + weight)``, in fp32 whatever the dtypes are; Gemma's."""
-
-    def reset_parameters(self) -> None:
-        """Set the weights to zero, which is the identity after normalisation."""
-        torch.nn.init.zeros_(self.weight)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise ``x``; the result has its shape and dtype."""
-        weight = 1.0 + self.weight.float()
-        return functional.rms_norm(x.float(), self.normalized_shape, weight, self.eps).type_as(x)
+Addition = Callable[[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor, float], torch.Tensor]
+"""Sum of a layer's output, [T, B, D] with a bias or None, and the residual; the probability of
+dropout is 0."""
 
 
 class WindowAttention(SelfAttention):  # type: ignore[misc]
     """Attention of Gemma 3, with rotary embeddings of its own in all layers but every n-th.
 
-    The window itself is not applied: sequences are no longer, which the configuration checks.
+    The window itself is of the core attention, ``ContextAttention``.
 
     Args:
         config: Configuration of the model.
@@ -92,7 +65,9 @@ class WindowAttention(SelfAttention):  # type: ignore[misc]
     ) -> Any:
         """Attend as ``SelfAttention``, with ``rotary_pos_emb`` [T, 1, 1, width] of full layers."""
         if self.local_rotary is not None and rotary_pos_emb is not None:
-            rotary_pos_emb = self.local_rotary(rotary_pos_emb.shape[0])
+            # Of whole sequences, from which it takes the positions of this context-parallel rank.
+            length = rotary_pos_emb.shape[0] * self.config.context_parallel_size
+            rotary_pos_emb = self.local_rotary(length)
         return super().forward(
             hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb, **options
         )
@@ -171,16 +146,95 @@ class PostNormLinear(RowLinear):
         return self.post_layernorm(output), None
 
 
-def scale_embeddings(embedding: torch.nn.Module) -> None:
-    """Multiply a ``LanguageModelEmbedding``'s output, [T, B, D], by ``sqrt(D)``, as Gemma does.
+def magnified(width: int, factor: float) -> type[torch.nn.Module]:
+    """A layer that multiplies the first ``width`` numbers of each head, in a layer spec's place for
+    norms of queries and keys.
 
-    The factor is rounded to the dtype of the embeddings, as in the training of these models. A tied
-    head is not scaled.
+    LongRoPE multiplies sines and cosines instead, in which the rotation is linear.
     """
 
+    class Magnified(torch.nn.Module):
+        def __init__(self, **_: Any) -> None:
+            super().__init__()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat((x[..., :width] * factor, x[..., width:]), dim=-1)
+
+    return Magnified
+
+
+def divide_frequencies(rotary: RotaryEmbedding, base: int, divisors: Sequence[float]) -> None:
+    """Set ``1 / (divisor_i base^(i / n))`` as the ``n`` frequencies of rotary embeddings."""
+    count, like = len(divisors), rotary.inv_freq
+    powers = base ** (torch.arange(count, dtype=like.dtype, device=like.device) / count)
+    rotary.inv_freq = 1.0 / (torch.tensor(divisors, dtype=like.dtype, device=like.device) * powers)
+
+
+def scaled_addition(factor: float) -> Callable[[bool, bool], Addition]:
+    """``residual + factor * output``, in a layer spec's place for ``get_bias_dropout_add``.
+
+    Granite's; equivalent to its ``residual + hidden_states * residual_multiplier``.
+    """
+
+    def add(
+        output: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, _: float
+    ) -> torch.Tensor:
+        return residual + _with_bias(output) * factor
+
+    def addition(is_training: bool, is_fused: bool) -> Addition:
+        del is_training, is_fused
+        return add
+
+    return addition
+
+
+class ParallelLayer(TransformerLayer):  # type: ignore[misc]
+    """``x + attention(norm_1(x)) + mlp(norm_2(x))``; GPT-NeoX's.
+
+    The output of attention is kept until that of the feed-forward layer is there, and the sum is
+    taken in the order of transformers.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        kept: list[torch.Tensor] = []
+
+        def keep(
+            output: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, _: float
+        ) -> torch.Tensor:
+            kept[:] = [_with_bias(output)]
+            return residual
+
+        def add(
+            output: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, _: float
+        ) -> torch.Tensor:
+            return _with_bias(output) + kept.pop() + residual
+
+        self.self_attn_bda = lambda *_: keep
+        self.mlp_bda = lambda *_: add
+
+
+def _with_bias(output: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor:
+    x, bias = output
+    return x if bias is None else x + bias
+
+
+def scale_embeddings(embedding: torch.nn.Module, factor: float) -> None:
+    """Multiply a ``LanguageModelEmbedding``'s output, [T, B, D], but not a head that is tied."""
+
     def scaled(_: torch.nn.Module, inputs: object, embeddings: torch.Tensor) -> torch.Tensor:
-        factor = torch.tensor(embeddings.shape[-1] ** 0.5, dtype=embeddings.dtype)
-        # A number on the host, so that nothing waits for the device.
-        return embeddings * factor.item()
+        return embeddings * factor
 
     embedding.register_forward_hook(scaled)
+
+
+def scale_logits(final_norm: torch.nn.Module, divisor: float) -> None:
+    """Divide what the head reads, [T, B, D], and so the logits, which are linear in it.
+
+    Losses that work from hidden states and a head need to know nothing of it.
+    """
+
+    def scaled(_: torch.nn.Module, inputs: object, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden / divisor
+
+    final_norm.register_forward_hook(scaled)

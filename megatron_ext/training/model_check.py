@@ -14,7 +14,7 @@ from megatron_ext.huggingface.checkpoint_files import (
     CheckpointFiles,
     is_checkpoint_folder,
 )
-from megatron_ext.huggingface.families import Family
+from megatron_ext.huggingface.family import Family
 from megatron_ext.huggingface.model_settings import (
     any_model_settings,
     check_tensors,
@@ -28,7 +28,7 @@ from megatron_ext.imports import missing_package
 from megatron_ext.training.config import ModelConfig
 from megatron_ext.training.run_plan import TeacherPlan
 
-_FREE: Final = ("window_size", "vocab_size", "init_method_std")
+_FREE: Final = ("vocab_size", "init_method_std")
 """Settings that do not change the model's predictions on the sequences of a run."""
 
 
@@ -68,7 +68,11 @@ def check_same_model(settings: Mapping[str, Any], model: ModelConfig, *, where: 
     """
     configured = full_settings(model)
     for name, value in settings.items():
-        if name not in _FREE and configured[name] != value:
+        is_free = name in _FREE
+        if name == "window_size" and not model.has_window:
+            # A window that no sequence reaches is as none.
+            is_free = value is None or value >= model.seq_length
+        if not is_free and configured[name] != value:
             raise CheckpointError(
                 f"the checkpoint is of a model with another {name}",
                 where=where,

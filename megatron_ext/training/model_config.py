@@ -48,6 +48,13 @@ class ModelConfig:
     rotary_base: int = 10000
     """Base period of rotary embeddings."""
 
+    rotary_percent: float = 1.0
+    """Part of each head, from its first number on, that rotary embeddings turn (Phi-4, Pythia)."""
+
+    unrotated_interval: int | None = None
+    """Interval of layers without rotary embeddings (SmolLM3); every layer has them when not
+    given."""
+
     use_rope_scaling: bool = False
     """Scale rotary embeddings as Llama 3.1 and 3.2 do."""
 
@@ -57,16 +64,27 @@ class ModelConfig:
     rotary_seq_len_interpolation_factor: float | None = None
     """Divide positions by this (the linear scaling of transformers)."""
 
-    local_rotary_base: int | None = None
-    """Base period of rotary embeddings in the layers with a window (Gemma 3)."""
+    rotary_divisors: tuple[float, ...] | None = None
+    """Divisor of the frequency of each pair of numbers that rotary embeddings turn: the short
+    factors of LongRoPE (Phi-3.5, Phi-4-mini)."""
 
-    full_attention_interval: int | None = None
-    """Interval of layers with full attention; the others have a window and
-    ``local_rotary_base``."""
+    rotary_magnitude: float = 1.0
+    """Factor of the numbers of queries and keys that rotary embeddings turn (LongRoPE)."""
+
+    rotary_longest: int | None = None
+    """Longest ``seq_length`` that ``rotary_divisors`` are of; LongRoPE has others for longer
+    sequences, which are not supported."""
 
     window_size: int | None = None
-    """Tokens of the window, in layers without full attention. megatron-core cannot combine such
-    layers with masks, so ``seq_length`` must not be longer: up to that length all attend to all."""
+    """Tokens that a position sees, with itself, in layers with a window; no layer has one when not
+    given."""
+
+    full_attention_interval: int | None = None
+    """Interval of layers with full attention among those with a window (Gemma 3); every layer has
+    the window when not given."""
+
+    local_rotary_base: int | None = None
+    """Base period of rotary embeddings in the layers with a window (Gemma 3)."""
 
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     """Normalisation of every layer."""
@@ -78,16 +96,33 @@ class ModelConfig:
     """Weights of normalisations are added to one (Gemma)."""
 
     qk_layernorm: bool = False
-    """Normalise each head's query and key (Qwen3)."""
+    """Normalise queries and keys (Qwen3)."""
+
+    qk_layernorm_over: Literal["head", "heads"] = "head"
+    """What ``qk_layernorm`` normalises at a time: one head, or all heads of a position together
+    (OLMo-2)."""
+
+    pre_layernorms: bool = True
+    """Normalise the inputs of attention and feed-forward layers."""
 
     post_layernorms: bool = False
-    """Normalise the outputs of attention and feed-forward layers too (Gemma 3)."""
+    """Normalise the outputs of attention and feed-forward layers (Gemma 3, OLMo-2)."""
+
+    parallel_residual: bool = False
+    """Have attention and feed-forward layer read the same input, and add both to it (Pythia)."""
+
+    residual_multiplier: float = 1.0
+    """Factor of what attention and feed-forward layers add to the residual stream (Granite)."""
 
     softmax_scale: float | None = None
     """Factor of attention scores; 1 / sqrt(kv_channels) when not given."""
 
     add_qkv_bias: bool = False
     """Biases of query, key and value (Qwen2)."""
+
+    add_bias_linear: bool = False
+    """Biases of every linear layer of attention and feed-forward layers, those included
+    (Pythia)."""
 
     swiglu: bool = True
     """Gated SiLU feed-forward layers; GELU otherwise."""
@@ -97,6 +132,12 @@ class ModelConfig:
 
     scale_embeddings: bool = False
     """Multiply embeddings by the square root of hidden_size (Gemma)."""
+
+    embedding_multiplier: float = 1.0
+    """Multiply embeddings by this (Granite)."""
+
+    logits_scaling: float = 1.0
+    """Divide logits by this (Granite), which is done to the hidden states that the head reads."""
 
     num_experts: int | None = None
     """Experts of every feed-forward layer; dense layers when not given."""
@@ -159,12 +200,19 @@ class ModelConfig:
             "ffn_hidden_size",
             "seq_length",
             "rotary_base",
+            "rotary_percent",
+            "rotary_magnitude",
+            "rotary_longest",
+            "unrotated_interval",
             "rope_scaling_factor",
             "rotary_seq_len_interpolation_factor",
             "local_rotary_base",
             "full_attention_interval",
             "window_size",
             "softmax_scale",
+            "residual_multiplier",
+            "embedding_multiplier",
+            "logits_scaling",
             "layernorm_epsilon",
             "vocab_size",
             "make_vocab_size_divisible_by",
@@ -179,16 +227,9 @@ class ModelConfig:
         _check_experts(self)
         if self.kv_channels is None:
             check_divides(self, "hidden_size", "num_attention_heads")
-        if self.window_size is not None and self.seq_length > self.window_size:
+        if self.local_rotary_base is not None and self.full_attention_interval is None:
             raise ConfigError(
-                "some layers of this model do not see whole sequences of seq_length",
-                got=f"seq_length {self.seq_length}, window_size {self.window_size}",
-                fix="set seq_length to window_size at most",
-            )
-        if (self.local_rotary_base is None) != (self.full_attention_interval is None):
-            raise ConfigError(
-                "layers with a window need both of local_rotary_base and full_attention_interval",
-                got=f"{self.local_rotary_base} and {self.full_attention_interval}",
+                "local_rotary_base needs full_attention_interval", got=self.local_rotary_base
             )
         if self.layernorm_zero_centered_gamma and self.normalization != "RMSNorm":
             raise ConfigError(
@@ -196,13 +237,8 @@ class ModelConfig:
             )
         if self.gate_activation != "silu" and not self.swiglu:
             raise ConfigError("gate_activation needs a gate", got="swiglu false")
-        head_width = self.head_width
-        if self.position_embedding_type == "rope" and head_width % 2:
-            raise ConfigError(
-                "rotary embeddings need heads of an even width",
-                got=f"{head_width} (kv_channels, or hidden_size / num_attention_heads)",
-                fix="change one of them, or position_embedding_type",
-            )
+        _check_rotation(self)
+        _check_layer(self)
         if self.num_query_groups is not None:
             check_divides(self, "num_attention_heads", "num_query_groups")
 
@@ -210,6 +246,16 @@ class ModelConfig:
     def head_width(self) -> int:
         """Width of an attention head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def has_window(self) -> bool:
+        """Whether some layers do not see whole sequences."""
+        return self.window_size is not None and self.window_size < self.seq_length
+
+    @property
+    def rotary_width(self) -> int:
+        """Numbers of a head that rotary embeddings turn."""
+        return int(self.head_width * self.rotary_percent)
 
     @property
     def query_groups(self) -> int:
@@ -241,6 +287,69 @@ class ModelConfig:
             self.padded_ids(vocab_size),
             make_vocab_size_divisible_by=self.make_vocab_size_divisible_by,
             tensor_model_parallel_size=tensor_ranks,
+        )
+
+
+def _check_rotation(model: ModelConfig) -> None:
+    """Refuse rotary embeddings that cannot be."""
+    if model.position_embedding_type != "rope":
+        return
+    if model.rotary_percent > 1:
+        raise ConfigError("rotary_percent is a part of 1", got=model.rotary_percent)
+    width = model.rotary_width
+    if width % 2 or not width:
+        raise ConfigError(
+            "rotary embeddings need heads of an even width",
+            got=f"{width} of {model.head_width} (kv_channels, or hidden_size / "
+            "num_attention_heads) by rotary_percent",
+            fix="change one of them, or position_embedding_type",
+        )
+    if model.rotary_longest is not None and model.seq_length > model.rotary_longest:
+        raise ConfigError(
+            "longer sequences would need the long factors of LongRoPE, which are not supported",
+            got=f"seq_length {model.seq_length}, rotary_longest {model.rotary_longest}",
+            fix="set seq_length to rotary_longest at most",
+        )
+    divisors = model.rotary_divisors
+    if divisors is not None and len(divisors) != width // 2:
+        raise ConfigError(
+            "rotary_divisors has not a number for each pair that is turned",
+            got=len(divisors),
+            expected=width // 2,
+        )
+    if divisors is not None and model.local_rotary_base is not None:
+        raise ConfigError("rotary_divisors does not go with local_rotary_base", got="both")
+    if model.rotary_magnitude != 1 and model.qk_layernorm:
+        raise ConfigError("rotary_magnitude does not go with qk_layernorm", got="both")
+
+
+def _check_layer(model: ModelConfig) -> None:
+    """Refuse parts of a layer that do not go together."""
+    if model.qk_layernorm_over == "heads" and not (
+        model.qk_layernorm
+        and model.normalization == "RMSNorm"
+        and not model.layernorm_zero_centered_gamma
+    ):
+        raise ConfigError(
+            "qk_layernorm_over heads needs qk_layernorm, of RMSNorm with weights from one",
+            got=f"qk_layernorm {model.qk_layernorm}, {model.normalization}",
+        )
+    if model.post_layernorms and (model.add_bias_linear or model.parallel_residual):
+        raise ConfigError(
+            "layers with post_layernorms have neither biases nor a parallel residual",
+            got="add_bias_linear" if model.add_bias_linear else "parallel_residual",
+        )
+    if not (model.pre_layernorms or model.post_layernorms):
+        raise ConfigError(
+            "layers without pre_layernorms need post_layernorms", got="pre_layernorms false"
+        )
+    if model.parallel_residual and model.residual_multiplier != 1:
+        raise ConfigError(
+            "residual_multiplier is not of a parallel residual", got=model.residual_multiplier
+        )
+    if model.scale_embeddings and model.embedding_multiplier != 1:
+        raise ConfigError(
+            "embeddings have one factor: scale_embeddings, or embedding_multiplier", got="both"
         )
 
 
@@ -287,8 +396,9 @@ def _check_experts(model: ModelConfig) -> None:
         raise ConfigError(
             "moe_shared_expert_gate needs moe_shared_expert_intermediate_size", got="none"
         )
-    if model.post_layernorms:
-        raise ConfigError("layers with post_layernorms have no experts", got=model.num_experts)
+    for name in ("post_layernorms", "add_bias_linear", "parallel_residual"):
+        if getattr(model, name):
+            raise ConfigError(f"layers with {name} have no experts", got=model.num_experts)
 
 
 def check_positive(config: object, *names: str) -> None:

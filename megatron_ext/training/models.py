@@ -21,6 +21,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import HAVE_TE, TransformerBlockSubmodules
 from torch.nn import functional
@@ -32,13 +33,18 @@ from megatron_ext.training.context_attention import ContextAttention
 from megatron_ext.training.experts import Experts, Router
 from megatron_ext.training.layers import (
     ColumnLinear,
+    ParallelLayer,
     PostNormLinear,
     RowLinear,
-    TorchNorm,
     WindowAttention,
+    divide_frequencies,
+    magnified,
     scale_embeddings,
+    scale_logits,
+    scaled_addition,
 )
 from megatron_ext.training.megatron_parts import MLP_SUBMODULES, of_release
+from megatron_ext.training.norms import HeadsNorm, KeyHeadsNorm, TorchNorm
 
 ModelChunks = Sequence[GPTModel]
 """Chunks of a model on this rank, in the order in which a microbatch passes them."""
@@ -117,15 +123,29 @@ def build_gpt_model(
         post_process=groups.is_last_stage and vp_stage == chunks - 1,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         position_embedding_type=model.position_embedding_type,
+        rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,
         rope_scaling=model.use_rope_scaling,
         rope_scaling_factor=model.rope_scaling_factor,
         seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
         vp_stage=vp_stage if chunks > 1 else None,
     )
-    if model.scale_embeddings and gpt.pre_process:
-        scale_embeddings(gpt.embedding)
+    if gpt.pre_process:
+        _scale_embeddings(gpt, model, DTYPES[training.precision])
+    if model.rotary_divisors is not None:
+        divide_frequencies(gpt.rotary_pos_emb, model.rotary_base, model.rotary_divisors)
+    if model.logits_scaling != 1 and gpt.post_process:
+        scale_logits(gpt.decoder.final_layernorm, model.logits_scaling)
     return gpt.to(device=groups.device, dtype=DTYPES[training.precision])
+
+
+def _scale_embeddings(gpt: GPTModel, model: ModelConfig, dtype: torch.dtype) -> None:
+    factor = model.embedding_multiplier
+    if model.scale_embeddings:
+        # Rounded to the dtype of the embeddings, as in the training of Gemma.
+        factor = torch.tensor(model.hidden_size**0.5, dtype=dtype, device="cpu").item()
+    if factor != 1:
+        scale_embeddings(gpt.embedding, factor)
 
 
 def build_model_chunks(
@@ -183,10 +203,14 @@ def transformer_config(
         layernorm_epsilon=model.layernorm_epsilon,
         layernorm_zero_centered_gamma=model.layernorm_zero_centered_gamma,
         qk_layernorm=model.qk_layernorm,
+        # Tokens before a position, and after it.
+        window_size=((model.window_size or 1) - 1, 0) if model.has_window else None,
+        window_attn_skip_freq=model.full_attention_interval if model.has_window else None,
+        no_rope_freq=_without_rotation(model),
         softmax_scale=model.softmax_scale,
         gated_linear_unit=model.swiglu,
         activation_func=_ACTIVATIONS[model.gate_activation] if model.swiglu else functional.gelu,
-        add_bias_linear=False,
+        add_bias_linear=model.add_bias_linear,
         add_qkv_bias=model.add_qkv_bias,
         init_method_std=model.init_method_std,
         hidden_dropout=0.0,
@@ -226,6 +250,14 @@ def transformer_config(
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
     )
+
+
+def _without_rotation(model: ModelConfig) -> list[int] | None:
+    """1 for each layer without rotary embeddings, 0 for others; None where all have them."""
+    interval = model.unrotated_interval
+    if interval is None:
+        return None
+    return [int(number % interval == 0) for number in range(1, model.num_layers + 1)]
 
 
 def _expert_settings(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]:
@@ -295,7 +327,7 @@ def _layer_spec(
     if _has_te():
         from megatron_ext.training.te_attention import RowAttention
 
-        if not (model.post_layernorms or has_adapters):
+        if not (_has_own_norms(model) or has_adapters):
             layer = get_gpt_layer_with_transformer_engine_spec(
                 num_experts=model.num_experts,
                 moe_grouped_gemm=model.num_experts is not None,
@@ -304,6 +336,8 @@ def _layer_spec(
             layer.submodules.self_attention.submodules.core_attention = RowAttention
             if model.num_experts is not None:
                 _route(layer, model)
+            _magnify(layer, model)
+            _add_residuals(layer, model)
             return layer
         core_attention = RowAttention if has_adapters else core_attention
     layer = get_gpt_layer_local_spec(
@@ -312,8 +346,12 @@ def _layer_spec(
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchNorm
     attention = layer.submodules.self_attention.submodules
     mlp = of_release(MLP_SUBMODULES)(layer.submodules.mlp)
+    if not model.pre_layernorms:
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = IdentityOp
     if model.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = TorchNorm
+    if model.qk_layernorm_over == "heads":
+        attention.q_layernorm, attention.k_layernorm = HeadsNorm, KeyHeadsNorm
     attention.core_attention = core_attention
     attention.linear_qkv, attention.linear_proj = ColumnLinear, RowLinear
     if model.num_experts is None:
@@ -329,11 +367,35 @@ def _layer_spec(
     if model.post_layernorms:
         attention.linear_proj = mlp.linear_fc2 = PostNormLinear
     if model.local_rotary_base is not None:
-        _rotate_by_kind(layer, model, parallel)
+        _rotate_by_kind(layer, model)
+    _magnify(layer, model)
+    _add_residuals(layer, model)
     layers_of_chunk = model.num_layers // (
         parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
     )
     return TransformerBlockSubmodules(layer_specs=[layer] * layers_of_chunk, layer_norm=TorchNorm)
+
+
+def _has_own_norms(model: ModelConfig) -> bool:
+    """Whether norms are at places that Transformer Engine's layers do not have."""
+    return model.post_layernorms or model.qk_layernorm_over != "head"
+
+
+def _magnify(layer: ModuleSpec, model: ModelConfig) -> None:
+    """Give queries and keys of a layer the magnitude of LongRoPE."""
+    if model.rotary_magnitude != 1:
+        scale = magnified(model.rotary_width, model.rotary_magnitude)
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = scale
+
+
+def _add_residuals(layer: ModuleSpec, model: ModelConfig) -> None:
+    """Give a layer the model's way of adding to the residual stream."""
+    if model.parallel_residual:
+        layer.module = ParallelLayer
+    elif model.residual_multiplier != 1:
+        addition = scaled_addition(model.residual_multiplier)
+        layer.submodules.self_attn_bda = layer.submodules.mlp_bda = addition
 
 
 def _has_te() -> bool:
@@ -348,9 +410,8 @@ def _route(layer: ModuleSpec, model: ModelConfig) -> None:
     )
 
 
-def _rotate_by_kind(layer: ModuleSpec, model: ModelConfig, parallel: ParallelConfig) -> None:
+def _rotate_by_kind(layer: ModuleSpec, model: ModelConfig) -> None:
     """Give layers with a window rotary embeddings of their own, in the spec of all layers."""
-    assert parallel.context_parallel_size == 1, "refused with the configuration"
     attention = layer.submodules.self_attention
     attention.module = WindowAttention
     attention.params = {

@@ -15,7 +15,6 @@ import torch
 
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.huggingface.checkpoint_files import CheckpointFiles, StoredTensor
-from megatron_ext.huggingface.families import FAMILIES, HEAD
 from megatron_ext.huggingface.model_settings import family_of
 from megatron_ext.huggingface.tensor_files import TensorPlan, TensorReader
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
@@ -25,7 +24,6 @@ from megatron_ext.transfer.options import TransferOptions
 from megatron_ext.transfer.row_sources import RowSources
 from megatron_ext.transfer.shares import Shares, VocabularyPart, new_rows, piece_shares
 
-HEAD_NAME: Final = HEAD.parts[0].name
 DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -43,14 +41,14 @@ class NewTensors:
     ) -> None:
         self._stored, self._reader = files.tensors, reader
         self._sources, self._stated, self._options = sources, stated, options
-        names = vocabulary_names(family_of(files).architecture)
-        self._of_vocabulary = names & self._stored.keys()
-        self._input = next(iter(sorted(names - {HEAD_NAME})))
+        family = family_of(files)
+        self._input, self._head = family.embedding, family.head
+        self._of_vocabulary = {self._input, self._head} & self._stored.keys()
         is_stated = files.config.get("tie_word_embeddings")
-        self.is_tied = HEAD_NAME not in self._stored or bool(is_stated)
+        self.is_tied = self._head not in self._stored or bool(is_stated)
         self.adds_head = options.unties and self.is_tied
         if self.adds_head:
-            self._of_vocabulary |= {HEAD_NAME}
+            self._of_vocabulary |= {self._head}
         self.old_rows = self._source_of(self._input).shape[0]
         count = len(sources.copied)
         multiple = options.pad_to_multiple_of
@@ -87,7 +85,7 @@ class NewTensors:
                     expected=f"one of {', '.join(DTYPES)}",
                 )
         if self._network is not None:
-            names = [self._input] if self.is_tied else [self._input, HEAD_NAME]
+            names = [self._input] if self.is_tied else [self._input, self._head]
             found = rows_fingerprint([self._whole(name) for name in names], old_size)
             if self._network.config.model != found:
                 raise ConfigError(
@@ -134,7 +132,7 @@ class NewTensors:
         if self._sources.is_identity:
             return old
         part: VocabularyPart = "input"
-        if name == HEAD_NAME and (self.adds_head or not self.is_tied):
+        if name == self._head and (self.adds_head or not self.is_tied):
             part = "head"
         shares = self._shares(part)
         rows = new_rows(
@@ -156,7 +154,7 @@ class NewTensors:
         assert self._network is not None
         width = self._network.config.width
         if self._predicted is None:
-            names = [self._input] if self.is_tied else [self._input, HEAD_NAME]
+            names = [self._input] if self.is_tied else [self._input, self._head]
             matrices = [self._whole(name)[: self._old_size].float() for name in names]
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
             pieces = [self._sources.pieces[i] for i in self._sources.spelled]
@@ -184,9 +182,9 @@ class _Donor:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._files = folder, CheckpointFiles(folder)
-        names = vocabulary_names(family_of(self._files).architecture)
-        self._names = {"input": min(names - {HEAD_NAME}), "head": HEAD_NAME}
-        if HEAD_NAME not in self._files.tensors or self._files.config.get("tie_word_embeddings"):
+        family = family_of(self._files)
+        self._names = {"input": family.embedding, "head": family.head}
+        if family.head not in self._files.tensors or self._files.config.get("tie_word_embeddings"):
             self._names["head"] = self._names["input"]
         self._read: tuple[str, torch.Tensor] | None = None
 
@@ -232,18 +230,3 @@ class _Donor:
             device = "cuda" if torch.cuda.is_available() else "cpu"
             self._read = (name, whole.to(device))
         return self._read[1]
-
-
-def input_name(files: CheckpointFiles) -> str:
-    """Name of the embedding of a model."""
-    return min(vocabulary_names(family_of(files).architecture) - {HEAD_NAME})
-
-
-def vocabulary_names(architecture: str) -> frozenset[str]:
-    """Names of the tensors with a row for each token."""
-    return frozenset(
-        part.name
-        for rule in FAMILIES[architecture].rules
-        for part in rule.parts
-        if part.shape[0] == "vocabulary"
-    )

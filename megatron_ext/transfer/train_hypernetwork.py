@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.huggingface.checkpoint_files import CheckpointFiles
+from megatron_ext.huggingface.model_settings import family_of
 from megatron_ext.huggingface.tensor_files import TensorReader
 from megatron_ext.imports import needed_packages
 from megatron_ext.projection.speller import Speller
@@ -32,7 +33,6 @@ from megatron_ext.transfer.hypernetwork import (
     padded,
     rows_fingerprint,
 )
-from megatron_ext.transfer.new_tensors import HEAD_NAME, input_name
 
 _TOLD: Final = 10
 _BYTES: Final = 256
@@ -240,6 +240,7 @@ class _Learner:
 
 def _fingerprint(folder: Path, ids: int, *, is_tied: bool) -> str:
     files = CheckpointFiles(folder)
-    names = [input_name(files)] if is_tied else [input_name(files), HEAD_NAME]
+    family = family_of(files)
+    names = [family.embedding] if is_tied else [family.embedding, family.head]
     with TensorReader(files) as reader:
         return rows_fingerprint([reader.rows(name, slice(None), None) for name in names], ids)

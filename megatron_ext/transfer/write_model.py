@@ -34,7 +34,7 @@ from megatron_ext.huggingface.tensor_files import (
 from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.transfer.digits import digit_scheme, keep_digits
-from megatron_ext.transfer.new_tensors import DTYPES, HEAD_NAME, NewTensors, vocabulary_names
+from megatron_ext.transfer.new_tensors import DTYPES, NewTensors
 from megatron_ext.transfer.options import TransferOptions, TransferReport
 from megatron_ext.transfer.row_sources import row_sources
 from megatron_ext.transfer.shares import Shares, projection_shares
@@ -158,8 +158,8 @@ def replace_rows(folder: Path, output: Path, rows: Mapping[str, torch.Tensor]) -
         CheckpointError: The output cannot be written.
     """
     files = CheckpointFiles(folder)
-    names = vocabulary_names(family_of(files).architecture)
-    tensors = {"embedding": min(names - {HEAD_NAME}), "head": HEAD_NAME}
+    family = family_of(files)
+    tensors = {"embedding": family.embedding, "head": family.head}
     new = {tensors[part]: matrix for part, matrix in rows.items()}
     ids = build_tokenizer(TokenizerConfig(model=str(folder))).vocab_size
     with TensorReader(files) as reader:

@@ -19,10 +19,10 @@ LAYOUTS = {
     "tp2": {**ALONE, "tensor_model_parallel_size": 2},
     "pp2": {**ALONE, "pipeline_model_parallel_size": 2, "micro_batch_size": 2},
 }
-FAMILIES = ["qwen3"]
+FAMILIES = ["qwen3", "gpt-neox"]
 if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
     LAYOUTS["dp2"] = {**ALONE, "micro_batch_size": 5}
-    FAMILIES.append("gemma")
+    FAMILIES += ["gemma", "gemma3", "mistral", "phi3", "olmo2", "smollm3", "granite"]
 
 
 @pytest.fixture(scope="module")

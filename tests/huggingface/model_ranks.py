@@ -12,14 +12,14 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 
 from megatron_ext.distributed import process_groups
 from megatron_ext.huggingface.checkpoint_files import CheckpointFiles
-from megatron_ext.huggingface.model_settings import model_settings
+from megatron_ext.huggingface.model_settings import family_of, model_settings, tensor_map
 from megatron_ext.huggingface.tensor_files import TensorReader
 from megatron_ext.tokenizers.build import padded_vocab_size
 from megatron_ext.training import cpu_megatron
 from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
-from megatron_ext.training.first_weights import load_huggingface
+from megatron_ext.training.first_weights import load_huggingface, sharded_tensors
 from megatron_ext.training.models import build_model_chunks, freeze
-from tests.huggingface.tiny_models import VOCAB_SIZE, some_tokens
+from tests.huggingface.tiny_models import VOCAB_SIZE, some_tokens, weights_of_logits
 
 
 @dataclass(frozen=True)
@@ -66,22 +66,60 @@ def _groups(parallel):
     return process_groups.initialize(parallel.layout)
 
 
+def gradients_of(rank, folders, parallel):
+    """Gradients of the sum of weighed logits, by HuggingFace names of whole tensors, on rank 0.
+
+    Those of norms of queries and keys are summed over tensor-parallel ranks, as
+    ``finalize_model_grads`` does.
+    """
+    parallel = ParallelConfig(**parallel)
+    groups = _groups(parallel)
+    return {name: _gradients(rank, folder, parallel, groups) for name, folder in folders.items()}
+
+
+def _gradients(rank, folder, parallel, groups):
+    tokens = some_tokens()
+    (gpt,) = _model(folder, parallel, groups)
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    logits = gather_from_tensor_model_parallel_region(gpt(tokens, positions, None))
+    (logits[..., :VOCAB_SIZE] * weights_of_logits()).sum().backward()
+    with torch.no_grad():
+        for name, parameter in gpt.named_parameters():
+            if "q_layernorm" in name or "k_layernorm" in name:
+                dist.all_reduce(parameter.grad)
+            parameter.copy_(parameter.grad)
+    shards = [
+        (shard.key, shard.global_offset, shard.prepend_axis_num, shard.data)
+        for shard in sharded_tensors(gpt.sharded_state_dict())
+    ]
+    everywhere = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, shards)
+    if rank > 0:
+        return None
+    files = CheckpointFiles(folder)
+    tensors = tensor_map(family_of(files), model_settings(files))
+    found = {name: torch.full(shape, torch.nan) for name, shape in tensors.shapes().items()}
+    for key, offset, axes, data in (shard for shards in everywhere for shard in shards):
+        tensor, (row, *column) = tensors.tensor(key, *offset[:axes]), offset[axes:]
+        first = -row
+        for block in tensor.blocks:
+            _copy(found[block.name], block, data, first, *column)
+            first += block.stop - block.start
+    return found
+
+
+def _copy(whole, block, shard, first, column=0):
+    """What a shard has of a block that begins in its row ``first``, into the whole tensor."""
+    start, stop = max(first, 0), min(first + block.stop - block.start, len(shard))
+    if start < stop:
+        rows = slice(block.start + start - first, block.start + stop - first)
+        part = whole[rows] if shard.ndim == 1 else whole[rows, column : column + shard.shape[1]]
+        part.copy_(shard[start:stop])
+
+
 def _logits(folder, parallel, groups):
     tokens = some_tokens()
-    settings = model_settings(CheckpointFiles(folder))
-    model = ModelConfig(**settings, seq_length=tokens.shape[1], make_vocab_size_divisible_by=8)
-    chunks = build_model_chunks(
-        model,
-        padded_vocab_size=padded_vocab_size(
-            VOCAB_SIZE,
-            make_vocab_size_divisible_by=8,
-            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        ),
-        parallel=parallel,
-        training=TrainingConfig(train_iters=1),
-        groups=groups,
-    )
-    load_huggingface(folder, chunks, model)
+    chunks = _model(folder, parallel, groups)
     # Experts under tensor parallelism alone are not trained.
     freeze(chunks)
 
@@ -104,3 +142,23 @@ def _logits(folder, parallel, groups):
     if not groups.is_last_stage:
         return None
     return gather_from_tensor_model_parallel_region(outputs[-1])[..., :VOCAB_SIZE].clone()
+
+
+def _model(folder, parallel, groups):
+    """The chunks of this rank with the weights of a folder."""
+    tokens = some_tokens()
+    settings = model_settings(CheckpointFiles(folder))
+    model = ModelConfig(**settings, seq_length=tokens.shape[1], make_vocab_size_divisible_by=8)
+    chunks = build_model_chunks(
+        model,
+        padded_vocab_size=padded_vocab_size(
+            VOCAB_SIZE,
+            make_vocab_size_divisible_by=8,
+            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        ),
+        parallel=parallel,
+        training=TrainingConfig(train_iters=1),
+        groups=groups,
+    )
+    load_huggingface(folder, chunks, model)
+    return chunks

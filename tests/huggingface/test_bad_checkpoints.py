@@ -2,13 +2,14 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_ext.errors import CheckpointError, MegatronExtError
+from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.huggingface.checkpoint_files import (
     CheckpointFiles,
     copy_side_files,
@@ -90,6 +91,18 @@ FAULTS = {
         _edit("config.json", architectures=["DeepseekV3ForCausalLM"]),
         r"config.json: this architecture is not read: latent attention",
     ),
+    "state-space models": (
+        _edit("config.json", architectures=["FalconH1ForCausalLM"]),
+        r"config.json: this architecture is not read: layers of state-space.*library: huggingface",
+    ),
+    "a text model of no family": (
+        _edit(
+            "config.json",
+            architectures=["Mistral3ForConditionalGeneration"],
+            text_config={"model_type": "ministral3"},
+        ),
+        r"config.json: this architecture is not read: its text model, of type ministral3, is of no",
+    ),
     "sinks": (
         _edit("config.json", architectures=["GptOssForCausalLM"]),
         r"config.json: this architecture is not read: sinks in attention",
@@ -103,6 +116,15 @@ FAULTS = {
     "biases": (
         _edit("config.json", attention_bias=True),
         r"config.json: megatron-core has no LlamaForCausalLM with such a attention_bias; got True",
+    ),
+    "windows without a pattern": (
+        _edit(
+            "config.json",
+            architectures=["Qwen2ForCausalLM"],
+            use_sliding_window=True,
+            max_window_layers=2,
+        ),
+        r"config.json: layers with a window follow no pattern; got full_attention, full_att",
     ),
     "quantised weights": (
         _edit("config.json", quantization_config={"quant_method": "gptq"}),
@@ -165,11 +187,43 @@ def test_a_repeated_tied_head_and_old_buffers_do_not_matter(folder):
     assert "lm_head.weight" not in tensors.shapes()
 
 
-def test_sequences_longer_than_a_window_are_refused(folder):
+def test_a_window_that_sequences_reach_is_the_one_that_the_folder_says(folder):
     _edit("config.json", architectures=["MistralForCausalLM"], sliding_window=16)(folder)
-    with pytest.raises(MegatronExtError, match="seq_length 32, window_size 16"):
-        _model(folder)
-    _model(folder, seq_length=16)
+    for length, window, is_refused in (
+        (32, 16, False),
+        (32, 8, True),
+        (32, None, True),
+        (16, None, False),
+    ):
+        model = _model(folder, seq_length=length, window_size=window)
+        assert model.has_window == (window is not None)
+        with (
+            pytest.raises(CheckpointError, match="another window_size")
+            if is_refused
+            else nullcontext()
+        ):
+            checked(CheckpointFiles(folder), model)
+
+
+WINDOWS = {
+    "none": ({"use_sliding_window": False}, None, None),
+    "in the last layers, of which there are none": ({"max_window_layers": 4}, None, None),
+    "in every layer": ({"max_window_layers": 0}, 16, 5),
+    "in all but every third": (
+        {"layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"]},
+        16,
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize("kinds", WINDOWS)
+def test_layers_have_the_windows_that_the_folder_says(folder, kinds):
+    changes, window, interval = WINDOWS[kinds]
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 16}
+    _edit("config.json", **{**qwen, **changes})(folder)
+    settings = model_settings(CheckpointFiles(folder))
+    assert (settings["window_size"], settings["full_attention_interval"]) == (window, interval)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -185,6 +239,18 @@ def test_a_model_that_no_architecture_is_has_no_configuration(folder):
     settings = full_settings(_model(folder)) | {"add_qkv_bias": True, "qk_layernorm": True}
     with pytest.raises(CheckpointError, match=r"add_qkv_bias.*qk_layernorm"):
         model_config(settings, max_position_embeddings=64)
+
+
+def test_sequences_beyond_the_short_factors_of_longrope_are_refused(tmp_path):
+    folder = save_model("phi4-mini", tmp_path)
+    assert _model(folder).rotary_magnitude == pytest.approx((1 + 1 / 5) ** 0.5)
+    with pytest.raises(
+        ConfigError, match=r"long factors of LongRoPE.*seq_length 33, rotary_longest 3"
+    ):
+        _model(folder, seq_length=33)
+    # Divisors of longer sequences are not kept, without which none can be written.
+    with pytest.raises(CheckpointError, match="no architecture"):
+        model_config(full_settings(_model(folder)), max_position_embeddings=64)
 
 
 def test_keys_of_both_releases_of_transformers_say_the_same(folder):

@@ -10,15 +10,19 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megatron_ext.huggingface.checkpoint_files import CheckpointFiles
 from megatron_ext.huggingface.rotary import rotary_settings
-from tests.huggingface.model_ranks import RankLogits, logits_of
+from tests.huggingface.model_ranks import RankLogits, gradients_of, logits_of
 from tests.huggingface.tiny_models import (
     LLAMA3_ROPE,
-    MODELS,
+    MORE_MODELS,
     in_words_of_release,
     save_model,
     some_tokens,
+    weights_of_logits,
 )
+from tests.huggingface.tiny_models import MODELS as FROM_SETTINGS
 from tests.process_group import run_ranks
+
+MODELS = {**FROM_SETTINGS, **MORE_MODELS}
 
 Ranks = dict[tuple[str, str], list[RankLogits]]
 """By model and layout."""
@@ -29,6 +33,10 @@ LAYOUTS = {
     "pp2": {"pipeline_model_parallel_size": 2},
     "pp2vp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
 }
+
+
+OF_OWN_LAYERS = ("gemma3", "phi3", "phi4-mini", "olmo2", "smollm3", "granite", "gpt-neox")
+"""Models that megatron-core builds with layers, norms or hooks of ours."""
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +71,32 @@ def test_logits_are_those_of_transformers(folders, ranks, name, layout):
         )
 
 
+def test_gradients_under_tensor_parallelism_are_those_of_transformers(folders):
+    asked = {name: folders[name] for name in OF_OWN_LAYERS}
+    found, _ = run_ranks(2, gradients_of, asked, LAYOUTS["tp2"])
+    for name, folder in asked.items():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        (model(some_tokens()).logits * weights_of_logits()).sum().backward()
+        expected = {name: weight.grad for name, weight in model.named_parameters()}
+        if "gpt_neox.embed_in.weight" in expected and "lm_head.weight" in expected:
+            # transformers 5 calls it so in memory alone.
+            expected["embed_out.weight"] = expected.pop("lm_head.weight")
+        assert found[name].keys() == expected.keys()
+        for key, gradient in found[name].items():
+            # fp32 sums in another order, through the layers and back.
+            atol = 1e-4 * float(expected[key].abs().max())
+            torch.testing.assert_close(gradient, expected[key], rtol=0, atol=atol)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_rank_reads_what_it_has_and_no_more(folders, ranks, name):
     tensors = CheckpointFiles(folders[name]).tensors
     sizes = {name: prod(tensor.shape) for name, tensor in tensors.items()}
-    vocabulary = sizes["model.embed_tokens.weight"]
-    norms = sum(size for name, size in sizes.items() if "norm" in name or _is_router(name))
+    vocabulary = next(size for name, size in sizes.items() if "embed_" in name)
+    norms = sum(size for name, size in sizes.items() if _is_of_every_rank(name))
     assert [rank.elements_read for rank in ranks[name, "alone"]] == [sum(sizes.values())]
-    # Norms, routers and the padding of an odd vocabulary are all that two ranks do not halve.
+    # Norms, routers, biases of whole outputs and the padding of an odd vocabulary are all that two
+    # ranks do not halve.
     tp2 = [rank.elements_read for rank in ranks[name, "tp2"]]
     assert sum(tp2) == sum(sizes.values()) + norms
     assert max(tp2) - min(tp2) < vocabulary / 10
@@ -78,11 +104,14 @@ def test_a_rank_reads_what_it_has_and_no_more(folders, ranks, name):
     assert sum(r.elements_read for r in ranks[name, "ep2"]) == 2 * sum(sizes.values()) - experts
     pp2 = sum(rank.elements_read for rank in ranks[name, "pp2"])
     # A tied head is on the last stage too.
-    assert pp2 == sum(sizes.values()) + vocabulary * ("lm_head.weight" not in sizes)
+    is_tied = not {"lm_head.weight", "embed_out.weight"} & sizes.keys()
+    assert pp2 == sum(sizes.values()) + vocabulary * is_tied
 
 
-def _is_router(name):
-    return name.endswith(("mlp.gate.weight", "moe.gate.weight", "shared_expert_gate.weight"))
+def _is_of_every_rank(name):
+    routers = ("mlp.gate.weight", "moe.gate.weight", "shared_expert_gate.weight")
+    biases = ("attention.dense.bias", "dense_4h_to_h.bias")
+    return "norm" in name or name.endswith((*routers, *biases))
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])

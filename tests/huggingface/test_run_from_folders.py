@@ -1,6 +1,7 @@
 """A run starts from a HuggingFace folder, learns from another, and is exported again."""
 
 import os
+from itertools import chain
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.huggingface.run_from_folders import train_runs, write_run
 from tests.huggingface.tiny_models import save_model, tensors_of
 from tests.process_group import run_ranks
 
+ALL_TEXT = os.environ.get("MEGATRON_EXT_ALL_TEXT") == "1"
 STUDENT, TEACHER = "gemma3", "qwen3"
 TEACHER_ROWS = 431
 """More than the student's 301 by other padding, so that two ranks would cut their heads apart."""
@@ -26,14 +28,27 @@ PAIRS = {
     "imported": (STUDENT, "checkpoint"),
     "transformers": (STUDENT, TEACHER, "huggingface"),
     "experts": ("qwen2-moe", "mixtral"),
+    "residuals": ("gpt-neox", "olmo2"),
 }
 """Student and teacher of each run, what runs the teacher, and the objective."""
-SHARDED = ["run", "experts"]
+SHARDED = ["run", "experts", "residuals"]
 """Those that two ranks run, too; all of them with MEGATRON_EXT_ALL_TEXT."""
-if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
-    PAIRS["turned"] = (TEACHER, STUDENT)
-    PAIRS["chunks"] = (STUDENT, TEACHER, "megatron", "strict_topk")
+if ALL_TEXT:
+    PAIRS |= {
+        "turned": (TEACHER, STUDENT),
+        "chunks": (STUDENT, TEACHER, "megatron", "strict_topk"),
+        "multipliers": ("granite", "phi3"),
+        "fused": ("phi3", "smollm3"),
+        "unrotated": ("smollm3", "granite"),
+        "norms": ("olmo2", "gpt-neox"),
+    }
     SHARDED = list(PAIRS)
+
+CUT = "cut"
+"""The first run over context-parallel ranks, which share its windows and both rotary embeddings."""
+
+OF_OTHERS = [name for name, pair in PAIRS.items() if not {STUDENT, TEACHER} & {*pair}]
+"""Runs of other models than the first two."""
 
 
 @pytest.fixture(scope="module")
@@ -41,15 +56,16 @@ def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     save_model(STUDENT, root / STUDENT)
     save_model(TEACHER, root / TEACHER, vocab_size=TEACHER_ROWS)
-    for name in PAIRS["experts"]:
+    for name in {*chain(*(PAIRS[name][:2] for name in OF_OTHERS))}:
         save_model(name, root / name)
     import_huggingface(root / TEACHER, root / "checkpoint")
     for name, values in PAIRS.items():
         run = dict(zip(("student", "teacher", "library", "objective"), values, strict=False))
         write_run(root, f"{name}-alone", **run)
         write_run(root, name, **run, tensor_model_parallel_size=2, sequence_parallel=True)
+    write_run(root, CUT, student=STUDENT, teacher=TEACHER, context_parallel_size=2)
     run_ranks(1, train_runs, root, [f"{name}-alone" for name in PAIRS])
-    run_ranks(2, train_runs, root, SHARDED)
+    run_ranks(2, train_runs, root, [*SHARDED, CUT])
     return root
 
 
@@ -72,14 +88,15 @@ def test_the_first_loss_is_that_of_transformers_over_the_ids_alone(root, name):
         assert measured["kd"] == pytest.approx(float(divergence), rel=1e-4)
 
 
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("name", [*SHARDED, CUT])
 def test_the_gradient_is_that_of_one_process(root, name):
-    (alone,), (sharded,) = read_metrics(root / f"{name}-alone"), read_metrics(root / name)
+    of_one = root / f"{'run' if name == CUT else name}-alone"
+    (alone,), (sharded,) = read_metrics(of_one), read_metrics(root / name)
     for number in ("kd", "grad_norm"):
         assert sharded[number] == pytest.approx(alone[number], rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["run", "experts"])
+@pytest.mark.parametrize("name", ["run", *OF_OTHERS])
 def test_an_exported_run_is_the_student_with_all_its_rows(root, name):
     student, exported = PAIRS[name][0], root / f"exported-{name}"
     export_huggingface(root / name, exported)

@@ -39,14 +39,14 @@ MODELS = {
     "llama-tied": ("Llama", {"tie_word_embeddings": True, "head_dim": 16}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"tie_word_embeddings": False, "head_dim": 16}),
-    "mistral": ("Mistral", {"sliding_window": None, "head_dim": 8}),
+    "mistral": ("Mistral", {"sliding_window": 7, "head_dim": 8}),
     "gemma": ("Gemma", {"head_dim": 16}),
     "gemma3": (
         "Gemma3",
         {
             "head_dim": 16,
             "query_pre_attn_scalar": 24,
-            "sliding_window": 32,
+            "sliding_window": 8,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -69,18 +69,62 @@ MODELS = {
         },
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "phi3": ("Phi3", {"hidden_size": 64, "partial_rotary_factor": 0.75}),
+    "olmo2": ("Olmo2", {}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 8, "no_rope_layer_interval": 3}),
+    "granite": (
+        "Granite",
+        {
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.22,
+            "embedding_multiplier": 12,
+            "logits_scaling": 1.5,
+        },
+    ),
+    "gpt-neox": (
+        "GPTNeoX",
+        {"hidden_size": 64, "rotary_pct": 0.25, "rotary_emb_base": 5000, "layer_norm_eps": 1e-5},
+    ),
 }
 """transformers' name and what its configuration differs in, by a name of our own."""
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 2.0, 3.5, 4.0],
+    "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
+}
+MORE_MODELS = {
+    "phi4-mini": (
+        "Phi3",
+        {
+            "hidden_size": 64,
+            "partial_rotary_factor": 0.75,
+            "rope_scaling": LONGROPE,
+            "original_max_position_embeddings": 32,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+"""Models that need their own config.json to be written."""
+
+
+_BY_SEED = (
+    *("gemma", "gemma3", "llama", "llama-tied", "mistral", "mixtral"),
+    *("qwen2", "qwen2-moe", "qwen3", "qwen3-moe"),
+    *("phi3", "olmo2", "smollm3", "granite", "gpt-neox", "phi4-mini"),
+)
+"""Models by the seed of their weights; one that is added at the end changes no other."""
 
 
 def hf_model(name, **sizes):
     """A model with random weights everywhere, norms and biases included."""
     import transformers
 
-    kind, options = MODELS[name]
+    kind, options = {**MODELS, **MORE_MODELS}[name]
     make_config = getattr(transformers, f"{_CONFIGS.get(kind, kind)}Config")
     config = make_config(**{**SIZES, **in_words_of_release(options), **sizes})
-    torch.manual_seed(sorted(MODELS).index(name))
+    torch.manual_seed(_BY_SEED.index(name))
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -148,6 +192,11 @@ def save_tokenizer(
 def some_tokens():
     """[2, 24] int64"""
     return torch.randint(0, VOCAB_SIZE, (2, 24), generator=torch.Generator().manual_seed(7))
+
+
+def weights_of_logits():
+    """[2, 24, V], of a loss that is the sum of the logits weighed by these."""
+    return torch.randn(2, 24, VOCAB_SIZE, generator=torch.Generator().manual_seed(8))
 
 
 def tensors_of(folder):

@@ -1,5 +1,6 @@
 """Tiny models of transformers' own classes with random weights, in folders, and rows to read."""
 
+import os
 from typing import NamedTuple
 
 import torch
@@ -39,7 +40,12 @@ MODELS = {
     "phi": ("Phi", {}),
     "gpt-2": ("GPT2", {}),
     "granite": ("Granite", {"logits_scaling": 3.0}),
+    "gpt-oss": ("GptOss", {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
 }
+if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
+    # Its scan takes seconds on a CPU.
+    _SCAN = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}
+    MODELS["falcon h1"] = ("FalconH1", _SCAN)
 """transformers' name and what its configuration differs in, by a name of our own."""
 
 LOGITS = ("gemma 2", "phi")

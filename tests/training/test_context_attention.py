@@ -36,6 +36,8 @@ class Case(NamedTuple):
     """Whether rows hold several texts, each row others."""
 
     scale: float | None = None
+    window: int | None = None
+    """Tokens that a position sees, with itself."""
 
 
 CASES = (
@@ -43,6 +45,9 @@ CASES = (
     Case(48, 3, 6, 2, 5, packed=True),
     Case(24, 2, 4, 4, 7, scale=0.3),
     Case(72, 2, 3, 1, 1, packed=True),
+    Case(48, 1, 2, 1, 3, window=5),
+    Case(24, 2, 2, 2, 2, packed=True, window=7),
+    Case(24, 1, 1, 1, 2, window=24),
 )
 
 
@@ -65,11 +70,23 @@ def whole(case):
 
 
 def mask(case):
-    """[B, 1, T, T] True where a position would look ahead, or into another text."""
+    """[B, 1, T, T] True where a position would look ahead, into another text or out of a window."""
     rows = [torch.arange(case.length) // (5 + 4 * row) for row in range(case.batch)]
     text = torch.stack(rows if case.packed else [torch.zeros(case.length)] * case.batch)
-    ahead = torch.ones(case.length, case.length, dtype=torch.bool).triu(1)
-    return (ahead | (text[:, :, None] != text[:, None]))[:, None]
+    hidden = torch.ones(case.length, case.length, dtype=torch.bool).triu(1)
+    if case.window is not None:
+        hidden |= hidden.new_ones(hidden.shape).tril(-case.window)
+    return (hidden | (text[:, :, None] != text[:, None]))[:, None]
+
+
+def window(case):
+    """Tokens before and after, as megatron-core has them."""
+    return None if case.window is None else (case.window - 1, 0)
+
+
+def without_window(case):
+    """The mask of what is packed alone, which a window is added to."""
+    return mask(case._replace(window=None))
 
 
 def attention(case, group):
@@ -80,6 +97,7 @@ def attention(case, group):
         num_query_groups=case.groups,
         attention_dropout=0.0,
         hidden_dropout=0.0,
+        window_size=window(case),
         context_parallel_size=dist.get_world_size(group),
     )
     return ContextAttention(
@@ -99,7 +117,7 @@ def on_a_rank(case, group):
     *inputs, grad = own
     for part in inputs:
         part.requires_grad_()
-    seen = rank.cut(mask(case)[:, 0])[:, None] if case.packed else None
+    seen = rank.cut(without_window(case)[:, 0])[:, None] if case.packed else None
     output = attention(case, group)(*inputs, seen)
     output.backward(grad)
     return Attended(output.detach(), *(part.grad for part in inputs))
@@ -113,6 +131,7 @@ def of_one_rank(kind, case, group):
         num_attention_heads=case.heads,
         num_query_groups=case.groups,
         attention_dropout=0.0,
+        window_size=window(case) if kind is ContextAttention else None,
         masked_softmax_fusion=False,
     )
     attend = kind(
@@ -126,8 +145,9 @@ def of_one_rank(kind, case, group):
     *inputs, grad = whole(case)
     for part in inputs:
         part.requires_grad_()
-    is_seen = case.packed or kind is DotProductAttention
-    seen = mask(case) if is_seen else None
+    seen = without_window(case) if case.packed else None
+    if kind is DotProductAttention:
+        seen = mask(case)
     output = attend(*inputs, seen, attn_mask_type=AttnMaskType.causal)
     output.backward(grad)
     return Attended(output.detach(), *(part.grad for part in inputs))
@@ -195,10 +215,11 @@ def test_values_and_gradients_are_those_of_megatron_core(case, ranks):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, msg=name)
 
 
-def test_the_last_positions_attend_to_a_cache_as_they_do_in_whole_rows(monkeypatch):
+@pytest.mark.parametrize("number", [2, 4], ids=["", "window"])
+def test_the_last_positions_attend_to_a_cache_as_they_do_in_whole_rows(number, monkeypatch):
     monkeypatch.setattr("torch.distributed.get_rank", lambda _: 0)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda _: 1)
-    case = CASES[2]
+    case = CASES[number]
     query, key, value, _ = whole(case)
     attend = attention(case, None)
     rows = attend(query, key, value, None)
@@ -220,7 +241,7 @@ def test_parts_of_rows_are_put_in_order_again(size):
     ("options", "where"),
     [
         ({"attention_dropout": 0.1}, "attention_dropout"),
-        ({"window_size": (8, 0)}, "window_size"),
+        ({"window_size": (8, 2)}, "window_size after a position"),
         ({"softmax_type": "off-by-one"}, "softmax_type"),
     ],
 )

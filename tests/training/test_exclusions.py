@@ -87,9 +87,6 @@ ON = {
     "an objective or an option that needs whole sequences": {
         "loss": {"objective": "alm", "options": {"merge": "words"}}
     },
-    "local_rotary_base of a model": {
-        "student": {"local_rotary_base": 10000, "full_attention_interval": 6}
-    },
     "num_experts of a teacher on the student's ranks": {
         "teacher": {"model": MODEL | {"num_layers": 4, "num_experts": 4}}
     },
@@ -109,6 +106,17 @@ ON = {
     "student.local_rotary_base": {
         "student": {"local_rotary_base": 10000, "full_attention_interval": 6}
     },
+    "a window_size below seq_length": {"student": {"window_size": 3}},
+    "student.rotary_divisors": {"student": {"rotary_divisors": [1.0, 2.0]}},
+    "student.unrotated_interval": {"student": {"unrotated_interval": 4}},
+    "student.qk_layernorm_over other than head": {
+        "student": {"qk_layernorm": True, "qk_layernorm_over": "heads"}
+    },
+    "student.parallel_residual": {"student": {"parallel_residual": True}},
+    "student.add_bias_linear": {"student": {"add_bias_linear": True}},
+    "student.residual_multiplier other than 1.0": {"student": {"residual_multiplier": 0.22}},
+    "student.embedding_multiplier other than 1.0": {"student": {"embedding_multiplier": 12.0}},
+    "student.logits_scaling other than 1.0": {"student": {"logits_scaling": 8.0}},
     "teacher": {},
     "Megatron-LM's loop": {},
 } | {

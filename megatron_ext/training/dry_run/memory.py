@@ -120,11 +120,18 @@ def _attention(plan: Plan, shape: ModelShape) -> int:
     context = own_query = element * tokens * query
     if has_rotary:
         # Repeated for packed rows, values are no longer part of the product.
-        kept = rotary if plan.run.data.packing else product + element * tokens * key_value + rotary
+        kept = (
+            rotary if _is_masked(plan, shape) else product + element * tokens * key_value + rotary
+        )
         return context + own_query + kept
     if is_joint:
         return context + product
-    return context + own_query + (0 if plan.run.data.packing else product)
+    return context + own_query + (0 if _is_masked(plan, shape) else product)
+
+
+def _is_masked(plan: Plan, shape: ModelShape) -> bool:
+    """Whether attention has a mask, for which the heads of keys and values are repeated."""
+    return plan.run.data.packing or shape.model.has_window
 
 
 def _scores(plan: Plan, shape: ModelShape) -> int:
@@ -135,10 +142,12 @@ def _scores(plan: Plan, shape: ModelShape) -> int:
         return _gathered(plan, shape)
     tokens, length = plan.tokens(shape), shape.model.seq_length
     normalisers = FP32 * shape.heads * tokens
-    if not plan.run.data.packing:
+    if not _is_masked(plan, shape):
         return normalisers
     repeated = 2 * tokens * shape.heads * shape.model.head_width
-    return normalisers + plan.element * (repeated + tokens * length)
+    # Rows of several texts have masks of their own; a window is the same in all.
+    rows = tokens if plan.run.data.packing else length
+    return normalisers + plan.element * (repeated + rows * length)
 
 
 def _gathered(plan: Plan, shape: ModelShape) -> int:

@@ -120,15 +120,25 @@ class ModelShape:
     @property
     def _biases(self) -> int:
         """Biases that only some families' layers have, on a rank."""
-        width = self.model.head_width
-        return width * (self.heads + 2 * self.query_groups) * self.model.add_qkv_bias
+        model = self.model
+        product = model.head_width * (self.heads + 2 * self.query_groups)
+        if not model.add_bias_linear:
+            return product * model.add_qkv_bias
+        opened = self.ffn * (2 if model.swiglu else 1)
+        # Every rank has those of whole outputs.
+        return product + opened + 2 * model.hidden_size
 
     @property
     def _other_norms(self) -> int:
         """Norms that only some families' layers have, on a rank."""
-        heads = 2 * self.model.head_width * (2 if self.model.normalization == "LayerNorm" else 1)
-        behind = 2 * self.model.hidden_size * self.model.post_layernorms
-        return heads * self.model.qk_layernorm + behind
+        model = self.model
+        behind = 2 * model.hidden_size * model.post_layernorms
+        if not model.qk_layernorm:
+            return behind
+        heads = 2 * (2 if model.normalization == "LayerNorm" else 1)
+        if model.qk_layernorm_over == "heads":
+            heads = model.num_attention_heads + model.query_groups
+        return heads * model.head_width + behind
 
     def is_last(self, stage: int) -> bool:
         """Whether a stage has the head."""
@@ -141,7 +151,7 @@ class ModelShape:
     def learning(self, stage: int, parts: Collection[str]) -> int:
         """Parameters of a stage on one rank that belong to ``parts`` (``training.trainable``)."""
         norm = self.model.hidden_size * (2 if self.model.normalization == "LayerNorm" else 1)
-        norms = self.layers * (2 * norm + self._other_norms)
+        norms = self.layers * (2 * norm * self.model.pre_layernorms + self._other_norms)
         layers = self.layers * (self.layer_products + self._biases) + norms
         vocabulary = self.head_rows * self.model.hidden_size
         total = layers if "layers" in parts else norms if "norms" in parts else 0

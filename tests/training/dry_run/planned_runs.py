@@ -26,7 +26,32 @@ MODELS = [
         ModelConfig(**SIZES, normalization="LayerNorm", position_embedding_type="learned_absolute"),
         "fp32",
     ),
+    (ModelConfig(**SIZES, ffn_hidden_size=96, num_query_groups=2, window_size=5), "fp32"),
 ]
+
+OF_FAMILIES = {
+    "gemma3": ModelConfig(**SIZES, qk_layernorm=True, post_layernorms=True),
+    "olmo2": ModelConfig(
+        **SIZES,
+        num_query_groups=2,
+        kv_channels=16,
+        qk_layernorm=True,
+        qk_layernorm_over="heads",
+        pre_layernorms=False,
+        post_layernorms=True,
+    ),
+    "pythia": ModelConfig(
+        **SIZES,
+        normalization="LayerNorm",
+        swiglu=False,
+        add_bias_linear=True,
+        parallel_residual=True,
+        rotary_percent=0.25,
+        untie_embeddings_and_output_weights=True,
+    ),
+    "biases of gates": ModelConfig(**SIZES, num_query_groups=2, add_bias_linear=True),
+}
+"""Layers with other norms and biases than the first ones."""
 
 EXPERTS = [
     (

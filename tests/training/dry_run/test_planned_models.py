@@ -20,6 +20,7 @@ from tests.training.dry_run.planned_runs import (
     BATCH,
     EXPERTS,
     MODELS,
+    OF_FAMILIES,
     PADDED_VOCABULARY,
     plan_of,
     planned_run,
@@ -149,7 +150,7 @@ EXPERT_LAYOUTS = {
     "ep2-of-tp2": SEQUENCE_TP2
     | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
 }
-NAMES = ["rmsnorm-groups", "bf16", "gelu-untied", "layernorm-learned-positions"]
+NAMES = ["rmsnorm-groups", "bf16", "gelu-untied", "layernorm-learned-positions", "window"]
 LAYOUTS = {"alone": {}, "tp2": TP2, "pp2": PP2, "cp2": CP2}
 
 
@@ -178,6 +179,18 @@ def test_every_rank_has_the_parameters_that_are_planned(measured, layout, number
 def measure_layouts(rank, layouts, models):
     """``measure_models`` of each layout."""
     return [measure_models(rank, layout, models) for layout in layouts]
+
+
+def test_layers_of_families_have_the_parameters_that_are_planned():
+    layouts, models = {"tp2": TP2, "pp2": PP2}, [(model, "fp32") for model in OF_FAMILIES.values()]
+    ranks = run_ranks(2, measure_layouts, [*layouts.values()], models)
+    for number, layout in enumerate(layouts):
+        tp, pp = (2, 1) if layout == "tp2" else (1, 2)
+        for index, (name, model) in enumerate(OF_FAMILIES.items()):
+            shape = ModelShape(model=model, padded_vocab_size=PADDED_VOCABULARY, tp=tp, pp=pp)
+            for rank in ranks:
+                found = rank[number][index]
+                assert shape.parameters(found.stage) == found.parameters, (name, layout)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,175 @@
+"""Families with experts: Qwen3-MoE, Qwen2-MoE and Mixtral."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_ext.huggingface.dense_families import LLAMA, MISTRAL
+from megatron_ext.huggingface.family import (
+    ATTENTION_OUTPUT,
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    INPUT_NORM,
+    KEY_NORM,
+    QKV,
+    QKV_BIAS,
+    QUERY_NORM,
+    Family,
+)
+from megatron_ext.huggingface.tensor_map import Part, Rule
+
+EXPERTS_NORM = Rule(
+    "decoder.layers.pre_mlp_layernorm.weight",
+    (Part("model.layers.{layer}.post_attention_layernorm.weight", ("hidden",)),),
+)
+
+
+def _experts(layer: str, router: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """Tensors of a layer of experts, by the names that a family has for them."""
+    expert = f"{layer}.experts.{{expert}}"
+    return (
+        EXPERTS_NORM,
+        Rule(
+            "decoder.layers.mlp.router.weight",
+            (Part(f"{layer}.{router}.weight", ("experts", "hidden")),),
+        ),
+        Rule(
+            "decoder.layers.mlp.experts.experts.linear_fc1.weight",
+            (
+                Part(f"{expert}.{gate}.weight", ("expert_ffn", "hidden")),
+                Part(f"{expert}.{up}.weight", ("expert_ffn", "hidden")),
+            ),
+        ),
+        Rule(
+            "decoder.layers.mlp.experts.experts.linear_fc2.weight",
+            (Part(f"{expert}.{down}.weight", ("hidden", "expert_ffn")),),
+        ),
+    )
+
+
+QWEN_EXPERTS = _experts("model.layers.{layer}.mlp", "gate", "gate_proj", "up_proj", "down_proj")
+
+SHARED = "model.layers.{layer}.mlp.shared_expert"
+SHARED_EXPERT = (
+    Rule(
+        "decoder.layers.mlp.shared_experts.gate_weight",
+        (Part(f"{SHARED}_gate.weight", ("one", "hidden")),),
+    ),
+    Rule(
+        "decoder.layers.mlp.shared_experts.linear_fc1.weight",
+        (
+            Part(f"{SHARED}.gate_proj.weight", ("shared_ffn", "hidden")),
+            Part(f"{SHARED}.up_proj.weight", ("shared_ffn", "hidden")),
+        ),
+    ),
+    Rule(
+        "decoder.layers.mlp.shared_experts.linear_fc2.weight",
+        (Part(f"{SHARED}.down_proj.weight", ("hidden", "shared_ffn")),),
+    ),
+)
+
+EVERY_LAYER: Mapping[str, tuple[Any, ...]] = {
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([], None),
+}
+"""Experts in every layer, in Qwen's keys."""
+
+QWEN3_MOE = Family(
+    architecture="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    models="Qwen3-MoE",
+    rules=(
+        EMBEDDING,
+        INPUT_NORM,
+        QKV,
+        QUERY_NORM,
+        KEY_NORM,
+        ATTENTION_OUTPUT,
+        *QWEN_EXPERTS,
+        FINAL_NORM,
+        HEAD,
+    ),
+    names={
+        "num_experts": "num_experts",
+        "moe_router_topk": "num_experts_per_tok",
+        "moe_ffn_hidden_size": "moe_intermediate_size",
+    },
+    synonyms={"num_experts": "num_local_experts"},
+    settings={"qk_layernorm": True},
+    defaults={
+        **LLAMA.defaults,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+    },
+    allowed={"hidden_act": ("silu",), "attention_bias": (False, None), **EVERY_LAYER},
+)
+
+QWEN2_MOE = Family(
+    architecture="Qwen2MoeForCausalLM",
+    model_type="qwen2_moe",
+    models="Qwen2-MoE and Qwen1.5-MoE",
+    rules=(
+        EMBEDDING,
+        INPUT_NORM,
+        QKV,
+        QKV_BIAS,
+        ATTENTION_OUTPUT,
+        *QWEN_EXPERTS,
+        *SHARED_EXPERT,
+        FINAL_NORM,
+        HEAD,
+    ),
+    names={
+        **QWEN3_MOE.names,
+        "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size",
+    },
+    settings={"add_qkv_bias": True, "moe_shared_expert_gate": True},
+    defaults={
+        **QWEN3_MOE.defaults,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "qkv_bias": True,
+        # Which layers have a window without layer_types depends on the release of transformers.
+        "max_window_layers": None,
+    },
+    unread=("max_window_layers",),
+    allowed={"hidden_act": ("silu",), "qkv_bias": (True,), **EVERY_LAYER},
+    ignored=LLAMA.ignored,
+)
+
+MIXTRAL = Family(
+    architecture="MixtralForCausalLM",
+    model_type="mixtral",
+    models="Mixtral",
+    rules=(
+        EMBEDDING,
+        INPUT_NORM,
+        QKV,
+        ATTENTION_OUTPUT,
+        *_experts("model.layers.{layer}.block_sparse_moe", "gate", "w1", "w3", "w2"),
+        FINAL_NORM,
+        HEAD,
+    ),
+    names={
+        "num_experts": "num_local_experts",
+        "moe_router_topk": "num_experts_per_tok",
+        "moe_ffn_hidden_size": "intermediate_size",
+    },
+    defaults={
+        **MISTRAL.defaults,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+        "rope_theta": 1_000_000.0,
+        "rms_norm_eps": 1e-5,
+    },
+    allowed={"hidden_act": ("silu",)},
+)
