@@ -4,8 +4,8 @@
     python benchmarks/dram.py --output benchmarks/results/dram.json
 
 A simulation, not a measurement: the addresses that the launches touch go through a cache of 50 MB
-that forgets what was touched least recently (``machine_code/cache.py``, ``schedules.py``). Beside it
-are the bytes that all accesses would move without a cache, and the floor: each logit once, each
+that forgets what was touched least recently (``machine_code/cache.py``, ``schedules.py``). Beside
+it are the bytes that all accesses would move without a cache, and the floor: each logit once, each
 gradient once. About a minute a pair; without inputs the pairs are made up and the results say so.
 """
 

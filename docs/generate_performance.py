@@ -41,6 +41,7 @@ def performance_page() -> str:
         "shards": _table(_shards(counted["rows"])),
         "measured": [NO_FIGURE] if measured is None else _measured(measured),
         "target": _target(counted["rows"], measured),
+        "designs": _table(_designs()),
         "instructions": _table(_instructions()),
         "chunks": _table(_chunks()),
         "cpu": _table(_on_cpu()),
@@ -243,6 +244,18 @@ def _target(counted: list[Row], measured: Row | None) -> list[str]:
         )
         return [*lines, "", found_to_be]
     return lines
+
+
+def _designs() -> Iterator[Sequence[str]]:
+    """Launches and bytes through a simulated cache of ``projected_kl + next_token``."""
+    results = _results("dram")
+    assert results is not None
+    named = {"before": "B", "joined": "C"}
+    yield ("pair", "design", "launches", "without a cache", "through the cache", "of the floor")
+    for row in results["rows"]:
+        floor, touched, moved = row["floor"], row["touched"], row["bytes"]
+        cells = (f"{touched / 1e9:.1f} GB", f"{moved / 1e9:.1f} GB", f"{moved / floor:.2f}x")
+        yield (row["pair"], named[row["schedule"]], str(row["launches"]), *cells)
 
 
 def _on_cpu() -> Iterator[Sequence[str]]:
