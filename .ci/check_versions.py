@@ -63,16 +63,16 @@ class Cell(NamedTuple):
 
 
 # Every pair of versions that can be installed together is in a cell; megatron-core needs Python
-# 3.12 from 0.17 on, and 0.19 a later torch than 2.6.
+# 3.12 from 0.17 on.
 CELLS: Final = (
     Cell("3.12", "0.19", NEWEST, NEWEST),
-    Cell("3.10", "0.16", "2.6", "4.57"),
+    Cell("3.10", "0.16", "2.8", "4.57"),
     Cell("3.12", "0.17", NEWEST, "4.57"),
     Cell("3.13", "0.18", NEWEST, NEWEST),
     Cell("3.13", "0.19", NEWEST, "4.57"),
     Cell("3.12", "0.16", NEWEST, NEWEST),
-    Cell("3.12", "0.18", "2.6", "4.57"),
-    Cell("3.13", "0.17", "2.6", NEWEST),
+    Cell("3.12", "0.18", "2.8", "4.57"),
+    Cell("3.13", "0.17", "2.8", NEWEST),
     Cell("3.13", "0.16", NEWEST, "4.57"),
     Cell("3.10", "0.16", NEWEST, NEWEST),
 )

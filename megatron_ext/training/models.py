@@ -202,7 +202,8 @@ def transformer_config(
         normalization=model.normalization,
         layernorm_epsilon=model.layernorm_epsilon,
         layernorm_zero_centered_gamma=model.layernorm_zero_centered_gamma,
-        qk_layernorm=model.qk_layernorm,
+        # LongRoPE's magnitude is in the place of these norms, which 0.19 has no others in.
+        qk_layernorm=model.qk_layernorm or model.rotary_magnitude != 1,
         # Tokens before a position, and after it.
         window_size=((model.window_size or 1) - 1, 0) if model.has_window else None,
         window_attn_skip_freq=model.full_attention_interval if model.has_window else None,

@@ -90,7 +90,7 @@ MODELS = {
 
 
 LONGROPE = {
-    "rope_type": "longrope",
+    "type": "longrope",
     "short_factor": [1.0, 1.1, 1.3, 2.0, 3.5, 4.0],
     "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
 }

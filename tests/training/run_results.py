@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 # fp32 sums in another order.
 LOSS_TOLERANCE = 1e-5
@@ -20,14 +19,15 @@ GRADIENT_NORM_TOLERANCE = 1e-4
 
 def tensors_of(run, iteration=2):
     """Those of a checkpoint by name, whole, the optimizer's too; without any process group."""
-    state = {}
-    _load_state_dict(
-        state,
-        storage_reader=FileSystemReader(str(run / "checkpoints" / f"iter_{iteration:07d}")),
-        planner=_EmptyStateDictLoadPlanner(),
-        no_dist=True,
-    )
-    return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+    reader = FileSystemReader(str(run / "checkpoints" / f"iter_{iteration:07d}"))
+    stored = reader.read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(it.size, dtype=it.properties.dtype)
+        for name, it in stored.items()
+        if isinstance(it, TensorStorageMetadata)
+    }
+    load(state, storage_reader=reader)
+    return state
 
 
 def weights_of(run, iteration=2):
