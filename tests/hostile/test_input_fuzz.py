@@ -29,7 +29,7 @@ def test_every_command_does_its_work_on_whole_inputs(fuzzed: Fuzzed) -> None:
 def test_malformed_inputs_are_refused_in_one_line_and_leave_nothing(
     fuzzed: Fuzzed, folder: Path
 ) -> None:
-    counts = some(fuzzed, folder, seed=0, count=2000 if ALL else 24)
+    counts = some(fuzzed, folder, seed=0, count=2000 if ALL else 16)
     assert counts["refused"] > counts["cases"] // 2
     assert not counts["found"]
 

@@ -99,6 +99,7 @@ def test_no_chunk_gives_zero_with_a_graph(by):
 
 @pytest.mark.usefixtures("nan_filled")
 @pytest.mark.parametrize("direction", sampled(["forward", "reverse"]))
+@pytest.mark.parametrize("by", sampled(["cpu", "triton"]))
 def test_several_blocks_of_columns_and_a_column_of_more_entries_than_a_program_holds(by, direction):
     case = paired(vocabs=(2700, 1300), lengths=(3, 2), chunk_count=2)
     hub = case.projection.clone()
