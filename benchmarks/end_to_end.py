@@ -43,9 +43,8 @@ from megatron_ext.distributed.layout import Layout, launched_processes
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.teachers.megatron_teacher import MegatronTeacher
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
-from megatron_ext.training import cpu_megatron
-from megatron_ext.training.checkpoint import save_checkpoint
-from megatron_ext.training.config import (
+from megatron_ext.training.checkpoints.checkpoint import save_checkpoint
+from megatron_ext.training.configuration.config import (
     DataConfig,
     DistillConfig,
     LossConfig,
@@ -56,7 +55,8 @@ from megatron_ext.training.config import (
 )
 from megatron_ext.training.distill import build_trainer
 from megatron_ext.training.inputs import read_inputs
-from megatron_ext.training.models import build_model_chunks, sharded_weights
+from megatron_ext.training.megatron_models import cpu_megatron
+from megatron_ext.training.megatron_models.models import build_model_chunks, sharded_weights
 from megatron_ext.training.run_plan import RunPlan
 from megatron_ext.training.step_clock import StepWatch, peak_memory_bytes
 from megatron_ext.training.trainer import Trainer

@@ -26,9 +26,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.configuration.config import DistillConfig
+from megatron_ext.training.configuration.yaml_file import read_config_file
 from megatron_ext.training.metrics import read_metrics
-from megatron_ext.training.model_section import read_config_file
 from megatron_ext.typed_mapping import build_config
 
 _CONTEXT = multiprocessing.get_context("forkserver")

@@ -35,7 +35,7 @@ from megatron_ext.teachers.listener import TeacherListener
 from megatron_ext.teachers.remote_server import RemoteServer
 from megatron_ext.teachers.server import ReplicaRanks, TeacherServer
 from megatron_ext.teachers.target_form import TargetForm
-from megatron_ext.training import cpu_megatron
+from megatron_ext.training.megatron_models import cpu_megatron
 
 WIDTH, VOCAB = 2_048, 100
 TOKENS_PER_MIB: Final = (1 << 20) // (2 * WIDTH)

@@ -16,9 +16,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_ext.training.arguments import Flag, config_flags
-from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.exclusions import EXCLUSIONS
+from megatron_ext.training.configuration.arguments import Flag, config_flags
+from megatron_ext.training.configuration.config import DistillConfig
+from megatron_ext.training.configuration.exclusions import EXCLUSIONS
 
 PAGE = Path(__file__).with_name("configuration.md")
 INTRODUCTION = """\

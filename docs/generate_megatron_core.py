@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.training.megatron_parts import PARTS
+from megatron_ext.training.megatron_models.megatron_parts import PARTS
 
 PAGE = Path(__file__).with_name("megatron_core.md")
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "versions.json"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from megatron_ext import MegatronTokenizer, SparseProjection, TokenizerConfig
-from megatron_ext.training.config import (
+from megatron_ext.training.configuration.config import (
     DataConfig,
     DistillConfig,
     LossConfig,

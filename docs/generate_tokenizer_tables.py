@@ -19,7 +19,7 @@ from typing import Any, Literal
 from megatron_ext.conversation import PROMPT_FORMAT_REGISTRY
 from megatron_ext.tokenizers.config import TokenizerConfig
 from megatron_ext.tokenizers.legacy_types import LEGACY_TYPES
-from megatron_ext.training.tokenizer_arguments import OLD_FLAGS, tokenizer_flags
+from megatron_ext.training.configuration.tokenizer_arguments import OLD_FLAGS, tokenizer_flags
 
 PAGE = Path(__file__).with_name("tokenizers.md")
 

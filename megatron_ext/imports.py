@@ -107,6 +107,51 @@ def large_imports() -> Iterator[None]:
             gc.enable()
 
 
+_MOVED_IN_TRAINING: Final = {
+    "configuration": {
+        "arguments": "arguments",
+        "config": "config",
+        "exclusions": "exclusions",
+        "features": "features",
+        "loop_config": "loop",
+        "lora_config": "lora",
+        "model_config": "model",
+        "model_section": "yaml_file",
+        "rollout_config": "rollouts",
+        "teacher_config": "teachers",
+        "tokenizer_arguments": "tokenizer_arguments",
+    },
+    "checkpoints": {
+        "checkpoint": "checkpoint",
+        "checkpoint_folder": "folder",
+        "checkpoint_manifest": "manifest",
+        "checkpoint_reader": "reader",
+        "checkpoint_slices": "slices",
+        "checkpoint_tokenizer": "tokenizer",
+        "checkpoint_writer": "writer",
+        "export_adapter": "adapter_export",
+        "export_checkpoint": "huggingface_export",
+        "import_checkpoint": "huggingface_import",
+        "model_check": "huggingface_check",
+        "optimizer_state": "optimizer_state",
+        "saved_run": "saved_run",
+    },
+    "megatron_models": {
+        "context_attention": "attention",
+        "cpu_megatron": "cpu_megatron",
+        "experts": "experts",
+        "first_weights": "first_weights",
+        "layers": "layers",
+        "learning_parts": "learning_parts",
+        "megatron_parts": "megatron_parts",
+        "models": "models",
+        "norms": "norms",
+        "student_head": "student_head",
+        "te_attention": "te_attention",
+    },
+}
+"""Package in ``megatron_ext.training`` -> former name of a module beside it -> its name there."""
+
 MOVED: Final = {
     "megatron_ext.alignment.chunk_class": "megatron_ext.alignment.alignment",
     "megatron_ext.atomic_file": "megatron_ext.files",
@@ -125,6 +170,11 @@ MOVED: Final = {
     "megatron_ext.training.sft.config": "megatron_ext.data.sft_records",
     "megatron_ext.training.sft.dataset": "megatron_ext.data.sft_dataset",
     "megatron_ext.training.masked_gpt_dataset": "megatron_ext.megatron_lm.masked_gpt_dataset",
+    **{
+        f"megatron_ext.training.{former}": f"megatron_ext.training.{package}.{present}"
+        for package, modules in _MOVED_IN_TRAINING.items()
+        for former, present in modules.items()
+    },
 }
 """Modules that programs of users import: former name -> present name. A module of a moved package
 is found in the present package, unless it has a row of its own."""

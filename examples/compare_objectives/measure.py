@@ -39,15 +39,15 @@ from megatron_ext.losses import VocabularyMatch
 from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.build import padded_vocab_size
-from megatron_ext.training import cpu_megatron
-from megatron_ext.training.checkpoint import load_weights
-from megatron_ext.training.checkpoint_folder import find_checkpoint
-from megatron_ext.training.checkpoint_tokenizer import check_same_tokenizer
-from megatron_ext.training.config import TEACHER, DistillConfig, ModelConfig
+from megatron_ext.training.checkpoints.checkpoint import load_weights
+from megatron_ext.training.checkpoints.folder import find_checkpoint
+from megatron_ext.training.checkpoints.tokenizer import check_same_tokenizer
+from megatron_ext.training.configuration.config import TEACHER, DistillConfig, ModelConfig
+from megatron_ext.training.configuration.yaml_file import read_config_file
 from megatron_ext.training.inputs import Inputs, read_inputs
+from megatron_ext.training.megatron_models import cpu_megatron
+from megatron_ext.training.megatron_models.models import build_gpt_model, freeze
 from megatron_ext.training.microbatch import Microbatch, TokenBatch
-from megatron_ext.training.model_section import read_config_file
-from megatron_ext.training.models import build_gpt_model, freeze
 from megatron_ext.typed_mapping import build_config
 
 NUMERAL = re.compile(rb"[0-9]{2,}")

@@ -25,13 +25,13 @@ from megatron_ext.cli.pages.audit_text import AuditRun, text_report
 from megatron_ext.cli.pages.token_view import add_color_argument, use_colors
 from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
-from megatron_ext.training.arguments import (
+from megatron_ext.training.configuration.arguments import (
     argparse_type,
     flags_of,
     mark_advanced,
     terminal_help,
 )
-from megatron_ext.training.tokenizer_arguments import BASIC_FIELDS
+from megatron_ext.training.configuration.tokenizer_arguments import BASIC_FIELDS
 from megatron_ext.typed_mapping import build_config
 
 _STANDARD_OUTPUT = "-"

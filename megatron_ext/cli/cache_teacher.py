@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, get_args
 from megatron_ext.cli.output import named_teacher, quiet_libraries
 from megatron_ext.distributed.layout import launched_processes
 from megatron_ext.errors import ConfigError
-from megatron_ext.training.arguments import (
+from megatron_ext.training.configuration.arguments import (
     add_config_arguments,
     config_from_arguments,
     is_given,
@@ -31,7 +31,7 @@ from megatron_ext.training.inputs import read_inputs, write_warnings
 
 if TYPE_CHECKING:
     from megatron_ext.teachers.target_form import TargetForm
-    from megatron_ext.training.config import DistillConfig
+    from megatron_ext.training.configuration.config import DistillConfig
     from megatron_ext.training.teachers.recording import Recording
     from megatron_ext.training.teachers.target_cache import Manifest
 
@@ -111,7 +111,10 @@ def run(arguments: argparse.Namespace) -> None:
     name = named_teacher(given, arguments.teacher, what_for="cache")
     world_size = launched_processes()
     quiet_libraries()
-    from megatron_ext.training.cpu_megatron import announce_device, in_precision_of_device
+    from megatron_ext.training.megatron_models.cpu_megatron import (
+        announce_device,
+        in_precision_of_device,
+    )
 
     announce_device(require_gpu=given.training.require_gpu)
     has_precision = is_given(arguments, "training", "precision")

@@ -23,12 +23,12 @@ from megatron_ext.distributed.layout import launched_processes
 from megatron_ext.errors import ConfigError
 from megatron_ext.evaluation.run_tasks import RunTasks
 from megatron_ext.imports import large_imports
-from megatron_ext.training.arguments import (
+from megatron_ext.training.configuration.arguments import (
     add_config_arguments,
     config_from_arguments,
     is_given,
 )
-from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.configuration.config import DistillConfig
 from megatron_ext.training.inputs import read_inputs, read_served_teacher, write_warnings
 from megatron_ext.training.run_folder import config_values
 from megatron_ext.training.run_plan import TeacherPlan
@@ -73,7 +73,10 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.world_size is not None or arguments.layers is not None:
         raise ConfigError("--world-size and --layers plan a run", fix="add --dry-run")
     # The device is the first line, so torch is loaded before inputs are checked.
-    from megatron_ext.training.cpu_megatron import announce_device, in_precision_of_device
+    from megatron_ext.training.megatron_models.cpu_megatron import (
+        announce_device,
+        in_precision_of_device,
+    )
 
     announce_device(require_gpu=config.training.require_gpu)
     has_precision = is_given(arguments, "training", "precision")

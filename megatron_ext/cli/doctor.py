@@ -53,7 +53,7 @@ def _devices() -> Iterator[tuple[str, str]]:
         return
     import torch
 
-    from megatron_ext.training.cpu_megatron import why_no_gpu
+    from megatron_ext.training.megatron_models.cpu_megatron import why_no_gpu
 
     reason = why_no_gpu()
     if reason is not None:

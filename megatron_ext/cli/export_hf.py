@@ -58,8 +58,8 @@ def run(arguments: argparse.Namespace) -> None:
         )
     quiet_libraries()
     with large_imports():
-        from megatron_ext.training.export_adapter import export_adapter
-        from megatron_ext.training.export_checkpoint import DTYPES, export_huggingface
+        from megatron_ext.training.checkpoints.adapter_export import export_adapter
+        from megatron_ext.training.checkpoints.huggingface_export import DTYPES, export_huggingface
 
     dtype = DTYPES[arguments.dtype] if arguments.dtype else None
     source, output, verify = arguments.checkpoint, arguments.output, arguments.verify

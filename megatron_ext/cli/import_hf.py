@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> None:
     folder = hub_model(arguments.folder, where="FOLDER") or Path(arguments.folder)
     quiet_libraries()
     with large_imports():
-        from megatron_ext.training.import_checkpoint import import_huggingface
+        from megatron_ext.training.checkpoints.huggingface_import import import_huggingface
 
     checkpoint = import_huggingface(folder, arguments.output)
     sys.stdout.write(f"{checkpoint}\n")

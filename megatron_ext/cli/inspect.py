@@ -29,7 +29,7 @@ from megatron_ext.cli.pages.token_view import (
 from megatron_ext.conversation.records import RECORD_SCHEMA_REGISTRY
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.tokenizers import MegatronTokenizerText, build_tokenizer
-from megatron_ext.training.tokenizer_arguments import (
+from megatron_ext.training.configuration.tokenizer_arguments import (
     add_short_tokenizer_flag,
     add_tokenizer_arguments,
     tokenizer_config_from_arguments,

@@ -12,7 +12,7 @@ from megatron_ext.errors import ConfigError, UnknownNameError
 from megatron_ext.files import write_text
 
 if TYPE_CHECKING:
-    from megatron_ext.training.config import DistillConfig
+    from megatron_ext.training.configuration.config import DistillConfig
 
 MOST_NAMED: Final = 5
 """Most records and files that are named; the others are counted."""

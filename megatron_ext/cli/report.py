@@ -134,7 +134,7 @@ def _sample_models(run: RunRecord, texts: Sequence[str], prompts: Sequence[str])
     quiet_libraries()
     with large_imports():
         from megatron_ext.evaluation.model_samples import COMPLETIONS, model_samples
-    from megatron_ext.training.checkpoint_folder import find_checkpoint, iteration_of
+    from megatron_ext.training.checkpoints.folder import find_checkpoint, iteration_of
 
     checkpoint = find_checkpoint(str(run.folder), where="--with-models")
     of_teachers: dict[str, Any] = {}

@@ -19,8 +19,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
-from megatron_ext.training.arguments import field_docs
-from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.configuration.arguments import field_docs
+from megatron_ext.training.configuration.config import DistillConfig
 
 _DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 _NUMBER: Final = r"^\s*[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?\s*$"

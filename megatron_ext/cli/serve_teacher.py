@@ -20,7 +20,7 @@ from pathlib import Path
 from megatron_ext.cli.output import named_teacher, quiet_libraries
 from megatron_ext.errors import ConfigError
 from megatron_ext.imports import large_imports
-from megatron_ext.training.arguments import (
+from megatron_ext.training.configuration.arguments import (
     add_config_arguments,
     config_from_arguments,
     is_given,
@@ -67,7 +67,10 @@ def run(arguments: argparse.Namespace) -> None:
             expected="both or none",
             fix="pass both files",
         )
-    from megatron_ext.training.cpu_megatron import announce_device, in_precision_of_device
+    from megatron_ext.training.megatron_models.cpu_megatron import (
+        announce_device,
+        in_precision_of_device,
+    )
 
     announce_device(require_gpu=config.training.require_gpu)
     has_precision = is_given(arguments, "training", "precision")

@@ -31,7 +31,7 @@ from megatron_ext.preprocessing.config import PreprocessConfig
 from megatron_ext.preprocessing.preprocess import preprocess
 from megatron_ext.preprocessing.report import Report
 from megatron_ext.tokenizers import TokenizerConfig
-from megatron_ext.training.tokenizer_arguments import (
+from megatron_ext.training.configuration.tokenizer_arguments import (
     add_short_tokenizer_flag,
     add_tokenizer_arguments,
     tokenizer_config_from_arguments,

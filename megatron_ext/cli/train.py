@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from megatron_ext.cli import distill
 from megatron_ext.errors import ConfigError
-from megatron_ext.training.arguments import given_value, set_value
+from megatron_ext.training.configuration.arguments import given_value, set_value
 
 _OF_TEACHERS: Final = ("teacher", "teachers", "projection")
 """Keys of a configuration that mean nothing without a teacher."""

@@ -344,7 +344,7 @@ def _as_folder(model: Path) -> Iterator[Path]:
     if is_checkpoint_folder(model):
         yield model
         return
-    from megatron_ext.training.export_checkpoint import export_huggingface
+    from megatron_ext.training.checkpoints.huggingface_export import export_huggingface
 
     with TemporaryDirectory() as folder:
         exported = Path(folder) / model.name

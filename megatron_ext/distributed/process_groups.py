@@ -174,7 +174,7 @@ def initialize(layout: Layout, *, timeout: timedelta = timedelta(minutes=30)) ->
     """Join the process group that torchrun describes and cut it into a TP x CP x DP x PP layout.
 
     One process works too, without torchrun. NCCL with a GPU per local rank, otherwise gloo on CPU
-    (the caller installs ``training.cpu_megatron`` first).
+    (the caller installs ``training.megatron_models.cpu_megatron`` first).
 
     Args:
         timeout: How long a collective may wait.

@@ -37,14 +37,14 @@ from megatron_ext.huggingface.checkpoint_files import (
 )
 from megatron_ext.huggingface.model_settings import longest_sequence, model_settings
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
-from megatron_ext.training import cpu_megatron
-from megatron_ext.training.checkpoint import checkpoint_model
-from megatron_ext.training.checkpoint_folder import find_checkpoint
-from megatron_ext.training.checkpoint_tokenizer import KeptTokenizer, tokenizer_doubts
-from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
-from megatron_ext.training.first_weights import load_first_weights
+from megatron_ext.training.checkpoints.checkpoint import checkpoint_model
+from megatron_ext.training.checkpoints.folder import find_checkpoint
+from megatron_ext.training.checkpoints.tokenizer import KeptTokenizer, tokenizer_doubts
+from megatron_ext.training.configuration.config import ModelConfig, ParallelConfig, TrainingConfig
 from megatron_ext.training.inputs import write_warnings
-from megatron_ext.training.models import DTYPES, build_gpt_model, freeze
+from megatron_ext.training.megatron_models import cpu_megatron
+from megatron_ext.training.megatron_models.first_weights import load_first_weights
+from megatron_ext.training.megatron_models.models import DTYPES, build_gpt_model, freeze
 
 Result = TypeVar("Result")
 _LAST_IDS = 8

@@ -12,7 +12,7 @@ from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.evaluation.tasks import TASKS, Task, TaskOptions
 from megatron_ext.evaluation.tasks.task import TaskResult
 from megatron_ext.files import write_text
-from megatron_ext.training.teacher_config import EvaluationConfig, EvaluationTaskConfig
+from megatron_ext.training.configuration.teachers import EvaluationConfig, EvaluationTaskConfig
 
 if TYPE_CHECKING:
     from megatron_ext.evaluation.megatron_language_model import MegatronLanguageModel

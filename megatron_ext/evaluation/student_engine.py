@@ -11,8 +11,8 @@ from megatron_ext.evaluation.language_model import GenerationOptions
 from megatron_ext.evaluation.run_tasks import evaluating
 from megatron_ext.evaluation.token_mixture import TokenMixture
 from megatron_ext.imports import needed_packages
+from megatron_ext.training.configuration.rollouts import RolloutConfig
 from megatron_ext.training.distill import EngineOf, StudentToEvaluate
-from megatron_ext.training.rollout_config import RolloutConfig
 
 
 class StudentEngine:

@@ -1,6 +1,6 @@
 """Conversion between ``config.json`` and model settings, and the sizes of any causal model.
 
-Settings have the names of ``training.config.ModelConfig``: all that define the model, and none of
+Settings have the names of ``ModelConfig``: all that define the model, and none of
 its training. torch is not loaded.
 """
 

@@ -122,7 +122,7 @@ class TensorMap:
 
     Args:
         rules: Rules of the family.
-        settings: Settings of the model, by the names of ``training.config.ModelConfig``.
+        settings: Settings of the model, by the names of ``ModelConfig``.
     """
 
     def __init__(self, rules: Sequence[Rule], settings: Mapping[str, Any]) -> None:

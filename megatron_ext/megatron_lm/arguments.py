@@ -22,8 +22,8 @@ from megatron_ext.tokenizers.legacy_types import LEGACY_TYPES, OLD_FORMAT, UNSPO
 from megatron_ext.tokenizers.namespace import config_from_namespace
 from megatron_ext.tokenizers.text_tokenizer import MegatronTokenizerText
 from megatron_ext.tokenizers.tokenizer_files import FileLibrary, require_library
-from megatron_ext.training.arguments import argparse_type, flags_of, terminal_help
-from megatron_ext.training.tokenizer_arguments import (
+from megatron_ext.training.configuration.arguments import argparse_type, flags_of, terminal_help
+from megatron_ext.training.configuration.tokenizer_arguments import (
     add_missing_flags,
     check_explicit_flags,
     explicit_flags,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.configuration.config import DistillConfig
 
 _SPELLED: Final = {
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megatron_ext.documents.id_tokenizers import loss_mask_prefix
 from megatron_ext.errors import DataError
-from megatron_ext.training.megatron_parts import needed
+from megatron_ext.training.megatron_models.megatron_parts import needed
 
 
 class MaskedGPTDataset(GPTDataset):  # type: ignore[misc]

@@ -40,18 +40,21 @@ from megatron_ext.megatron_lm.loop_arguments import (
 )
 from megatron_ext.teachers.remote_teacher import remote_teachers
 from megatron_ext.tokenizers import build_tokenizer
-from megatron_ext.training import cpu_megatron
-from megatron_ext.training.checkpoint_folder import find_checkpoint
-from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.cpu_megatron import announce_device
+from megatron_ext.training.checkpoints.folder import find_checkpoint
+from megatron_ext.training.configuration.config import DistillConfig
+from megatron_ext.training.configuration.exclusions import check_exclusions
+from megatron_ext.training.configuration.yaml_file import read_config_file
 from megatron_ext.training.distill import build_trainer_around
-from megatron_ext.training.exclusions import check_exclusions
-from megatron_ext.training.first_weights import load_first_weights, student_vocab_shard
 from megatron_ext.training.forward_step import GlobalCounts
 from megatron_ext.training.inputs import Inputs, read_inputs, write_warnings
+from megatron_ext.training.megatron_models import cpu_megatron
+from megatron_ext.training.megatron_models.cpu_megatron import announce_device
+from megatron_ext.training.megatron_models.first_weights import (
+    load_first_weights,
+    student_vocab_shard,
+)
+from megatron_ext.training.megatron_models.models import build_gpt_model
 from megatron_ext.training.microbatch import Microbatch, MicrobatchWithTargets
-from megatron_ext.training.model_section import read_config_file
-from megatron_ext.training.models import build_gpt_model
 from megatron_ext.training.run_data import HeldOut
 from megatron_ext.training.run_folder import own_run_folder
 from megatron_ext.training.start_agreement import check_same_start

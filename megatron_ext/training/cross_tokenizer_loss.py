@@ -32,7 +32,7 @@ from megatron_ext.losses.diagnostics import check_finite
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.compressed_rows import check_built_for
 from megatron_ext.tokenizers.from_huggingface import as_tokenizer
-from megatron_ext.training.config import LossConfig
+from megatron_ext.training.configuration.config import LossConfig
 from megatron_ext.training.microbatch import Microbatch, MicrobatchWithTargets, uploaded
 from megatron_ext.training.objective import RunConstants, make_objective
 from megatron_ext.training.teacher_term import TeacherTerm

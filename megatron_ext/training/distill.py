@@ -22,15 +22,18 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.huggingface.checkpoint_files import SIDE_FOLDER, copy_side_files
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training import watchdog
-from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
-from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.checkpoints.folder import find_checkpoint, latest_checkpoint
+from megatron_ext.training.configuration.config import DistillConfig
 from megatron_ext.training.faults import StopRequest
-from megatron_ext.training.first_weights import load_first_weights, student_vocab_shard
 from megatron_ext.training.inputs import Inputs
-from megatron_ext.training.learning_parts import add_adapters, freeze_parts
 from megatron_ext.training.learning_step import learning_step
-from megatron_ext.training.megatron_parts import check_torch
-from megatron_ext.training.models import build_model_chunks
+from megatron_ext.training.megatron_models.first_weights import (
+    load_first_weights,
+    student_vocab_shard,
+)
+from megatron_ext.training.megatron_models.learning_parts import add_adapters, freeze_parts
+from megatron_ext.training.megatron_models.megatron_parts import check_torch
+from megatron_ext.training.megatron_models.models import build_model_chunks
 from megatron_ext.training.rollouts import Rollouts
 from megatron_ext.training.run_folder import (
     CHECKPOINTS,

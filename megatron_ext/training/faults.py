@@ -28,7 +28,7 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import MegatronExtError, refused_input
 from megatron_ext.files import parse_json, whole_lines, write_bytes
 from megatron_ext.losses.diagnostics import ONE_TEACHER, FiniteCheck
-from megatron_ext.training.config import TrainingConfig
+from megatron_ext.training.configuration.config import TrainingConfig
 from megatron_ext.training.run_folder import QUARANTINE_FILE
 
 

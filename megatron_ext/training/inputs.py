@@ -18,16 +18,16 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
 from megatron_ext.tokenizers.build import names_tokenizer
-from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
-from megatron_ext.training.checkpoint_tokenizer import (
+from megatron_ext.training.checkpoints.folder import find_checkpoint, latest_checkpoint
+from megatron_ext.training.checkpoints.huggingface_check import check_if_huggingface, check_teacher
+from megatron_ext.training.checkpoints.tokenizer import (
     check_same_tokenizer,
     teacher_doubts,
     tokenizer_doubts,
 )
-from megatron_ext.training.config import TEACHER as TEACHER
-from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.configuration.config import TEACHER as TEACHER
+from megatron_ext.training.configuration.config import DistillConfig
 from megatron_ext.training.metrics import check_writers
-from megatron_ext.training.model_check import check_if_huggingface, check_teacher
 from megatron_ext.training.run_folder import CHECKPOINTS, check_run_folder, check_same_text
 from megatron_ext.training.run_plan import TeacherPlan
 

@@ -15,20 +15,20 @@ from megatron_ext.losses import LOSS_REGISTRY, LearnedProjection, Objective, Sto
 from megatron_ext.losses.objective import ModelPair
 from megatron_ext.projection import SparseProjection
 from megatron_ext.teachers.megatron_teacher import head_weight
-from megatron_ext.training.checkpoint_folder import latest_checkpoint
-from megatron_ext.training.config import TEACHER
+from megatron_ext.training.checkpoints.folder import latest_checkpoint
+from megatron_ext.training.configuration.config import TEACHER
+from megatron_ext.training.configuration.rollouts import RolloutConfig
 from megatron_ext.training.forward_step import StudentStep
-from megatron_ext.training.models import DTYPES
+from megatron_ext.training.megatron_models.models import DTYPES
+from megatron_ext.training.megatron_models.student_head import StudentHidden, linear_forms
 from megatron_ext.training.objective import (
     RunConstants,
     lower_layers,
     teacher_objective,
     with_projectors,
 )
-from megatron_ext.training.rollout_config import RolloutConfig
 from megatron_ext.training.run_folder import CHECKPOINTS, projection_file
 from megatron_ext.training.run_plan import TeacherPlan
-from megatron_ext.training.student_head import StudentHidden, linear_forms
 from megatron_ext.training.teacher_term import TeacherTerm, make_aggregator
 from megatron_ext.training.teachers.live_teacher import LoadedTeacher, StudentParts
 from megatron_ext.training.validation import same_tokens

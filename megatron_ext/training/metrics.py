@@ -23,7 +23,7 @@ from tqdm import tqdm
 from megatron_ext.errors import refused_input
 from megatron_ext.files import parse_json, whole_lines, write_bytes, write_text
 from megatron_ext.imports import missing_package
-from megatron_ext.training.config import TrainingConfig
+from megatron_ext.training.configuration.config import TrainingConfig
 from megatron_ext.training.run_folder import METRICS_FILE
 from megatron_ext.training.run_plan import RunPlan
 

@@ -29,7 +29,7 @@ from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.layout import VocabularyLayout
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.token_bytes import TokenBytes
-from megatron_ext.training.config import LossConfig, TeacherConfig
+from megatron_ext.training.configuration.config import LossConfig, TeacherConfig
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.typed_mapping import build_config
 

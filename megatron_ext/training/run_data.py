@@ -20,7 +20,7 @@ from megatron_ext.documents.documents import CorpusReport
 from megatron_ext.documents.id_tokenizers import IdTokenizers
 from megatron_ext.errors import DataError
 from megatron_ext.tokenizers import MegatronTokenizerText
-from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.configuration.config import DistillConfig
 from megatron_ext.training.run_sources import (
     Routes,
     read_documents,

@@ -16,10 +16,10 @@ import yaml
 
 from megatron_ext.errors import ConfigError, refused_input
 from megatron_ext.files import disown, is_owned, own, read_json, write_text
-from megatron_ext.training.checkpoint_folder import CHECKPOINTS as CHECKPOINTS
-from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
-from megatron_ext.training.config import TEACHER, DistillConfig
-from megatron_ext.training.model_section import read_config_file
+from megatron_ext.training.checkpoints.folder import CHECKPOINTS as CHECKPOINTS
+from megatron_ext.training.checkpoints.folder import find_checkpoint, latest_checkpoint
+from megatron_ext.training.configuration.config import TEACHER, DistillConfig
+from megatron_ext.training.configuration.yaml_file import read_config_file
 
 CONFIG_FILE = "config.yaml"
 DATA_FILE = "data.json"

@@ -20,8 +20,8 @@ from megatron_ext.losses import (
     ScheduledWeighting,
 )
 from megatron_ext.tokenizers import MegatronTokenizerText
-from megatron_ext.training.config import DistillConfig, LossConfig
-from megatron_ext.training.exclusions import check_exclusions
+from megatron_ext.training.configuration.config import DistillConfig, LossConfig
+from megatron_ext.training.configuration.exclusions import check_exclusions
 from megatron_ext.training.objective import (
     lower_layers,
     make_objective,

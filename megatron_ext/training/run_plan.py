@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.training.checkpoint_folder import find_checkpoint
-from megatron_ext.training.config import (
+from megatron_ext.training.checkpoints.folder import find_checkpoint
+from megatron_ext.training.configuration.config import (
     TEACHER,
     DataConfig,
     DistillConfig,
@@ -23,9 +23,9 @@ from megatron_ext.training.config import (
     TeacherConfig,
     TrainingConfig,
 )
-from megatron_ext.training.lora_config import LoraConfig
+from megatron_ext.training.configuration.lora import LoraConfig
+from megatron_ext.training.configuration.teachers import EvaluationConfig
 from megatron_ext.training.run_folder import config_values
-from megatron_ext.training.teacher_config import EvaluationConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from megatron_ext.documents.indexed_file import indexed_prefixes
 from megatron_ext.documents.indexed_texts import IndexedTexts
 from megatron_ext.errors import ConfigError
 from megatron_ext.huggingface.checkpoint_files import generation_stops
-from megatron_ext.training.config import DataConfig, DistillConfig
+from megatron_ext.training.configuration.config import DataConfig, DistillConfig
 
 Routes = Mapping[str, frozenset[int]]
 """Numbers of the sources of a teacher, for those that do not teach all."""

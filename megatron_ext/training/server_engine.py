@@ -18,7 +18,7 @@ from megatron_ext.engines.server import InferenceServer, check_processed
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.huggingface.checkpoint_files import is_checkpoint_folder
 from megatron_ext.training import watchdog
-from megatron_ext.training.export_checkpoint import export_huggingface
+from megatron_ext.training.checkpoints.huggingface_export import export_huggingface
 
 WEIGHTS_FOLDER: Final = "engine_weights"
 

@@ -19,8 +19,8 @@ from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.projection_matrix import ARRAYS
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.identity import tokenizer_identity
-from megatron_ext.training.checkpoint_folder import latest_checkpoint
-from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.checkpoints.folder import latest_checkpoint
+from megatron_ext.training.configuration.config import DistillConfig
 from megatron_ext.training.inputs import Inputs
 from megatron_ext.training.run_folder import CHECKPOINTS, config_leaves, config_values
 

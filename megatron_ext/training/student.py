@@ -13,11 +13,16 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from megatron_ext.training.checkpoints.optimizer_state import load_optimizer, sharded_optimizer
 from megatron_ext.training.forward_step import StepReport
-from megatron_ext.training.megatron_parts import needed
+from megatron_ext.training.megatron_models.megatron_parts import needed
+from megatron_ext.training.megatron_models.models import (
+    ModelChunks,
+    load_weights_of,
+    sharded_weights,
+    wrap_in_ddp,
+)
 from megatron_ext.training.microbatch import MicrobatchWithTargets
-from megatron_ext.training.models import ModelChunks, load_weights_of, sharded_weights, wrap_in_ddp
-from megatron_ext.training.optimizer_state import load_optimizer, sharded_optimizer
 from megatron_ext.training.run_plan import RunPlan
 from megatron_ext.training.teachers.student_average import StudentAverage
 from megatron_ext.training.vocabulary_layout import VocabularyRows

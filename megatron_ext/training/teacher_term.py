@@ -28,7 +28,7 @@ from megatron_ext.losses import (
 )
 from megatron_ext.losses.context_parallel import ContextParallelPlan
 from megatron_ext.losses.multi_teacher import restricted
-from megatron_ext.training.config import LossConfig
+from megatron_ext.training.configuration.config import LossConfig
 from megatron_ext.training.microbatch import Microbatch, MicrobatchWithTargets
 from megatron_ext.training.objective import RunConstants
 from megatron_ext.training.run_plan import TeacherPlan

@@ -21,8 +21,12 @@ from megatron_ext.losses.diagnostics import ONE_TEACHER
 from megatron_ext.teachers import Teacher
 from megatron_ext.teachers.remote_teacher import leave, remote_teachers
 from megatron_ext.training import watchdog
-from megatron_ext.training.checkpoint_folder import find_checkpoint, iteration_of, latest_checkpoint
-from megatron_ext.training.experts import begin_step, loads, update_biases
+from megatron_ext.training.checkpoints.folder import (
+    find_checkpoint,
+    iteration_of,
+    latest_checkpoint,
+)
+from megatron_ext.training.checkpoints.saved_run import SavedRun
 from megatron_ext.training.faults import (
     DivergedError,
     FaultCounts,
@@ -34,6 +38,8 @@ from megatron_ext.training.faults import (
 )
 from megatron_ext.training.forward_step import GlobalCounts, StudentStep, reduce_reports
 from megatron_ext.training.learning_step import write_learned_projections
+from megatron_ext.training.megatron_models.experts import begin_step, loads, update_biases
+from megatron_ext.training.megatron_models.student_head import cut_into_tiles
 from megatron_ext.training.metrics import (
     MetricsLog,
     open_writers,
@@ -47,10 +53,8 @@ from megatron_ext.training.run_data import HeldOut, RunData
 from megatron_ext.training.run_folder import CHECKPOINTS, disown_run_folder
 from megatron_ext.training.run_loss import layer_gradients, observe
 from megatron_ext.training.run_plan import RunPlan
-from megatron_ext.training.saved_run import SavedRun
 from megatron_ext.training.step_clock import StepClock, StepWatch, TeacherWatch
 from megatron_ext.training.student import Student
-from megatron_ext.training.student_head import cut_into_tiles
 from megatron_ext.training.teachers.cached_teacher import CachedTeacher
 from megatron_ext.training.validation import HeldOutScores, measure_held_out
 from megatron_ext.training.vocabulary_layout import BatchPlaces

@@ -20,9 +20,9 @@ from megatron_ext.distributed.vocab_parallel import VocabShard, reordered_rows
 from megatron_ext.losses import IdTable
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.layout import VocabularyLayout, VocabularyOrder
-from megatron_ext.training.config import ModelConfig
+from megatron_ext.training.configuration.config import ModelConfig
+from megatron_ext.training.megatron_models.models import ModelChunks
 from megatron_ext.training.microbatch import Microbatch, TokenBatch
-from megatron_ext.training.models import ModelChunks
 
 if TYPE_CHECKING:
     from megatron_ext.training.teachers.live_teacher import StudentParts

@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from megatron_ext.distributed import process_groups
 from megatron_ext.errors import DistributedError, MegatronExtError
-from megatron_ext.training import cpu_megatron
+from megatron_ext.training.megatron_models import cpu_megatron
 
 HEARTBEAT_S: Final = 2.0
 _SHOWN: Final = 12

@@ -17,7 +17,7 @@ import yaml
 from megatron_ext.cli.main import TerminalText, main
 from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
-from megatron_ext.training.arguments import config_flags
+from megatron_ext.training.configuration.arguments import config_flags
 from megatron_ext.training.run_folder import check_run_folder, config_values, record_run
 from tests.cli.run_files import refusal, start, write_config
 from tests.training.tiny_run import STUDENT_VOCAB_SIZE, student_run, write_corpus, write_rank_list

@@ -12,7 +12,7 @@ import yaml
 from megatron_ext.cli.completion import commands
 from megatron_ext.cli.main import VERBS, main
 from megatron_ext.cli.schema import configuration_schema
-from megatron_ext.training.arguments import config_flags
+from megatron_ext.training.configuration.arguments import config_flags
 
 ASK = {
     "bash": """source "$0"; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _megatron_ext

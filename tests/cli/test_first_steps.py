@@ -17,7 +17,7 @@ from megatron_ext.evaluation.tasks import TASKS
 from megatron_ext.huggingface.families import FAMILIES
 from megatron_ext.losses import LOSS_REGISTRY
 from megatron_ext.tokenizers import build_tokenizer
-from megatron_ext.training.arguments import BASIC, config_flags
+from megatron_ext.training.configuration.arguments import BASIC, config_flags
 from megatron_ext.training.run_folder import config_values
 from megatron_ext.typed_mapping import build_config
 from tests.cli.run_files import refusal
@@ -130,7 +130,7 @@ def test_every_setting_is_printed_where_it_is_asked_for(tmp_path, capsys):
 
 
 def test_the_demo_writes_configurations_that_are_complete(tmp_path):
-    from megatron_ext.training.config import DistillConfig
+    from megatron_ext.training.configuration.config import DistillConfig
 
     tokenizers = _write_tokenizers(tmp_path / "data")
     for path in _write_configs(tmp_path, tokenizers):

@@ -6,9 +6,9 @@ from torch.utils.data import default_collate
 from megatron_ext.data.sft_dataset import attention_mask
 from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.layout import Layout
-from megatron_ext.training import cpu_megatron
-from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
-from megatron_ext.training.models import build_gpt_model
+from megatron_ext.training.configuration.config import ModelConfig, ParallelConfig, TrainingConfig
+from megatron_ext.training.megatron_models import cpu_megatron
+from megatron_ext.training.megatron_models.models import build_gpt_model
 
 POSITIONS = ("learned_absolute", "rope")
 VOCAB_SIZE = 512

@@ -16,7 +16,7 @@ from megatron_ext.documents.id_tokenizers import IdTokenizers, settings_of
 from megatron_ext.documents.indexed_file import IndexedFile, indexed_prefixes
 from megatron_ext.documents.indexed_texts import IndexedTexts
 from megatron_ext.errors import ConfigError, DataError, MegatronExtError, TokenizerError
-from megatron_ext.training.config import DataConfig
+from megatron_ext.training.configuration.config import DataConfig
 from megatron_ext.training.run_data import RunData
 from tests.data.readers import TEXTS, student_ids, student_tokenizer, teacher_tokenizer
 from tests.documents.indexed_files import tokenize, write_ids

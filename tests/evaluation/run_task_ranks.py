@@ -7,10 +7,10 @@ import torch.distributed as dist
 
 from megatron_ext.evaluation.run_tasks import RunTasks
 from megatron_ext.tokenizers import build_tokenizer
-from megatron_ext.training.config import LossConfig
+from megatron_ext.training.configuration.config import LossConfig
+from megatron_ext.training.configuration.teachers import EvaluationTaskConfig
 from megatron_ext.training.distill import measurement
 from megatron_ext.training.metrics import read_metrics
-from megatron_ext.training.teacher_config import EvaluationTaskConfig
 from tests.training.rank_functions import _trainer
 from tests.training.tiny_run import changed, objective_run
 

@@ -14,7 +14,7 @@ from megatron_ext.cli.main import main
 from megatron_ext.cli.pages.frame import in_line
 from megatron_ext.evaluation.model_samples import model_samples
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
-from megatron_ext.training.import_checkpoint import import_huggingface
+from megatron_ext.training.checkpoints.huggingface_import import import_huggingface
 from tests.cli.html_page import HtmlPage
 from tests.evaluation.tiny_language_model import save_tiny_model
 from tests.process_group import run_ranks

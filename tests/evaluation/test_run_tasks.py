@@ -8,7 +8,7 @@ import torch
 
 from megatron_ext.errors import ConfigError, MegatronExtError, UnknownNameError
 from megatron_ext.evaluation.run_tasks import RunTasks, main_metrics
-from megatron_ext.training.teacher_config import EvaluationConfig, EvaluationTaskConfig
+from megatron_ext.training.configuration.teachers import EvaluationConfig, EvaluationTaskConfig
 from tests.evaluation.evaluation_ranks import evaluate
 from tests.evaluation.run_task_ranks import train, write_tasks
 from tests.process_group import run_ranks

@@ -15,11 +15,11 @@ from megatron_ext.megatron_lm.arguments import add_sft_arguments
 from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers import build_tokenizer
 from megatron_ext.training import inputs
-from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.configuration.config import DistillConfig
+from megatron_ext.training.configuration.tokenizer_arguments import add_missing_flags
+from megatron_ext.training.configuration.yaml_file import read_config_file
 from megatron_ext.training.dry_run import dry_run
 from megatron_ext.training.metrics import read_metrics
-from megatron_ext.training.model_section import read_config_file
-from megatron_ext.training.tokenizer_arguments import add_missing_flags
 from megatron_ext.typed_mapping import build_config
 from tests.cli.run_files import REPOSITORY, write_config
 from tests.training.launched_ranks import Launch

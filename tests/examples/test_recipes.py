@@ -13,7 +13,10 @@ from megatron_ext.huggingface.checkpoint_files import CheckpointFiles
 from megatron_ext.huggingface.families import FAMILIES
 from megatron_ext.huggingface.model_settings import model_settings
 from megatron_ext.huggingface.tensor_map import TensorMap
-from megatron_ext.training.arguments import add_config_arguments, config_from_arguments
+from megatron_ext.training.configuration.arguments import (
+    add_config_arguments,
+    config_from_arguments,
+)
 from tests.examples.published_models import BILLIONS, CONFIGS, write_config
 
 ROOT = Path(__file__).parents[2]

@@ -21,9 +21,9 @@ from megatron_ext.losses import LOSS_REGISTRY
 from megatron_ext.projection import PROJECTION_METHODS
 from megatron_ext.tokenizers import TOKENIZER_LIBRARIES
 from megatron_ext.tokenizers.legacy_types import LEGACY_TYPES
-from megatron_ext.training.arguments import add_config_arguments
-from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.tokenizer_arguments import add_tokenizer_arguments
+from megatron_ext.training.configuration.arguments import add_config_arguments
+from megatron_ext.training.configuration.config import DistillConfig
+from megatron_ext.training.configuration.tokenizer_arguments import add_tokenizer_arguments
 
 SNAPSHOT = Path(__file__).with_name("public_names.json")
 

@@ -28,10 +28,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import MegatronExtError
-from megatron_ext.training.checkpoint import load_checkpoint, load_common, save_checkpoint
-from megatron_ext.training.checkpoint_manifest import MANIFEST_FILE
-from megatron_ext.training.checkpoint_slices import CheckpointSlices
-from megatron_ext.training.import_checkpoint import lone_process
+from megatron_ext.training.checkpoints.checkpoint import (
+    load_checkpoint,
+    load_common,
+    save_checkpoint,
+)
+from megatron_ext.training.checkpoints.huggingface_import import lone_process
+from megatron_ext.training.checkpoints.manifest import MANIFEST_FILE
+from megatron_ext.training.checkpoints.slices import CheckpointSlices
 
 
 class Call:

@@ -10,10 +10,10 @@ from megatron.core.dist_checkpointing import ShardedObject
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_ext.errors import CheckpointError
-from megatron_ext.training.checkpoint import load_checkpoint, save_checkpoint
-from megatron_ext.training.checkpoint_manifest import Manifest
-from megatron_ext.training.checkpoint_reader import read_index
-from megatron_ext.training.import_checkpoint import lone_process
+from megatron_ext.training.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from megatron_ext.training.checkpoints.huggingface_import import lone_process
+from megatron_ext.training.checkpoints.manifest import Manifest
+from megatron_ext.training.checkpoints.reader import read_index
 from tests.hostile.checkpoint_attacks import (
     Case,
     Victim,

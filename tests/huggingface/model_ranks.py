@@ -15,10 +15,10 @@ from megatron_ext.huggingface.checkpoint_files import CheckpointFiles
 from megatron_ext.huggingface.model_settings import family_of, model_settings, tensor_map
 from megatron_ext.huggingface.tensor_files import TensorReader
 from megatron_ext.tokenizers.build import padded_vocab_size
-from megatron_ext.training import cpu_megatron
-from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
-from megatron_ext.training.first_weights import load_huggingface, sharded_tensors
-from megatron_ext.training.models import build_model_chunks, freeze
+from megatron_ext.training.configuration.config import ModelConfig, ParallelConfig, TrainingConfig
+from megatron_ext.training.megatron_models import cpu_megatron
+from megatron_ext.training.megatron_models.first_weights import load_huggingface, sharded_tensors
+from megatron_ext.training.megatron_models.models import build_model_chunks, freeze
 from tests.huggingface.tiny_models import VOCAB_SIZE, some_tokens, weights_of_logits
 
 

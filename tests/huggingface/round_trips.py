@@ -1,8 +1,8 @@
 """What a spawned rank runs: HuggingFace folders to checkpoints of ours and back."""
 
 from megatron_ext.cli.main import main
-from megatron_ext.training.export_checkpoint import export_huggingface
-from megatron_ext.training.import_checkpoint import import_huggingface
+from megatron_ext.training.checkpoints.huggingface_export import export_huggingface
+from megatron_ext.training.checkpoints.huggingface_import import import_huggingface
 
 
 def round_trips(rank, folders, root):

@@ -4,7 +4,7 @@ import argparse
 
 import yaml
 
-from megatron_ext.training.arguments import config_from_arguments
+from megatron_ext.training.configuration.arguments import config_from_arguments
 from tests.training.rank_functions import _trainer
 
 

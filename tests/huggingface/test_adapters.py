@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megatron_ext.errors import CheckpointError
-from megatron_ext.training.export_adapter import export_adapter
-from megatron_ext.training.export_checkpoint import export_huggingface
+from megatron_ext.training.checkpoints.adapter_export import export_adapter
+from megatron_ext.training.checkpoints.huggingface_export import export_huggingface
 from megatron_ext.training.metrics import read_metrics
 from tests.huggingface.run_from_folders import train_runs, write_adapter_run
 from tests.huggingface.tiny_models import save_model, some_tokens, tensors_of

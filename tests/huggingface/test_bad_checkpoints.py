@@ -19,11 +19,11 @@ from megatron_ext.huggingface.model_settings import model_config, model_settings
 from megatron_ext.huggingface.rotary import LLAMA3
 from megatron_ext.huggingface.tensor_files import TensorPlan, shards, write_checkpoint
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
-from megatron_ext.training.checkpoint_folder import find_checkpoint
-from megatron_ext.training.checkpoint_tokenizer import KeptTokenizer
-from megatron_ext.training.config import ModelConfig
-from megatron_ext.training.model_check import checked, full_settings
-from megatron_ext.training.model_section import with_huggingface_models
+from megatron_ext.training.checkpoints.folder import find_checkpoint
+from megatron_ext.training.checkpoints.huggingface_check import checked, full_settings
+from megatron_ext.training.checkpoints.tokenizer import KeptTokenizer
+from megatron_ext.training.configuration.config import ModelConfig
+from megatron_ext.training.configuration.yaml_file import with_huggingface_models
 from tests.huggingface.tiny_models import MODELS, VOCAB_SIZE, save_model
 from tests.training.tiny_run import write_rank_list
 

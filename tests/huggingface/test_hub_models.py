@@ -9,8 +9,8 @@ from megatron.core import parallel_state
 
 from megatron_ext.errors import CheckpointError
 from megatron_ext.huggingface import hub
-from megatron_ext.training.checkpoint_folder import find_checkpoint
-from megatron_ext.training.model_section import with_huggingface_models
+from megatron_ext.training.checkpoints.folder import find_checkpoint
+from megatron_ext.training.configuration.yaml_file import with_huggingface_models
 from tests.cli.run_files import refusal
 from tests.huggingface.tiny_models import save_model
 from tests.tokenizers.test_hub import COMMIT, cached, served

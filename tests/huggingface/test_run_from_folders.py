@@ -9,10 +9,10 @@ from torch.nn.functional import kl_div
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_ext.huggingface.checkpoint_files import SIDE_FOLDER
-from megatron_ext.training.export_checkpoint import export_huggingface
-from megatron_ext.training.import_checkpoint import import_huggingface
+from megatron_ext.training.checkpoints.huggingface_export import export_huggingface
+from megatron_ext.training.checkpoints.huggingface_import import import_huggingface
+from megatron_ext.training.configuration.yaml_file import read_config_file
 from megatron_ext.training.metrics import read_metrics
-from megatron_ext.training.model_section import read_config_file
 from tests.huggingface.run_from_folders import train_runs, write_run
 from tests.huggingface.tiny_models import save_model, tensors_of
 from tests.process_group import run_ranks

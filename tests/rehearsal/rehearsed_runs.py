@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_ext.distributed import process_groups
-from megatron_ext.training.config import DistillConfig, LossConfig
+from megatron_ext.training.configuration.config import DistillConfig, LossConfig
 from megatron_ext.training.distill import build_trainer
 from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.metrics import read_metrics

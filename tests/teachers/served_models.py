@@ -21,10 +21,10 @@ from megatron_ext.teachers.remote_server import RemoteServer
 from megatron_ext.teachers.remote_teacher import RemoteTeacher
 from megatron_ext.teachers.server import ReplicaRanks, TeacherServer
 from megatron_ext.teachers.target_form import FormKind, TargetForm
-from megatron_ext.training import cpu_megatron
-from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
+from megatron_ext.training.configuration.config import ModelConfig, ParallelConfig, TrainingConfig
+from megatron_ext.training.megatron_models import cpu_megatron
+from megatron_ext.training.megatron_models.models import build_gpt_model, freeze
 from megatron_ext.training.microbatch import TokenBatch
-from megatron_ext.training.models import build_gpt_model, freeze
 from tests.teachers.stand_in_teacher import TOKEN
 
 VOCAB, PADDED_VOCAB, WIDTH, LENGTH, TOP_K = 53, 56, 32, 16, 7

@@ -15,7 +15,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer, namespace
 from megatron_ext.tokenizers.legacy_types import LEGACY_TYPES
 from megatron_ext.tokenizers.namespace import config_from_namespace
-from megatron_ext.training.tokenizer_arguments import add_tokenizer_arguments
+from megatron_ext.training.configuration.tokenizer_arguments import add_tokenizer_arguments
 from tests.tokenizers.tokenizer_files import MAKERS
 
 COMMON: dict[str, Any] = {

@@ -17,8 +17,8 @@ from megatron_ext.teachers.formed_targets import FormedTargets
 from megatron_ext.teachers.huggingface_teacher import HuggingFaceTeacher, StageWithoutTeacher
 from megatron_ext.teachers.megatron_teacher import MegatronTeacher, OffloadedTeacher
 from megatron_ext.teachers.target_form import TargetForm
-from megatron_ext.training.arguments import config_from_arguments
-from megatron_ext.training.config import LossConfig
+from megatron_ext.training.configuration.arguments import config_from_arguments
+from megatron_ext.training.configuration.config import LossConfig
 from megatron_ext.training.teachers.block_recorder import BlockRecorder
 from megatron_ext.training.teachers.recording import Recording, record, recording_config
 from tests.training.rank_functions import (

@@ -3,7 +3,8 @@
     python tests/training/cpu_script.py pretrain_gpt.py ...
 
 Stand-ins for the calls of Megatron-LM's own ``training.py``; those of megatron-core are answered by
-``megatron_ext.training.cpu_megatron``. Nothing is compiled, neither by nvcc nor by torch.
+``megatron_ext.training.megatron_models.cpu_megatron``. Nothing is compiled, neither by nvcc nor by
+torch.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import types
 import torch
 
 from megatron_ext.cli.main import main
-from megatron_ext.training import cpu_megatron
+from megatron_ext.training.megatron_models import cpu_megatron
 
 
 class Event:

@@ -17,11 +17,12 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from megatron_ext.errors import DistributedError
-from megatron_ext.training import checkpoint_writer, watchdog
-from megatron_ext.training.config import LossConfig
+from megatron_ext.training import watchdog
+from megatron_ext.training.checkpoints import writer as checkpoint_writer
+from megatron_ext.training.checkpoints.saved_run import SavedRun
+from megatron_ext.training.configuration.config import LossConfig
 from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.metrics import read_metrics
-from megatron_ext.training.saved_run import SavedRun
 from megatron_ext.training.start_agreement import check_same_start
 from megatron_ext.training.watchdog import Watchdog
 from tests.training.rank_functions import _trainer, error_of

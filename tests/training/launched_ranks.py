@@ -127,5 +127,5 @@ def _cheaply():
     build = cache(build_tokenizer)
     stack.enter_context(patch("megatron_ext.training.inputs.build_tokenizer", build))
     stack.enter_context(patch("megatron_ext.training.trainer.plot_loss_curve"))
-    stack.enter_context(patch("megatron_ext.training.saved_run.SavedRun.save"))
+    stack.enter_context(patch("megatron_ext.training.checkpoints.saved_run.SavedRun.save"))
     return stack

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from megatron_ext.training.config import LossConfig
-from megatron_ext.training.lora_config import LoraConfig
+from megatron_ext.training.configuration.config import LossConfig
+from megatron_ext.training.configuration.lora import LoraConfig
 from tests.training.rank_functions import _trainer, go_back, save_start
 from tests.training.tiny_run import (
     CP2,

@@ -22,15 +22,15 @@ from megatron_ext.teachers.megatron_teacher import MegatronTeacher
 from megatron_ext.tokenizers import build_tokenizer
 from megatron_ext.tokenizers.assets import METADATA_FILE
 from megatron_ext.tokenizers.saved_tokenizer import load_saved
-from megatron_ext.training import cpu_megatron
-from megatron_ext.training.checkpoint import save_checkpoint
-from megatron_ext.training.checkpoint_folder import checkpoint_path, set_latest_checkpoint
-from megatron_ext.training.config import LossConfig
+from megatron_ext.training.checkpoints.checkpoint import save_checkpoint
+from megatron_ext.training.checkpoints.folder import checkpoint_path, set_latest_checkpoint
+from megatron_ext.training.checkpoints.saved_run import SavedRun
+from megatron_ext.training.configuration.config import LossConfig
 from megatron_ext.training.distill import build_trainer
 from megatron_ext.training.inputs import read_inputs
+from megatron_ext.training.megatron_models import cpu_megatron
+from megatron_ext.training.megatron_models.models import build_gpt_model, sharded_weights
 from megatron_ext.training.metrics import read_metrics
-from megatron_ext.training.models import build_gpt_model, sharded_weights
-from megatron_ext.training.saved_run import SavedRun
 from tests.training.added_objective import register
 from tests.training.tiny_run import (
     ITERATIONS,

@@ -11,10 +11,10 @@ from megatron_ext.errors import DistributedError
 from megatron_ext.evaluation.student_engine import engine_of
 from megatron_ext.losses import TeacherTargets
 from megatron_ext.tokenizers import build_tokenizer
-from megatron_ext.training.config import LossConfig
+from megatron_ext.training.configuration.config import LossConfig
+from megatron_ext.training.configuration.rollouts import RolloutConfig
 from megatron_ext.training.distill import rollouts_of
 from megatron_ext.training.metrics import read_metrics
-from megatron_ext.training.rollout_config import RolloutConfig
 from megatron_ext.training.run_folder import ROLLOUTS_FILE
 from megatron_ext.training.surprise import row_surprise
 from tests.training.rank_functions import _train_teacher, _trainer, go_back

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from megatron_ext.training.config import LossConfig
+from megatron_ext.training.configuration.config import LossConfig
 from megatron_ext.training.run_folder import config_values
 from tests.training.rank_functions import _train_teacher, _trainer, go_back, train_unsaved
 from tests.training.tiny_run import (

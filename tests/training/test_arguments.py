@@ -4,7 +4,7 @@ from functools import reduce
 import pytest
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.training.arguments import (
+from megatron_ext.training.configuration.arguments import (
     add_config_arguments,
     config_flags,
     config_from_arguments,

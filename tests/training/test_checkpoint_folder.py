@@ -8,13 +8,13 @@ import zlib
 import pytest
 
 from megatron_ext.errors import CheckpointError
-from megatron_ext.training.checkpoint_folder import (
+from megatron_ext.training.checkpoints.folder import (
     checkpoint_path,
     find_checkpoint,
     latest_checkpoint,
     set_latest_checkpoint,
 )
-from megatron_ext.training.checkpoint_manifest import (
+from megatron_ext.training.checkpoints.manifest import (
     MANIFEST_FILE,
     Manifest,
     summed_writes,

@@ -10,16 +10,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from megatron_ext.errors import CheckpointError
 from megatron_ext.evaluation.megatron_language_model import ModelOptions, open_model
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
-from megatron_ext.training.checkpoint_tokenizer import (
+from megatron_ext.training.checkpoints.huggingface_import import import_huggingface
+from megatron_ext.training.checkpoints.tokenizer import (
     check_same_tokenizer,
     row_misfit,
     tokenizer_doubts,
 )
-from megatron_ext.training.config import DistillConfig
+from megatron_ext.training.configuration.config import DistillConfig
+from megatron_ext.training.configuration.yaml_file import with_huggingface_models
 from megatron_ext.training.dry_run import dry_run
-from megatron_ext.training.import_checkpoint import import_huggingface
 from megatron_ext.training.inputs import read_inputs, read_served_teacher
-from megatron_ext.training.model_section import with_huggingface_models
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.typed_mapping import build_config
 from tests.examples.published_models import write_hollow_weights

@@ -5,7 +5,7 @@ import pytest
 from megatron_ext.errors import ConfigError
 from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.tokenizers import TokenizerConfig
-from megatron_ext.training.config import (
+from megatron_ext.training.configuration.config import (
     DataConfig,
     DistillConfig,
     LossConfig,
@@ -15,10 +15,10 @@ from megatron_ext.training.config import (
     TeacherConfig,
     TrainingConfig,
 )
+from megatron_ext.training.configuration.teachers import ServingConfig
 from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.run_folder import config_values
 from megatron_ext.training.run_plan import TeacherPlan
-from megatron_ext.training.teacher_config import ServingConfig
 from megatron_ext.training.teachers.target_checks import check_targets
 from tests.training.tiny_run import PP2, TP2, changed
 

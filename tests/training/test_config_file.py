@@ -4,7 +4,7 @@ from typing import Literal
 import pytest
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.training.model_section import read_config_file
+from megatron_ext.training.configuration.yaml_file import read_config_file
 from megatron_ext.typed_mapping import build_config
 
 

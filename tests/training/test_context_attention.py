@@ -17,8 +17,8 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_ext.distributed.context_parallel import ContextRank, in_order
 from megatron_ext.errors import ConfigError
-from megatron_ext.training import cpu_megatron
-from megatron_ext.training.context_attention import ContextAttention
+from megatron_ext.training.megatron_models import cpu_megatron
+from megatron_ext.training.megatron_models.attention import ContextAttention
 from tests.process_group import run_ranks
 
 SIZES = (4, 2, 3, 1)
@@ -280,11 +280,13 @@ def test_transformer_engine_has_rows_without_a_mask_alone(monkeypatch):
     module = ModuleType("megatron.core.extensions.transformer_engine")
     module.TEDotProductAttention = StandIn
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.delitem(sys.modules, "megatron_ext.training.te_attention", raising=False)
+    monkeypatch.delitem(
+        sys.modules, "megatron_ext.training.megatron_models.te_attention", raising=False
+    )
     monkeypatch.setattr("torch.distributed.get_rank", lambda _: 0)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda _: 1)
-    row_attention = import_module("megatron_ext.training.te_attention").RowAttention
-    del sys.modules["megatron_ext.training.te_attention"]
+    row_attention = import_module("megatron_ext.training.megatron_models.te_attention").RowAttention
+    del sys.modules["megatron_ext.training.megatron_models.te_attention"]
     case = CASES[1]
     config = TransformerConfig(
         num_layers=1, hidden_size=30, num_attention_heads=6, attention_dropout=0.0

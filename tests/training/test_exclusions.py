@@ -6,7 +6,7 @@ import pytest
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.teachers.target_form import TargetForm
-from megatron_ext.training.exclusions import EXCLUSIONS, check_exclusions
+from megatron_ext.training.configuration.exclusions import EXCLUSIONS, check_exclusions
 from megatron_ext.training.run_folder import config_values
 from tests.training.test_loss_configuration import MODEL, TEACHER, check, config_of
 

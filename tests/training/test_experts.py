@@ -9,9 +9,9 @@ from torch.nn import functional
 
 from megatron_ext.distributed.layout import Layout
 from megatron_ext.errors import ConfigError
-from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
-from megatron_ext.training.experts import loads, routers
-from megatron_ext.training.models import build_model_chunks
+from megatron_ext.training.configuration.config import ModelConfig, ParallelConfig, TrainingConfig
+from megatron_ext.training.megatron_models.experts import loads, routers
+from megatron_ext.training.megatron_models.models import build_model_chunks
 from tests.process_group import run_ranks
 from tests.training.rank_functions import fresh_groups
 

@@ -10,10 +10,10 @@ import torch
 from megatron_ext.errors import ConfigError
 from megatron_ext.losses import StateProjectors
 from megatron_ext.losses.objective import LAST_LAYER
-from megatron_ext.training.config import LossConfig, ParallelConfig
+from megatron_ext.training.configuration.config import LossConfig, ParallelConfig
 from megatron_ext.training.dry_run.memory import rank_memory
+from megatron_ext.training.megatron_models.student_head import StudentHidden
 from megatron_ext.training.metrics import read_metrics
-from megatron_ext.training.student_head import StudentHidden
 from tests.process_group import run_ranks
 from tests.training.dry_run.planned_runs import plan_of, planned_run
 from tests.training.rank_functions import _train_teacher, _trainer

@@ -15,7 +15,7 @@ from megatron_ext.projection.nemo.inspection import Inspection
 from megatron_ext.projection.nemo.loose_entries import LooseEntries
 from megatron_ext.projection.nemo.tokenizer_pair import TokenizerPair
 from megatron_ext.tokenizers import build_tokenizer
-from megatron_ext.training.config import LossConfig
+from megatron_ext.training.configuration.config import LossConfig
 from megatron_ext.training.learning_step import learned_projection_file
 from megatron_ext.training.metrics import read_metrics
 from megatron_ext.training.run_data import RunData

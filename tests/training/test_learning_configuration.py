@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.training.config import LoraConfig
+from megatron_ext.training.configuration.config import LoraConfig
 from tests.training.dry_run.planned_runs import planned_run
 from tests.training.tiny_run import changed
 

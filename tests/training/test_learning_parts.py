@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from megatron_ext.training.lora_config import LoraConfig
+from megatron_ext.training.configuration.lora import LoraConfig
 from megatron_ext.training.metrics import read_metrics, without_measurements
 from tests.process_group import run_ranks
 from tests.training.layout_runs import LAYOUTS, AxisRun, Variant, start_and_train, train_runs

@@ -22,7 +22,7 @@ from megatron_ext.losses import (
     StrictTopKLoss,
 )
 from megatron_ext.losses.objective import ModelPair
-from megatron_ext.training.config import DistillConfig, LossConfig
+from megatron_ext.training.configuration.config import DistillConfig, LossConfig
 from megatron_ext.training.objective import make_objective, teacher_objective, with_projectors
 from megatron_ext.training.run_folder import _check_same_run, config_values
 from megatron_ext.training.run_loss import (

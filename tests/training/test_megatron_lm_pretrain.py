@@ -15,7 +15,7 @@ from megatron_ext.megatron_lm.loop_arguments import (
     loop_flags,
 )
 from megatron_ext.megatron_lm.pretrain import PretrainDistillation
-from megatron_ext.training.config import LossConfig
+from megatron_ext.training.configuration.config import LossConfig
 from tests.process_group import run_ranks
 from tests.training.pretrain_runs import (
     STEPS,

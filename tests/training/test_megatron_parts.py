@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.training import megatron_parts
-from megatron_ext.training.checkpoint_manifest import Manifest
-from megatron_ext.training.checkpoint_reader import FORMAT_FILE, check_format
-from megatron_ext.training.megatron_parts import (
+from megatron_ext.training.checkpoints.manifest import Manifest
+from megatron_ext.training.checkpoints.reader import FORMAT_FILE, check_format
+from megatron_ext.training.megatron_models import megatron_parts
+from megatron_ext.training.megatron_models.megatron_parts import (
     MLP_SUBMODULES,
     PARTS,
     RANGE,

@@ -5,10 +5,13 @@ import torch
 from megatron.core.transformer.transformer_block import HAVE_TE, TransformerBlockSubmodules
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.training import cpu_megatron, models
-from megatron_ext.training.config import ModelConfig, ParallelConfig
-from megatron_ext.training.cpu_megatron import announce_device, in_precision_of_device
-from megatron_ext.training.layers import TorchNorm
+from megatron_ext.training.configuration.config import ModelConfig, ParallelConfig
+from megatron_ext.training.megatron_models import cpu_megatron, models
+from megatron_ext.training.megatron_models.cpu_megatron import (
+    announce_device,
+    in_precision_of_device,
+)
+from megatron_ext.training.megatron_models.layers import TorchNorm
 from tests.training.tiny_run import changed, student_run
 
 

@@ -23,8 +23,11 @@ from megatron_ext.tokenizers import (
     namespace,
 )
 from megatron_ext.tokenizers.namespace import config_from_namespace
-from megatron_ext.training.arguments import add_config_arguments, config_from_arguments
-from megatron_ext.training.tokenizer_arguments import (
+from megatron_ext.training.configuration.arguments import (
+    add_config_arguments,
+    config_from_arguments,
+)
+from megatron_ext.training.configuration.tokenizer_arguments import (
     add_tokenizer_arguments,
     tokenizer_config_from_arguments,
 )

@@ -11,8 +11,8 @@ import torch
 from megatron_ext.data.sampled_text import SampleCounts
 from megatron_ext.engines.engine import AskedPrompt, Completion
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.training.configuration.rollouts import RolloutConfig
 from megatron_ext.training.metrics import read_metrics, without_measurements
-from megatron_ext.training.rollout_config import RolloutConfig
 from megatron_ext.training.rollouts import check_completion
 from tests.engines.stand_in_server import serving
 from tests.process_group import run_ranks

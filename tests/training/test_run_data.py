@@ -10,7 +10,7 @@ from megatron_ext.data.aligner import PackedSample
 from megatron_ext.data.global_batches import Replica
 from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.errors import TokenizerError
-from megatron_ext.training.config import DataConfig
+from megatron_ext.training.configuration.config import DataConfig
 from megatron_ext.training.microbatch import Microbatch
 from megatron_ext.training.run_data import RunData
 from tests.data.readers import student_tokenizer, teacher_tokenizer

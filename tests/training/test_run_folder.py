@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from megatron_ext.errors import CheckpointError, ConfigError
-from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.model_config import OF_EXPERTS
-from megatron_ext.training.model_section import read_config_file
+from megatron_ext.training.configuration.config import DistillConfig
+from megatron_ext.training.configuration.model import OF_EXPERTS
+from megatron_ext.training.configuration.yaml_file import read_config_file
 from megatron_ext.training.run_folder import (
     CONFIG_FILE,
     DATA_FILE,

@@ -8,19 +8,19 @@ import torch
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers import TokenizerConfig
-from megatron_ext.training.config import (
+from megatron_ext.training.configuration.config import (
     DistillConfig,
     LossConfig,
     ParallelConfig,
     TeacherConfig,
 )
+from megatron_ext.training.configuration.lora import LoraConfig
+from megatron_ext.training.configuration.yaml_file import with_huggingface_models
 from megatron_ext.training.dry_run.dry_run import dry_run
 from megatron_ext.training.dry_run.memory import rank_memory
 from megatron_ext.training.dry_run.plan import Plan
 from megatron_ext.training.inputs import read_inputs
-from megatron_ext.training.lora_config import LoraConfig
 from megatron_ext.training.metrics import read_metrics, without_measurements
-from megatron_ext.training.model_section import with_huggingface_models
 from megatron_ext.training.run_folder import config_values
 from megatron_ext.training.run_plan import RunPlan
 from megatron_ext.typed_mapping import build_config

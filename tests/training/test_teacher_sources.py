@@ -4,7 +4,7 @@ import pytest
 
 from megatron_ext.data.global_batches import WeightedDataset
 from megatron_ext.errors import ConfigError
-from megatron_ext.training.config import LossConfig
+from megatron_ext.training.configuration.config import LossConfig
 from megatron_ext.training.run_sources import routes
 from tests.process_group import run_ranks
 from tests.training.rank_functions import _train_teacher, _trainer, train_unsaved

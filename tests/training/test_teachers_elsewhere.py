@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.training.config import LossConfig
+from megatron_ext.training.configuration.config import LossConfig
 from megatron_ext.training.metrics import read_metrics
 from tests.certificates import OPENSSL, make_certificate
 from tests.huggingface.tiny_models import save_model

@@ -8,7 +8,7 @@ import pytest
 from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers import TokenizerConfig
 from megatron_ext.tokenizers.legacy_types import LEGACY_TYPES
-from megatron_ext.training.tokenizer_arguments import (
+from megatron_ext.training.configuration.tokenizer_arguments import (
     OLD_FLAGS,
     add_tokenizer_arguments,
     tokenizer_config_from_arguments,

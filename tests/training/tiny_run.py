@@ -13,7 +13,7 @@ from megatron_ext.tokenizers.libraries.sentencepiece_model import (
     bytes_field,
     read_field,
 )
-from megatron_ext.training.config import (
+from megatron_ext.training.configuration.config import (
     DataConfig,
     DistillConfig,
     LossConfig,

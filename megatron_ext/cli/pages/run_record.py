@@ -11,7 +11,7 @@ from typing import Any, Final
 from megatron_ext.cli.pages.token_view import with_short_paths
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import parse_json, read_json, whole_lines
-from megatron_ext.training.model_section import read_config_file
+from megatron_ext.training.configuration.yaml_file import read_config_file
 from megatron_ext.training.run_folder import (
     CONFIG_FILE,
     DATA_FILE,

@@ -19,13 +19,13 @@ from megatron_ext.distributed.layout import student_processes
 from megatron_ext.errors import CheckpointError
 from megatron_ext.projection import SparseProjection
 from megatron_ext.teachers.target_form import TargetForm
-from megatron_ext.training.checkpoint_folder import find_checkpoint, latest_checkpoint
-from megatron_ext.training.checkpoint_tokenizer import checkpoint_record
-from megatron_ext.training.config import DistillConfig, ModelConfig
+from megatron_ext.training.checkpoints.folder import find_checkpoint, latest_checkpoint
+from megatron_ext.training.checkpoints.huggingface_check import check_if_huggingface
+from megatron_ext.training.checkpoints.tokenizer import checkpoint_record
+from megatron_ext.training.configuration.config import DistillConfig, ModelConfig
 from megatron_ext.training.dry_run.plan import Plan, pair_cost
 from megatron_ext.training.dry_run.report import report, summary
 from megatron_ext.training.inputs import Inputs, read_inputs
-from megatron_ext.training.model_check import check_if_huggingface
 from megatron_ext.training.objective import head_rows, state_layers, teacher_objective
 from megatron_ext.training.run_folder import CHECKPOINTS
 from megatron_ext.training.run_loss import with_linear_form, with_vocabulary_layout

@@ -13,8 +13,8 @@ from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.layout import VocabularyLayout
 from megatron_ext.projection.layout.vocabulary_layout import LayoutStatistics
 from megatron_ext.teachers.target_form import TargetForm
-from megatron_ext.training.config import ModelConfig
-from megatron_ext.training.lora_config import PARTS, LoraConfig
+from megatron_ext.training.configuration.config import ModelConfig
+from megatron_ext.training.configuration.lora import PARTS, LoraConfig
 from megatron_ext.training.run_plan import RunPlan
 
 

@@ -17,7 +17,7 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses import TeacherTargets
 from megatron_ext.teachers.formed_targets import filler, from_records
-from megatron_ext.training.models import DTYPES
+from megatron_ext.training.megatron_models.models import DTYPES
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.teachers.identity import WEIGHTS, weights_identity
 from megatron_ext.training.teachers.shard_file import PlacedWindows

@@ -12,9 +12,9 @@ from megatron_ext.errors import MegatronExtError
 from megatron_ext.imports import needed_packages
 from megatron_ext.teachers.remote_teacher import RemoteTeacher
 from megatron_ext.teachers.target_form import TargetForm
-from megatron_ext.training.first_weights import teacher_vocab_shard
 from megatron_ext.training.learning_step import run_projection
-from megatron_ext.training.models import DTYPES
+from megatron_ext.training.megatron_models.first_weights import teacher_vocab_shard
+from megatron_ext.training.megatron_models.models import DTYPES
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.teachers.live_teacher import LoadedTeacher, StudentParts
 from megatron_ext.training.teachers.target_checks import described, served_form

@@ -25,8 +25,8 @@ from megatron_ext.huggingface.checkpoint_files import (
 )
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.identity import tokenizer_identity
-from megatron_ext.training.config import DistillConfig, TeacherConfig
-from megatron_ext.training.model_config import OF_EXPERTS
+from megatron_ext.training.configuration.config import DistillConfig, TeacherConfig
+from megatron_ext.training.configuration.model import OF_EXPERTS
 from megatron_ext.training.run_plan import TeacherPlan
 
 if TYPE_CHECKING:

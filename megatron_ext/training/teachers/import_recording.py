@@ -25,7 +25,7 @@ from megatron_ext.teachers.recorded_text import (
     recorded_targets,
 )
 from megatron_ext.teachers.target_form import TargetForm
-from megatron_ext.training.config import DistillConfig, ParallelConfig
+from megatron_ext.training.configuration.config import DistillConfig, ParallelConfig
 from megatron_ext.training.inputs import Inputs
 from megatron_ext.training.metrics import progress_bar
 from megatron_ext.training.run_plan import TeacherPlan

@@ -28,9 +28,9 @@ from megatron_ext.teachers.megatron_teacher import (
 from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.token_bytes import TokenBytes
-from megatron_ext.training.first_weights import frozen_teacher, teacher_vocab_shard
 from megatron_ext.training.inputs import Inputs
-from megatron_ext.training.models import DTYPES
+from megatron_ext.training.megatron_models.first_weights import frozen_teacher, teacher_vocab_shard
+from megatron_ext.training.megatron_models.models import DTYPES
 from megatron_ext.training.run_plan import RunPlan, TeacherPlan
 from megatron_ext.training.teachers.cached_teacher import CachedTeacher
 from megatron_ext.training.teachers.student_average import StudentAverage

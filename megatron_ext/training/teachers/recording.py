@@ -21,12 +21,12 @@ from megatron_ext.files import write_bytes
 from megatron_ext.teachers.formed_targets import whole_head
 from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.training import watchdog
-from megatron_ext.training.config import DistillConfig, TeacherConfig
+from megatron_ext.training.configuration.config import DistillConfig, TeacherConfig
+from megatron_ext.training.configuration.teachers import ServingConfig
 from megatron_ext.training.inputs import Inputs
 from megatron_ext.training.metrics import progress_bar
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.start_agreement import check_same_start
-from megatron_ext.training.teacher_config import ServingConfig
 from megatron_ext.training.teachers.block_recorder import (
     Block,
     BlockRecorder,

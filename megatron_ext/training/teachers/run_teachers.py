@@ -16,9 +16,9 @@ from megatron_ext.teachers.connection import Connection, connect, own_addresses
 from megatron_ext.teachers.remote_server import RemoteServer
 from megatron_ext.teachers.remote_teacher import RemoteTeacher
 from megatron_ext.teachers.target_form import TargetForm
-from megatron_ext.training.first_weights import frozen_teacher, teacher_vocab_shard
 from megatron_ext.training.learning_step import run_projection
-from megatron_ext.training.models import DTYPES
+from megatron_ext.training.megatron_models.first_weights import frozen_teacher, teacher_vocab_shard
+from megatron_ext.training.megatron_models.models import DTYPES
 from megatron_ext.training.objective import lower_layers, share_model, teacher_objective
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.teachers.cached_teacher import open_cached_teacher

@@ -23,8 +23,8 @@ from megatron_ext.teachers.server import ReplicaRanks, TeacherServer
 from megatron_ext.teachers.server_limits import ServerLimits
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training import watchdog
+from megatron_ext.training.configuration.teachers import is_local
 from megatron_ext.training.run_plan import TeacherPlan
-from megatron_ext.training.teacher_config import is_local
 from megatron_ext.training.teachers.identity import (
     launch_identity,
     server_identity,

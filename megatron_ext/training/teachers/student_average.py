@@ -11,8 +11,8 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.models.gpt import GPTModel
 
 from megatron_ext.distributed.process_groups import ProcessGroups
-from megatron_ext.training.learning_parts import add_adapters
-from megatron_ext.training.models import build_model_chunks, chunk_names, freeze
+from megatron_ext.training.megatron_models.learning_parts import add_adapters
+from megatron_ext.training.megatron_models.models import build_model_chunks, chunk_names, freeze
 from megatron_ext.training.run_plan import RunPlan, TeacherPlan
 
 

@@ -9,8 +9,8 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.losses import Objective
 from megatron_ext.teachers.target_form import FormKind, Precision, TargetForm
 from megatron_ext.tokenizers import MegatronTokenizerText
-from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.exclusions import check_exclusions
+from megatron_ext.training.configuration.config import DistillConfig
+from megatron_ext.training.configuration.exclusions import check_exclusions
 from megatron_ext.training.objective import teacher_objective
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.teachers.identity import WEIGHTS, cache_identity

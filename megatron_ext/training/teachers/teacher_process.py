@@ -24,7 +24,7 @@ import yaml
 
 from megatron_ext.errors import ConfigError, DistributedError
 from megatron_ext.files import write_text
-from megatron_ext.training.teacher_config import ServingConfig, is_local
+from megatron_ext.training.configuration.teachers import ServingConfig, is_local
 
 FOLDER: Final = "teachers"
 """In the run's folder: configuration and log of each process."""

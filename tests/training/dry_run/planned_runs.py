@@ -1,7 +1,7 @@
 """Configurations for the tests of the dry run, small, with everything that changes a count."""
 
 from megatron_ext.tokenizers import TokenizerConfig
-from megatron_ext.training.config import (
+from megatron_ext.training.configuration.config import (
     DataConfig,
     DistillConfig,
     LossConfig,

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from megatron_ext.teachers.target_form import TargetForm
-from megatron_ext.training.config import LossConfig
+from megatron_ext.training.configuration.config import LossConfig
 from megatron_ext.training.dry_run.memory import kept_activations, rank_memory, stage_activations
 from megatron_ext.training.dry_run.plan import PairCost
 from megatron_ext.training.dry_run.report import report

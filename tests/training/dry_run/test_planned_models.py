@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from megatron_ext.distributed.layout import Layout
-from megatron_ext.training.config import ParallelConfig, TrainingConfig
+from megatron_ext.training.configuration.config import ParallelConfig, TrainingConfig
+from megatron_ext.training.configuration.lora import LoraConfig
 from megatron_ext.training.dry_run.memory import rank_memory, stage_activations
 from megatron_ext.training.dry_run.plan import ModelShape
-from megatron_ext.training.learning_parts import add_adapters, freeze_parts
-from megatron_ext.training.lora_config import LoraConfig
-from megatron_ext.training.models import build_model_chunks
+from megatron_ext.training.megatron_models.learning_parts import add_adapters, freeze_parts
+from megatron_ext.training.megatron_models.models import build_model_chunks
 from megatron_ext.training.run_plan import RunPlan
 from megatron_ext.training.student import Student
 from tests.process_group import run_ranks

@@ -8,7 +8,7 @@ import torch
 
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.teachers.formed_targets import from_records
-from megatron_ext.training.config import LossConfig
+from megatron_ext.training.configuration.config import LossConfig
 from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.teachers.target_cache import TargetCache
 from tests.process_group import run_ranks

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.training.teacher_config import ServingConfig
+from megatron_ext.training.configuration.teachers import ServingConfig
 from megatron_ext.training.teachers.teacher_process import TOKEN_VARIABLE, server_token, set_token
 
 ENVIRONMENT = ServingConfig()

@@ -21,12 +21,12 @@ from megatron_ext.huggingface.tensor_files import (
     write_json,
 )
 from megatron_ext.huggingface.tensor_map import MegatronTensor
-from megatron_ext.training.checkpoint import checkpoint_config, checkpoint_model
-from megatron_ext.training.checkpoint_folder import find_checkpoint
-from megatron_ext.training.checkpoint_slices import CheckpointSlices
-from megatron_ext.training.export_checkpoint import family_config
-from megatron_ext.training.lora_config import LoraConfig
-from megatron_ext.training.model_check import full_settings
+from megatron_ext.training.checkpoints.checkpoint import checkpoint_config, checkpoint_model
+from megatron_ext.training.checkpoints.folder import find_checkpoint
+from megatron_ext.training.checkpoints.huggingface_check import full_settings
+from megatron_ext.training.checkpoints.huggingface_export import family_config
+from megatron_ext.training.checkpoints.slices import CheckpointSlices
+from megatron_ext.training.configuration.lora import LoraConfig
 
 CONFIG_FILE: Final = "adapter_config.json"
 WEIGHTS_FILE: Final = "adapter_model.safetensors"

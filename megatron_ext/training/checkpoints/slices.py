@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_ext.errors import CheckpointError
-from megatron_ext.training.checkpoint import LOADING_ERRORS, checkpoint_lora
-from megatron_ext.training.checkpoint_manifest import Manifest
-from megatron_ext.training.checkpoint_reader import CheckpointReader, check_format
-from megatron_ext.training.lora_config import LoraConfig
+from megatron_ext.training.checkpoints.checkpoint import LOADING_ERRORS, checkpoint_lora
+from megatron_ext.training.checkpoints.manifest import Manifest
+from megatron_ext.training.checkpoints.reader import CheckpointReader, check_format
+from megatron_ext.training.configuration.lora import LoraConfig
 
 Place = tuple[int, ...]
 """Layer of a tensor, or layer and expert; empty for a whole tensor."""

@@ -26,9 +26,9 @@ from megatron.core.tensor_parallel import (
 from torch.nn import functional
 
 from megatron_ext.distributed.shard_collectives import copy_to_shards
-from megatron_ext.training.layers import ColumnLinear, RowLinear
-from megatron_ext.training.lora_config import LoraConfig
-from megatron_ext.training.models import ModelChunks
+from megatron_ext.training.configuration.lora import LoraConfig
+from megatron_ext.training.megatron_models.layers import ColumnLinear, RowLinear
+from megatron_ext.training.megatron_models.models import ModelChunks
 
 ADAPTER: Final = "lora"
 """Submodule of a linear layer that holds its adapter."""

@@ -25,7 +25,7 @@ from megatron_ext.huggingface.model_settings import (
 )
 from megatron_ext.huggingface.tensor_map import TensorMap
 from megatron_ext.imports import missing_package
-from megatron_ext.training.config import ModelConfig
+from megatron_ext.training.configuration.config import ModelConfig
 from megatron_ext.training.run_plan import TeacherPlan
 
 _FREE: Final = ("vocab_size", "init_method_std")

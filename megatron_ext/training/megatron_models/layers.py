@@ -14,7 +14,7 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from megatron_ext.training.norms import TorchNorm
+from megatron_ext.training.megatron_models.norms import TorchNorm
 
 Addition = Callable[[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor, float], torch.Tensor]
 """Sum of a layer's output, [T, B, D] with a bias or None, and the residual; the probability of

@@ -24,12 +24,12 @@ from megatron_ext.huggingface.family import Family
 from megatron_ext.huggingface.model_settings import model_config, settings_of, tensor_map
 from megatron_ext.huggingface.tensor_files import TensorPlan, check_target, shards, write_checkpoint
 from megatron_ext.huggingface.tensor_map import MegatronTensor, TensorMap
-from megatron_ext.training.checkpoint import checkpoint_model
-from megatron_ext.training.checkpoint_folder import find_checkpoint
-from megatron_ext.training.checkpoint_slices import CheckpointSlices
-from megatron_ext.training.checkpoint_tokenizer import KeptTokenizer
-from megatron_ext.training.config import ModelConfig
-from megatron_ext.training.model_check import check_same_model, full_settings
+from megatron_ext.training.checkpoints.checkpoint import checkpoint_model
+from megatron_ext.training.checkpoints.folder import find_checkpoint
+from megatron_ext.training.checkpoints.huggingface_check import check_same_model, full_settings
+from megatron_ext.training.checkpoints.slices import CheckpointSlices
+from megatron_ext.training.checkpoints.tokenizer import KeptTokenizer
+from megatron_ext.training.configuration.config import ModelConfig
 
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES: Final = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}

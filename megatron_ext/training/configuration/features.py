@@ -12,7 +12,7 @@ from megatron_ext.errors import ConfigError
 if TYPE_CHECKING:
     from megatron_ext.losses import Objective
     from megatron_ext.teachers.target_form import TargetForm
-    from megatron_ext.training.config import DistillConfig, TeacherConfig
+    from megatron_ext.training.configuration.config import DistillConfig, TeacherConfig
 
 Stage = Literal["configuration", "objectives", "targets", "megatron_lm"]
 """Stage of a start at which a row is checked: the latest part of the run that it reads."""

@@ -16,7 +16,7 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.files import flush, write_text
 from megatron_ext.huggingface.checkpoint_files import is_checkpoint_folder
 from megatron_ext.huggingface.hub import hub_model
-from megatron_ext.training.checkpoint_manifest import write_manifest
+from megatron_ext.training.checkpoints.manifest import write_manifest
 
 CHECKPOINTS: Final = "checkpoints"
 """Name of the folder of checkpoints in a run's folder."""

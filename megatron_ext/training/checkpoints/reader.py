@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from megatron_ext.errors import CheckpointError
-from megatron_ext.training.checkpoint_manifest import Manifest, is_inside
+from megatron_ext.training.checkpoints.manifest import Manifest, is_inside
 
 COMMON_FILE: Final = "common.pt"
 INDEX_FILE: Final = ".metadata"

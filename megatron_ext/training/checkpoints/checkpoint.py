@@ -1,7 +1,7 @@
 """Checkpoints through ``megatron.core.dist_checkpointing``, readable under any layout.
 
-``checkpoint_writer`` writes them, ``checkpoint_folder`` has their places and names,
-``checkpoint_manifest`` the sums of their files, and ``checkpoint_reader`` reads these.
+``writer`` writes them, ``folder`` has their places and names, ``manifest`` the sums of their files,
+and ``reader`` reads these.
 """
 
 from __future__ import annotations
@@ -21,19 +21,23 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import CheckpointError
-from megatron_ext.training.checkpoint_folder import checkpoint_path
-from megatron_ext.training.checkpoint_manifest import Manifest
-from megatron_ext.training.checkpoint_reader import (
+from megatron_ext.training.checkpoints.folder import checkpoint_path
+from megatron_ext.training.checkpoints.manifest import Manifest
+from megatron_ext.training.checkpoints.reader import (
     READING_ERRORS,
     CheckpointReader,
     check_format,
     read_common,
 )
-from megatron_ext.training.checkpoint_writer import CheckpointWriter
-from megatron_ext.training.config import ModelConfig
-from megatron_ext.training.lora_config import LoraConfig
-from megatron_ext.training.megatron_parts import needed
-from megatron_ext.training.models import ModelChunks, load_weights_of, sharded_weights
+from megatron_ext.training.checkpoints.writer import CheckpointWriter
+from megatron_ext.training.configuration.config import ModelConfig
+from megatron_ext.training.configuration.lora import LoraConfig
+from megatron_ext.training.megatron_models.megatron_parts import needed
+from megatron_ext.training.megatron_models.models import (
+    ModelChunks,
+    load_weights_of,
+    sharded_weights,
+)
 
 LOADING_ERRORS: Final = (CheckpointingException, CheckpointException, *READING_ERRORS)
 """Errors of loading a checkpoint whose files are damaged, or of another model."""

@@ -27,11 +27,11 @@ from megatron.core.transformer.transformer_block import HAVE_TE, TransformerBloc
 from torch.nn import functional
 
 from megatron_ext.distributed.process_groups import ProcessGroups
-from megatron_ext.training import cpu_megatron
-from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
-from megatron_ext.training.context_attention import ContextAttention
-from megatron_ext.training.experts import Experts, Router
-from megatron_ext.training.layers import (
+from megatron_ext.training.configuration.config import ModelConfig, ParallelConfig, TrainingConfig
+from megatron_ext.training.megatron_models import cpu_megatron
+from megatron_ext.training.megatron_models.attention import ContextAttention
+from megatron_ext.training.megatron_models.experts import Experts, Router
+from megatron_ext.training.megatron_models.layers import (
     ColumnLinear,
     ParallelLayer,
     PostNormLinear,
@@ -43,8 +43,8 @@ from megatron_ext.training.layers import (
     scale_logits,
     scaled_addition,
 )
-from megatron_ext.training.megatron_parts import MLP_SUBMODULES, of_release
-from megatron_ext.training.norms import HeadsNorm, KeyHeadsNorm, TorchNorm
+from megatron_ext.training.megatron_models.megatron_parts import MLP_SUBMODULES, of_release
+from megatron_ext.training.megatron_models.norms import HeadsNorm, KeyHeadsNorm, TorchNorm
 
 ModelChunks = Sequence[GPTModel]
 """Chunks of a model on this rank, in the order in which a microbatch passes them."""
@@ -326,7 +326,7 @@ def _layer_spec(
     """
     core_attention: type = ContextAttention
     if _has_te():
-        from megatron_ext.training.te_attention import RowAttention
+        from megatron_ext.training.megatron_models.te_attention import RowAttention
 
         if not (_has_own_norms(model) or has_adapters):
             layer = get_gpt_layer_with_transformer_engine_spec(

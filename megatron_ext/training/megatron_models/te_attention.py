@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
-from megatron_ext.training.context_attention import ContextAttention
+from megatron_ext.training.megatron_models.attention import ContextAttention
 
 
 class RowAttention(TEDotProductAttention):  # type: ignore[misc]

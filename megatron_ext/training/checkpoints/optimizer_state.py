@@ -17,7 +17,7 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_ext.training.megatron_parts import needed
+from megatron_ext.training.megatron_models.megatron_parts import needed
 
 CHECKPOINT_FORMAT = {
     "distrib_optim_sharding_type": "fully_reshardable",

@@ -7,8 +7,12 @@ from typing import Literal
 
 from megatron_ext.distributed.layout import Layout
 from megatron_ext.errors import ConfigError
-from megatron_ext.training.lora_config import check_parts
-from megatron_ext.training.model_config import check_divides, check_not_negative, check_positive
+from megatron_ext.training.configuration.lora import check_parts
+from megatron_ext.training.configuration.model import (
+    check_divides,
+    check_not_negative,
+    check_positive,
+)
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)

@@ -24,9 +24,9 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import CheckpointError, ProjectionError
 from megatron_ext.huggingface.checkpoint_files import SIDE_FOLDER
 from megatron_ext.training import watchdog
-from megatron_ext.training.checkpoint import load_checkpoint, load_common
-from megatron_ext.training.checkpoint_folder import latest_checkpoint
-from megatron_ext.training.checkpoint_writer import CheckpointWriter
+from megatron_ext.training.checkpoints.checkpoint import load_checkpoint, load_common
+from megatron_ext.training.checkpoints.folder import latest_checkpoint
+from megatron_ext.training.checkpoints.writer import CheckpointWriter
 from megatron_ext.training.faults import FaultCounts, forget_refused
 from megatron_ext.training.learning_step import learned_projection_file
 from megatron_ext.training.rollouts import forget_rollouts

@@ -43,14 +43,19 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import CheckpointError
 from megatron_ext.files import die_with_parent
 from megatron_ext.training import watchdog
-from megatron_ext.training.checkpoint_folder import (
+from megatron_ext.training.checkpoints.folder import (
     checkpoint_path,
     publish_checkpoint,
     remove_partial_checkpoints,
 )
-from megatron_ext.training.checkpoint_manifest import summed_writes
-from megatron_ext.training.checkpoint_reader import COMMON_FILE
-from megatron_ext.training.megatron_parts import SAVE_OPTIONS, needed, of_release, place
+from megatron_ext.training.checkpoints.manifest import summed_writes
+from megatron_ext.training.checkpoints.reader import COMMON_FILE
+from megatron_ext.training.megatron_models.megatron_parts import (
+    SAVE_OPTIONS,
+    needed,
+    of_release,
+    place,
+)
 
 _FORMAT: Final = ("torch_dist", 1)
 _WRITERS: Final = 2

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from megatron_ext.training import features
-from megatron_ext.training.features import Exclusion, Setting, Stage, key_feature
+from megatron_ext.training.configuration import features
+from megatron_ext.training.configuration.features import Exclusion, Setting, Stage, key_feature
 
 if TYPE_CHECKING:
     from megatron_ext.losses import Objective
     from megatron_ext.teachers.target_form import TargetForm
-    from megatron_ext.training.config import DistillConfig
+    from megatron_ext.training.configuration.config import DistillConfig
 
 
 def check_exclusions(

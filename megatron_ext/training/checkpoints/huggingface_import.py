@@ -35,13 +35,13 @@ from megatron_ext.huggingface.model_settings import model_settings
 from megatron_ext.huggingface.tensor_files import TensorReader
 from megatron_ext.huggingface.tensor_map import TensorMap
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
-from megatron_ext.training import cpu_megatron
-from megatron_ext.training.checkpoint import save_checkpoint
-from megatron_ext.training.checkpoint_tokenizer import row_misfit
-from megatron_ext.training.config import ModelConfig, ParallelConfig, TrainingConfig
-from megatron_ext.training.first_weights import corner_of, tensor_of
-from megatron_ext.training.model_check import checked
-from megatron_ext.training.models import build_gpt_model
+from megatron_ext.training.checkpoints.checkpoint import save_checkpoint
+from megatron_ext.training.checkpoints.huggingface_check import checked
+from megatron_ext.training.checkpoints.tokenizer import row_misfit
+from megatron_ext.training.configuration.config import ModelConfig, ParallelConfig, TrainingConfig
+from megatron_ext.training.megatron_models import cpu_megatron
+from megatron_ext.training.megatron_models.first_weights import corner_of, tensor_of
+from megatron_ext.training.megatron_models.models import build_gpt_model
 from megatron_ext.training.run_folder import TOKENIZER_FOLDER
 
 

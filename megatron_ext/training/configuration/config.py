@@ -1,7 +1,7 @@
 """The configuration of a distillation run, as frozen dataclasses.
 
 Names are megatron-core's wherever it has one. The YAML file nests as the dataclasses do; every leaf
-also has a flag (``training.arguments``). The string under a field is its help text.
+also has a flag (``arguments``). The string under a field is its help text.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from megatron_ext.constants import MAX_RECORD_MIB
 from megatron_ext.engines.engine_config import EngineConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers.config import TokenizerConfig
-from megatron_ext.training.exclusions import check_exclusions
-from megatron_ext.training.loop_config import OptimizerConfig as OptimizerConfig
-from megatron_ext.training.loop_config import ParallelConfig as ParallelConfig
-from megatron_ext.training.loop_config import TrainingConfig as TrainingConfig
-from megatron_ext.training.lora_config import LoraConfig, check_tied
-from megatron_ext.training.model_config import ModelConfig as ModelConfig
-from megatron_ext.training.model_config import check_not_negative, check_positive
-from megatron_ext.training.rollout_config import RolloutConfig
-from megatron_ext.training.teacher_config import (
+from megatron_ext.training.configuration.exclusions import check_exclusions
+from megatron_ext.training.configuration.loop import OptimizerConfig as OptimizerConfig
+from megatron_ext.training.configuration.loop import ParallelConfig as ParallelConfig
+from megatron_ext.training.configuration.loop import TrainingConfig as TrainingConfig
+from megatron_ext.training.configuration.lora import LoraConfig, check_tied
+from megatron_ext.training.configuration.model import ModelConfig as ModelConfig
+from megatron_ext.training.configuration.model import check_not_negative, check_positive
+from megatron_ext.training.configuration.rollouts import RolloutConfig
+from megatron_ext.training.configuration.teachers import (
     STUDENT_RANKS,
     EvaluationConfig,
     Placement,

@@ -20,8 +20,8 @@ from functools import cache
 from typing import Any, Final, Literal
 
 from megatron_ext.files import parse_json
-from megatron_ext.training.config import DistillConfig
-from megatron_ext.training.model_section import read_config_file, with_huggingface_models
+from megatron_ext.training.configuration.config import DistillConfig
+from megatron_ext.training.configuration.yaml_file import read_config_file, with_huggingface_models
 from megatron_ext.typed_mapping import build_config
 
 _SEPARATOR: Final = "."

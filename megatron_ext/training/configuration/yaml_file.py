@@ -20,7 +20,7 @@ from megatron_ext.huggingface.checkpoint_files import (
 from megatron_ext.huggingface.hub import hub_model
 from megatron_ext.huggingface.model_settings import any_model_settings, model_settings
 from megatron_ext.tokenizers import TOKENIZER_LIBRARIES
-from megatron_ext.training.checkpoint_folder import find_checkpoint, newest_checkpoint
+from megatron_ext.training.checkpoints.folder import find_checkpoint, newest_checkpoint
 from megatron_ext.typed_mapping import Where
 
 _MOST_VALUES: Final = 1_000_000

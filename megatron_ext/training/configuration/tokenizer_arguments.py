@@ -16,7 +16,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers.config import TokenizerConfig
 from megatron_ext.tokenizers.legacy_types import LEGACY_TYPES, OLD_FORMAT, UNSPOKEN
 from megatron_ext.tokenizers.namespace import config_from_namespace
-from megatron_ext.training.arguments import (
+from megatron_ext.training.configuration.arguments import (
     Flag,
     argparse_type,
     flags_of,

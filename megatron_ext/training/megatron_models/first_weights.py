@@ -21,11 +21,11 @@ from megatron_ext.huggingface.tensor_files import TensorReader
 from megatron_ext.huggingface.tensor_map import MegatronTensor, TensorMap
 from megatron_ext.losses.checks import check_shards_agree
 from megatron_ext.tokenizers import MegatronTokenizerText
-from megatron_ext.training.checkpoint import checkpoint_lora, load_weights
-from megatron_ext.training.checkpoint_slices import CheckpointSlices, add_product
-from megatron_ext.training.config import ModelConfig, side_of
-from megatron_ext.training.model_check import checked
-from megatron_ext.training.models import ModelChunks, build_model_chunks, freeze
+from megatron_ext.training.checkpoints.checkpoint import checkpoint_lora, load_weights
+from megatron_ext.training.checkpoints.huggingface_check import checked
+from megatron_ext.training.checkpoints.slices import CheckpointSlices, add_product
+from megatron_ext.training.configuration.config import ModelConfig, side_of
+from megatron_ext.training.megatron_models.models import ModelChunks, build_model_chunks, freeze
 from megatron_ext.training.objective import head_rows
 from megatron_ext.training.run_plan import TeacherPlan
 

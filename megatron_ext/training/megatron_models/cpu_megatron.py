@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.training.megatron_parts import needed
+from megatron_ext.training.megatron_models.megatron_parts import needed
 
 if TYPE_CHECKING:
-    from megatron_ext.training.loop_config import TrainingConfig
+    from megatron_ext.training.configuration.loop import TrainingConfig
 
 _installed: _CudaToCpu | None = None
 
