@@ -1,1 +1,1 @@
-"""Checkpoints of a run: written, read under any layout, and turned from and into HuggingFace folders."""
+"""Checkpoints: written, read under any layout, and exchanged with HuggingFace folders."""

@@ -1,1 +1,1 @@
-"""The configuration of a run: its sections as frozen dataclasses, its file, flags and exclusions."""
+"""The configuration of a run: frozen dataclasses, and their file, flags and exclusions."""

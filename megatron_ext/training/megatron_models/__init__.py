@@ -1,1 +1,1 @@
-"""megatron-core models of student and teacher: layers, attention, experts, and the parts that learn."""
+"""megatron-core models of student and teacher: layers, attention, experts, learning parts."""
