@@ -76,8 +76,8 @@ NO_PARTNER: Final = -1
 """Partner of a student column without an entry."""
 
 _NARROW: Final = 1 << 13
-_MANY: Final = 300_000
-"""Columns of both models of which 660 programs, as many as an H100 runs at once, read 25 MB."""
+_MANY: Final = 190_000
+"""Columns of both models of which 1,056 programs, as many as an H100 runs at once, read 25 MB."""
 
 
 def pair_block(width: int) -> int:
