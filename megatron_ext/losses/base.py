@@ -114,6 +114,10 @@ class LossOutput:
     """[C] without a graph: each chunk's share of ``loss_sum``, 0 for chunks left out; None from an
     objective that does not sum over chunks."""
 
+    bad: torch.Tensor | None = None
+    """int32 [2] as ``FiniteCheck.bad`` has it of one teacher, from sums that the objective knows;
+    None unless ``Objective.tells_bad``."""
+
 
 Over = Literal["chunks", "tokens"]
 """Terms of an objective's sum: chunks of an alignment, or the student's labels (``vocab_kl``)."""

@@ -168,10 +168,7 @@ def check_finite(inputs: DistillationInputs) -> FiniteCheck:
     Collectives: one all-reduce of int32 [2] over the student's group.
     """
     alignment, teacher = inputs.alignment, inputs.teacher
-    rows = inputs.labels != IGNORE_INDEX
-    if alignment is not None:
-        rows = rows | (alignment.student_chunk_id != NO_CHUNK)
-    device = inputs.student_logits.device
+    rows, device = read_rows(inputs), inputs.student_logits.device
     bad = torch.zeros(1, 2, dtype=torch.int32, device=device)
     bad[0, 0] = _is_bad(inputs.student_logits, rows, inputs.student_shard)
     if teacher is not None:
@@ -190,6 +187,14 @@ def check_finite(inputs: DistillationInputs) -> FiniteCheck:
             if vector is not None:
                 bad[0, 1] |= _is_bad(vector[..., None], teacher_rows, None)
     return FiniteCheck(all_reduce_max(bad, inputs.student_shard.group))
+
+
+def read_rows(inputs: DistillationInputs) -> torch.Tensor:
+    """bool [B, Ts]: student's rows with a label or in a chunk."""
+    rows = inputs.labels != IGNORE_INDEX
+    if inputs.alignment is None:
+        return rows
+    return rows | (inputs.alignment.student_chunk_id != NO_CHUNK)
 
 
 def _is_bad(values: torch.Tensor, rows: torch.Tensor, shard: VocabShard | None) -> torch.Tensor:

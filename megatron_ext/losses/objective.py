@@ -202,6 +202,10 @@ class Objective(ABC):
         rows of logits alone."""
         return self.why_no_context_parallel or "it needs all positions, or hidden states"
 
+    def tells_bad(self, inputs: DistillationInputs) -> bool:
+        """Whether ``LossOutput.bad`` says of these inputs what ``check_finite`` would."""
+        return False
+
     @property
     def learns_projection(self) -> bool:
         """Whether it gives a projection's entries a gradient."""

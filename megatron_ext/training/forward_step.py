@@ -24,6 +24,7 @@ from megatron_ext.losses import (
     DistillationInputs,
     LayerGradients,
     Loss,
+    LossOutput,
     LossPart,
     LossPlan,
     Objective,
@@ -123,6 +124,15 @@ class GlobalCounts:
         )
 
 
+Checks = Mapping[str, torch.Tensor | None]
+"""``FiniteCheck.bad`` [1, 2] by teacher; None: the output of its part has it."""
+
+
+def _told(output: LossOutput) -> torch.Tensor:
+    assert output.bad is not None
+    return output.bad[None]
+
+
 class StepReport(NamedTuple):
     """Metrics of one microbatch, on the device."""
 
@@ -197,7 +207,7 @@ class StudentStep:
     ) -> tuple[torch.Tensor, torch.Tensor, StepReport]:
         """megatron-core's triple: this microbatch's share of the loss, 0 tokens, and its report."""
         head = self.hidden.head_weight if self.hidden else None
-        plan, finite = self._plan(microbatch, self._student(microbatch, logits, states, head))
+        plan, checks = self._plan(microbatch, self._student(microbatch, logits, states, head))
         surprise = self._surprise(microbatch, logits)
         mismatch = self._mismatch(microbatch, logits)
         if self.gradients is None:
@@ -207,7 +217,7 @@ class StudentStep:
             combined, counts = plan.outputs(), self._counts()
             self.gradients.add(combined.terms(counts))
             loss = Loss(total=combined.total(counts), outputs=dict(combined.outputs))
-        total, no_tokens, report = self._report(plan, loss, finite)
+        total, no_tokens, report = self._report(plan, loss, checks)
         return (
             total,
             no_tokens,
@@ -257,12 +267,12 @@ class StudentStep:
         assert self.linear is not None
         hidden = head.whole(output, self.shard.group)
         logits = no_logits(hidden, self.shard)
-        plan, finite = self._plan(
+        plan, checks = self._plan(
             microbatch, self._student(microbatch, logits, {LAST_LAYER: hidden}, head.weight)
         )
         surprise = self._surprise(microbatch, hidden, head.weight)
         loss = plan.loss_from_hidden(self._counts(), self.linear, microbatch.batch.tiles)
-        total, no_tokens, report = self._report(plan, loss, finite)
+        total, no_tokens, report = self._report(plan, loss, checks)
         return total, no_tokens, report._replace(surprise=surprise)
 
     def _student(
@@ -283,14 +293,9 @@ class StudentStep:
 
     def _plan(
         self, microbatch: MicrobatchWithTargets, student: DistillationInputs
-    ) -> tuple[LossPlan, FiniteCheck]:
+    ) -> tuple[LossPlan, Checks]:
         """The loss of a microbatch, and a check that its inputs are finite."""
         of_teachers = self.term.inputs(microbatch, student) if self.term else {}
-        checks = [
-            check_finite(self._checkable(inputs)).bad
-            for inputs in of_teachers.values() or [student]
-        ]
-        finite = FiniteCheck(torch.cat(checks), tuple(of_teachers) or ONE_TEACHER)
         recorded = student
         if microbatch.batch.sides.sampled_log_probs is not None:
             # Cross-entropy would teach the student its own samples as if they were right.
@@ -300,7 +305,25 @@ class StudentStep:
         }
         if self.term is not None:
             parts |= self.term.aggregator(of_teachers, weights=self.teacher_weights)
-        return LossPlan(parts=parts, term_weights=self.term_weights), finite
+        plan = LossPlan(parts=parts, term_weights=self.term_weights)
+        checks = {
+            name: None if self._is_told(parts.get(name), inputs) else self._checked(inputs)
+            for name, inputs in (of_teachers or {ONE_TEACHER[0]: student}).items()
+        }
+        return plan, checks
+
+    def _is_told(self, part: LossPart | None, inputs: DistillationInputs) -> bool:
+        """Whether the output of a teacher's part has the flags of these inputs.
+
+        Of the linear form hidden states are checked, which are fewer.
+        """
+        if part is None or self.linear is not None or part.inputs.teacher is not inputs.teacher:
+            return False
+        return part.objective.tells_bad(part.inputs)
+
+    def _checked(self, inputs: DistillationInputs) -> torch.Tensor:
+        """Flags from a read of all numbers, before the gradient takes the place of the logits."""
+        return check_finite(self._checkable(inputs)).bad
 
     def _checkable(self, inputs: DistillationInputs) -> DistillationInputs:
         """``inputs`` with hidden states in place of logits that the linear form does not make."""
@@ -315,7 +338,7 @@ class StudentStep:
         return {"ce": self.counts.recorded, **self.counts.of_parts}
 
     def _report(
-        self, plan: LossPlan, loss: Loss, finite: FiniteCheck
+        self, plan: LossPlan, loss: Loss, checks: Checks
     ) -> tuple[torch.Tensor, torch.Tensor, StepReport]:
         total = loss.total
         no_tokens = torch.zeros((), dtype=torch.int, device=total.device)
@@ -334,7 +357,10 @@ class StudentStep:
                 metrics[f"{name}/weight"] = (part.weight, torch.ones_like(no_tokens))
         if shares:
             metrics["kd"] = (torch.stack(shares).sum(), no_tokens)
-        return total, no_tokens, StepReport(metrics, finite)
+        flags = [
+            bad if bad is not None else _told(loss.outputs[name]) for name, bad in checks.items()
+        ]
+        return total, no_tokens, StepReport(metrics, FiniteCheck(torch.cat(flags), tuple(checks)))
 
 
 def reduce_reports(

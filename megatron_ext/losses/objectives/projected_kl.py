@@ -5,7 +5,7 @@ B batch, Ts Tt tokens, Vps Vpt local columns, C chunks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Final
 
 import torch
@@ -21,7 +21,7 @@ from megatron_ext.losses.checks import (
     check_student,
     why_nemo,
 )
-from megatron_ext.losses.diagnostics import chunk_output, over_chunks, used_chunks
+from megatron_ext.losses.diagnostics import chunk_output, over_chunks, read_rows, used_chunks
 from megatron_ext.losses.matched_columns import chunked_pair
 from megatron_ext.losses.objective import (
     LOSS_REGISTRY,
@@ -140,6 +140,10 @@ class ProjectedKLLoss(FusedObjective):
         is_learned = inputs.projection is not None and inputs.projection.learned is not None
         return self.numerics == "proper" and not is_learned
 
+    def tells_bad(self, inputs: DistillationInputs) -> bool:
+        """True on one rank, where rows are normalised: a row of NaN or +inf has no sum."""
+        return self.numerics == "proper" and inputs.student_shard.group is None
+
     def compute(self, inputs: DistillationInputs) -> LossOutput:
         """The loss under autograd: the nemo numerics, or a learned projection."""
         alignment, teacher, projection = self._operands(inputs)
@@ -203,13 +207,17 @@ class ProjectedKLLoss(FusedObjective):
             means["rest_mass"] = values.rest_mass
         offsupport, _ = over_chunks(values.offsupport_mass, used)
         teacher_rows = torch.where(used, values.teacher_rows, 0).sum()
-        return chunk_output(
+        output = chunk_output(
             inputs,
             values.chunk_loss,
             usable=usable,
             means=means,
             metrics={"offsupport_mass": (offsupport, teacher_rows)},
         )
+        assert values.student_is_bad is not None
+        of_student = values.student_is_bad & read_rows(inputs).flatten()
+        bad = torch.stack([of_student.any(), values.offsupport_mass.isnan().any()])
+        return replace(output, bad=bad.to(torch.int32))
 
     def count_ahead(self, known: KnownAhead) -> torch.Tensor:
         """See ``Objective``."""

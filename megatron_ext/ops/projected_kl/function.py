@@ -130,7 +130,16 @@ def evaluate_projected_kl(
             by = CompiledEvaluation
         values = by(student, teacher, projection, statistics, options, requested).run()
         left_out = teacher.rows.sums(statistics.left_out)
-    return _result(values, compared, left_out, teacher, options, token_loss, statistics.top_column)
+    return _result(
+        values,
+        compared,
+        left_out,
+        teacher,
+        options,
+        token_loss,
+        statistics.top_column,
+        statistics.student.log_sum,
+    )
 
 
 def _is_joined(
@@ -169,7 +178,14 @@ def _by_joined_kernels(
         token_loss = token_losses(picked, term.label, numbers.untempered, student.shard)
         top_column = numbers.columns[0] + student.shard.start
     return _result(
-        values, numbers.is_compared, numbers.left_out, teacher, options, token_loss, top_column
+        values,
+        numbers.is_compared,
+        numbers.left_out,
+        teacher,
+        options,
+        token_loss,
+        top_column,
+        numbers.student_lse[1],
     )
 
 
@@ -181,7 +197,9 @@ def _result(
     options: ProjectedKLOptions,
     token_loss: torch.Tensor | None,
     top_column: torch.Tensor | None,
+    log_sum: torch.Tensor,
 ) -> ProjectedKL:
+    """Results, of which some have to be masked; ``log_sum`` [Ts] is of the student's rows."""
     return ProjectedKL(
         torch.where(compared, options.temperature**2 * values.value, 0.0),
         torch.where(compared, values.entropy, 0.0),
@@ -191,6 +209,8 @@ def _result(
         values.rest_mass,
         token_loss,
         top_column,
+        # An infinity less the row's peak, itself, is NaN, and so is every sum with it.
+        log_sum.isnan(),
     )
 
 

@@ -41,6 +41,10 @@ class ProjectedKL(NamedTuple):
     top_column: torch.Tensor | None = None
     """int64 [Ts]: global column of the student's largest logit; None without the term."""
 
+    student_is_bad: torch.Tensor | None = None
+    """bool [Ts]: the student's row has NaN or +inf. Where a row of a chunk's teacher has,
+    ``offsupport_mass`` is NaN."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectedKLOptions(DivergenceOptions):

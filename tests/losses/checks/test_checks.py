@@ -61,6 +61,44 @@ def test_masked_tokens_padding_and_rows_that_nobody_reads_are_good() -> None:
     assert check_finite(replace(inputs, student_logits=logits)).bad.tolist() == [[1, 0]]
 
 
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("temperature", [1.0, 1.7])
+@pytest.mark.parametrize("implementation", ["torch", "triton", "cpu"])
+def test_sums_of_rows_tell_what_a_read_of_all_numbers_does(
+    implementation: str, temperature: float, poison: float
+) -> None:
+    if implementation == "triton":
+        pytest.importorskip("triton")
+    objective = LOSS_REGISTRY["projected_kl"](
+        implementation=implementation, temperature=temperature
+    )
+    inputs = Microbatch.random().inputs(padding=(3, 1))
+    inputs = replace(inputs, student_logits=inputs.student_logits.detach())
+    assert objective.tells_bad(inputs)
+    unread = (inputs.labels == IGNORE_INDEX) & (inputs.alignment.student_chunk_id < 0)
+    places = {
+        "student in a chunk": inputs.alignment.student_chunk_id == 0,
+        "student outside": (inputs.alignment.student_chunk_id < 0) & ~unread,
+        "student unread": unread,
+        "teacher in a chunk": inputs.alignment.teacher_chunk_id == 0,
+        "teacher unread": inputs.alignment.teacher_chunk_id < 0,
+    }
+    places = {name: rows for name, rows in places.items() if rows.any()}
+    assert {"student in a chunk", "student unread", "teacher in a chunk"} <= places.keys()
+    for column in (2, 7):
+        for name, rows in places.items():
+            teacher, student = inputs.teacher.logits.clone(), inputs.student_logits.clone()
+            row = rows.nonzero()[0].tolist()
+            (student if name.startswith("student") else teacher)[(*row, column)] = poison
+            bad = replace(
+                inputs, student_logits=student, teacher=replace(inputs.teacher, logits=teacher)
+            )
+            read = check_finite(bad).bad[0].tolist()
+            assert objective(bad).bad.tolist() == read, name
+            is_bad = poison != -torch.inf and "unread" not in name
+            assert sum(read) == is_bad, name
+
+
 def test_checks_of_several_microbatches_are_one_question() -> None:
     good, bad = (FiniteCheck(torch.tensor([flags])) for flags in ([0, 0], [0, 1]))
     good.merged(good).raise_if_bad()
