@@ -143,7 +143,8 @@ TEACHER_SECTION = FILE[FILE.index("teacher:") : FILE.index("data:")]
         pytest.param(
             "--teacher-num-layers 2",
             (TEACHER_SECTION, ""),
-            "required configuration key is missing",
+            "keys are missing; expected teacher.tokenizer, teacher.model.hidden_size, teacher.model.num_att"
+            "ention_heads, teacher.checkpoint; give them in the file, or by --teacher-hidden-size --teacher-num",
             id="one-flag-of-a-section",
         ),
         pytest.param(
