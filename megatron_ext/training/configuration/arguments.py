@@ -170,7 +170,9 @@ def config_from_arguments(namespace: argparse.Namespace) -> DistillConfig:
         CheckpointError: A model is to be taken from a folder that is not there, or cannot be read.
     """
     file_values, file_where = (
-        read_config_file(namespace.config) if namespace.config else ({}, lambda keys: "command line")
+        read_config_file(namespace.config)
+        if namespace.config
+        else ({}, lambda keys: "command line")
     )
     flag_of = {flag.keys: flag.name for flag in config_flags()}
     given = {tuple(name.split(_SEPARATOR)): value for name, value in vars(namespace).items()}
