@@ -289,6 +289,8 @@ def _near_flag(flag: str, actions: list[tuple[str, argparse.Action]]) -> str:
         found = flag_of[name]
     else:
         found = next(told, None) if " " in words else None
+    if found == flag:
+        return "; other actions have this flag"
     return "" if found is None else f"; did you mean {found!r}?"
 
 
