@@ -182,7 +182,10 @@ def config_from_arguments(namespace: argparse.Namespace) -> DistillConfig:
         values = _with(values, keys, value)
 
     def where(keys: tuple[str, ...]) -> str:
-        return flag_of[keys] if keys in overrides else file_where(keys)
+        if keys in overrides:
+            return flag_of[keys]
+        inner = [flag_of[path] for path in overrides if keys and path[: len(keys)] == keys]
+        return f"{file_where(keys)}, with {' '.join(inner)}" if inner else file_where(keys)
 
     filled = with_huggingface_models(values, where)
     return build_config(DistillConfig, filled, where, flags=flag_of)
