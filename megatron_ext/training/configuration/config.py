@@ -272,9 +272,12 @@ class DistillConfig:
     run_dir: str
     """Folder for checkpoints, metrics, plot and projection; a run in the folder is resumed."""
 
-    tokenizer: TokenizerConfig = field(metadata={"prefix": "tokenizer-"})
+    # Both are those of the checkpoint's folder where they are not given.
+    tokenizer: TokenizerConfig = field(
+        metadata={"prefix": "tokenizer-", "from": "initial_checkpoint"}
+    )
 
-    student: ModelConfig = field(metadata={"prefix": ""})
+    student: ModelConfig = field(metadata={"prefix": "", "from": "initial_checkpoint"})
 
     data: DataConfig = field(metadata={"prefix": "data-"})
 

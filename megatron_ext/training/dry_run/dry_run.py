@@ -134,7 +134,7 @@ def start_summary(config: DistillConfig, inputs: Inputs, *, world_size: int) -> 
     has_flash = find_spec("transformer_engine") is not None
     plan = _plan(config, inputs, world_size=world_size, has_flash=has_flash)
     latest = latest_checkpoint(plan.run.run_dir / CHECKPOINTS)
-    start = config.initial_checkpoint if latest is None else f"{latest}, where the run goes on"
+    start = config.initial_checkpoint if latest is None else f"{latest}, to resume the run"
     return summary(plan, inputs.data.summary(), start=start)
 
 
