@@ -1,4 +1,4 @@
-"""Families with experts: Qwen3-MoE, Qwen2-MoE and Mixtral."""
+"""Families with experts: Qwen3-MoE, Qwen2-MoE, Mixtral and gpt-oss."""
 
 from __future__ import annotations
 
@@ -172,4 +172,102 @@ MIXTRAL = Family(
         "rms_norm_eps": 1e-5,
     },
     allowed={"hidden_act": ("silu",)},
+)
+
+
+LAYER = "model.layers.{layer}"
+OF_ALL_EXPERTS = f"{LAYER}.mlp.experts"
+SINKS = Rule(
+    "decoder.layers.self_attention.core_attention.softmax_offset",
+    (Part(f"{LAYER}.self_attn.sinks", ("heads",)),),
+)
+GPT_OSS_EXPERTS = (
+    EXPERTS_NORM,
+    Rule(
+        "decoder.layers.mlp.router.weight",
+        (Part(f"{LAYER}.mlp.router.weight", ("experts", "hidden")),),
+    ),
+    Rule("decoder.layers.mlp.router.bias", (Part(f"{LAYER}.mlp.router.bias", ("experts",)),)),
+    # Columns of gate and of what it opens take turns.
+    Rule(
+        "decoder.layers.mlp.experts.experts.linear_fc1.weight",
+        tuple(
+            Part(f"{OF_ALL_EXPERTS}.gate_up_proj", ("expert_ffn", "hidden"), "columns", first, 2)
+            for first in (0, 1)
+        ),
+    ),
+    Rule(
+        "decoder.layers.mlp.experts.experts.linear_fc1.bias",
+        tuple(
+            Part(f"{OF_ALL_EXPERTS}.gate_up_proj_bias", ("expert_ffn",), "rows", first, 2)
+            for first in (0, 1)
+        ),
+    ),
+    Rule(
+        "decoder.layers.mlp.experts.experts.linear_fc2.weight",
+        (Part(f"{OF_ALL_EXPERTS}.down_proj", ("hidden", "expert_ffn"), "columns"),),
+    ),
+    Rule(
+        "decoder.layers.mlp.experts.experts.linear_fc2.bias",
+        (Part(f"{OF_ALL_EXPERTS}.down_proj_bias", ("hidden",), "rows"),),
+    ),
+)
+
+GPT_OSS = Family(
+    architecture="GptOssForCausalLM",
+    model_type="gpt_oss",
+    models="gpt-oss",
+    rules=(
+        EMBEDDING,
+        INPUT_NORM,
+        QKV,
+        QKV_BIAS,
+        SINKS,
+        ATTENTION_OUTPUT,
+        Rule(
+            "decoder.layers.self_attention.linear_proj.bias",
+            (Part(f"{LAYER}.self_attn.o_proj.bias", ("hidden",)),),
+        ),
+        *GPT_OSS_EXPERTS,
+        FINAL_NORM,
+        HEAD,
+    ),
+    names={
+        "num_experts": "num_local_experts",
+        "moe_router_topk": "num_experts_per_tok",
+        "moe_ffn_hidden_size": "intermediate_size",
+        "gate_limit": "swiglu_limit",
+    },
+    settings={
+        "attention_sinks": True,
+        "add_bias_linear": True,
+        "gate_activation": "quick_gelu",
+        "gated_offset": 1.0,
+    },
+    defaults={
+        **LLAMA.defaults,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "head_dim": 64,
+        "num_key_value_heads": 8,
+        "swiglu_limit": 7.0,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150_000.0,
+        "sliding_window": 128,
+        "sliding_window_pattern": 2,
+        # Where a file has nothing on it.
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    allowed={
+        "hidden_act": ("silu",),
+        "attention_bias": (True,),
+        "swiglu_alpha": (1.702,),
+        "attention_dropout": (0.0,),
+    },
+    quantisations=("mxfp4",),
 )

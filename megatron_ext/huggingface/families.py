@@ -17,7 +17,7 @@ from megatron_ext.huggingface.dense_families import (
     QWEN3,
     SMOLLM3,
 )
-from megatron_ext.huggingface.expert_families import MIXTRAL, QWEN2_MOE, QWEN3_MOE
+from megatron_ext.huggingface.expert_families import GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from megatron_ext.huggingface.family import Family
 
 FAMILIES: Mapping[str, Family] = {
@@ -25,7 +25,7 @@ FAMILIES: Mapping[str, Family] = {
     for family in (
         *(LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA, GEMMA3),
         *(PHI3, OLMO2, SMOLLM3, GRANITE, GPT_NEOX),
-        *(QWEN3_MOE, QWEN2_MOE, MIXTRAL),
+        *(QWEN3_MOE, QWEN2_MOE, MIXTRAL, GPT_OSS),
     )
 }
 """Families by architecture; a model that several can express is written as the first."""
@@ -42,8 +42,6 @@ UNSUPPORTED: Mapping[str, str] = {
     "are not built here",
     "DeepseekV3ForCausalLM": "latent attention (MLA), dense layers before those of experts and "
     "the choice among groups of experts are not built here",
-    "GptOssForCausalLM": "sinks in attention, biases of experts and their clamped activation are "
-    "not built here",
     "Llama4ForCausalLM": "attention within chunks, norms without weights and experts whose input "
     "is scaled are not built here",
     "Llama4ForConditionalGeneration": "attention within chunks, norms without weights and experts "

@@ -47,6 +47,9 @@ COMMON: Final[Mapping[str, Any]] = {
     "normalization": "RMSNorm",
     "swiglu": True,
     "gate_activation": "silu",
+    "gate_limit": None,
+    "gated_offset": 0.0,
+    "attention_sinks": False,
     "add_qkv_bias": False,
     "add_bias_linear": False,
     "qk_layernorm": False,
@@ -170,6 +173,12 @@ def model_config(settings: Mapping[str, Any], *, max_position_embeddings: int) -
             **{key: values[0] for key, values in family.allowed.items()},
             **rotary_config(settings),
         }
+        if "rope_parameters" in family.defaults:
+            # Without it transformers would take its default.
+            config["rope_parameters"] = {
+                "rope_type": "default",
+                "rope_theta": config["rope_theta"],
+            }
         if _NORMALISED in family.defaults:
             config[_NORMALISED] = not settings["moe_router_pre_softmax"]
         if PART in family.defaults:
@@ -242,12 +251,13 @@ def check_tensors(files: CheckpointFiles, tensors: TensorMap, family: Family) ->
 
 
 def _check_allowed(family: Family, config: Mapping[str, Any], where: object) -> None:
-    if config.get("quantization_config"):
+    quantisation = (config.get("quantization_config") or {}).get("quant_method")
+    if config.get("quantization_config") and quantisation not in family.quantisations:
         raise CheckpointError(
             "the weights are quantised",
             where=where,
-            got=config["quantization_config"].get("quant_method"),
-            expected="a checkpoint in bf16, fp16 or fp32",
+            got=quantisation,
+            expected=" or ".join(("a checkpoint in bf16, fp16 or fp32", *family.quantisations)),
         )
     for key, values in family.allowed.items():
         if key in config and config[key] not in values:

@@ -8,8 +8,10 @@ tensors. ``linear_qkv`` stacks them by query group, ``r`` query heads to a group
 ``linear_fc1`` has the rows of the gate, then those of the other half. All other tensors correspond
 one to one; a tensor of experts has an entry for each layer and expert. Parts of a rule with the
 same name are ranges of one HuggingFace tensor, in their order (Phi-3's ``qkv_proj``: all queries,
-then all keys, then all values). So any rectangle of a megatron-core tensor, such as a rank's shard,
-is a few rectangles of HuggingFace tensors, and the other way round.
+then all keys, then all values). A HuggingFace tensor with all experts of a layer (gpt-oss's) has a
+part for each of them, which may be its columns, or every other one of these. So any rectangle of a
+megatron-core tensor, such as a rank's shard, is a few rectangles of HuggingFace tensors, and the
+other way round.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ Size = Literal[
     "query",
     "key_value",
     "head",
+    "heads",
     "ffn",
     "vocabulary",
     "experts",
@@ -41,7 +44,19 @@ class Part:
     """
 
     name: str
+
     shape: tuple[Size, ...]
+    """Rows, and columns where it is no vector, as ``GPTModel`` has them."""
+
+    of_experts: Literal["rows", "columns"] | None = None
+    """What an entry of a tensor with one for each expert of a layer has the rows as; None for a
+    tensor that is not of all experts."""
+
+    first: int = 0
+    """Where the rows of such a part begin."""
+
+    step: int = 1
+    """Distance between two rows of such a part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +78,36 @@ class Rule:
     @property
     def is_of_experts(self) -> bool:
         """Whether every expert of every layer has such a tensor."""
-        return "{expert}" in self.parts[0].name
+        part = self.parts[0]
+        return part.of_experts is not None or "{expert}" in part.name
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A range of rows of a HuggingFace tensor."""
+    """Rows of a HuggingFace tensor, or of the entry of an expert in one."""
 
     name: str
     start: int
     stop: int
+
+    step: int = 1
+    """Distance between two rows."""
+
+    expert: int | None = None
+    """Number of the entry; None for a tensor that is not of all experts."""
+
+    is_transposed: bool = False
+    """Whether the rows are columns there."""
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(range(self.start, self.stop, self.step))
+
+    def of(self, whole: Any) -> Any:
+        """The rows, [rows, columns] or [rows], as a view of the whole HuggingFace tensor."""
+        entry = whole if self.expert is None else whole[self.expert]
+        return (entry.T if self.is_transposed else entry)[self.start : self.stop : self.step]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +136,7 @@ class MegatronTensor:
     @property
     def rows(self) -> int:
         """Rows from HuggingFace tensors; a padded vocabulary has more."""
-        return sum(block.stop - block.start for block in self.blocks)
+        return sum(block.rows for block in self.blocks)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -114,7 +149,7 @@ class MegatronTensor:
         for block in self.blocks:
             if block.name == name:
                 yield block, row
-            row += block.stop - block.start
+            row += block.rows
 
 
 class TensorMap:
@@ -174,23 +209,33 @@ class TensorMap:
         found: dict[str, tuple[int, ...]] = {}
         for tensor in self.megatron_tensors():
             rule = self._rules[tensor.key]
+            columns = () if tensor.columns is None else (tensor.columns,)
             for block in self._stacked(rule, tensor.layer, tensor.expert):
-                columns = () if tensor.columns is None else (tensor.columns,)
-                found[block.name] = (block.stop, *columns)
+                rows = (block.stop,)
+                shape = columns + rows if block.is_transposed else rows + columns
+                entries = () if block.expert is None else (self._sizes["experts"],)
+                # Later parts of a tensor end behind earlier ones.
+                found[block.name] = entries + shape
         return found
 
     def _stacked(self, rule: Rule, layer: int | None, expert: int | None) -> Iterator[Block]:
         ends: dict[str, int] = {}
         for part in rule.parts:
             name = part.name.format(layer=layer, expert=expert)
+            rows = self._sizes[part.shape[0]]
+            if part.of_experts is not None:
+                stop = part.first + part.step * (rows - 1) + 1
+                is_transposed = part.of_experts == "columns"
+                yield Block(name, part.first, stop, part.step, expert, is_transposed)
+                continue
             start = ends.get(name, 0)
-            ends[name] = start + self._sizes[part.shape[0]]
+            ends[name] = start + rows
             yield Block(name, start, ends[name])
 
     def _by_query_group(self, rule: Rule, layer: int | None, expert: int | None) -> Iterator[Block]:
         for group in range(self._groups):
             for whole in self._stacked(rule, layer, expert):
-                rows = (whole.stop - whole.start) // self._groups
+                rows = whole.rows // self._groups
                 start = whole.start + group * rows
                 yield Block(whole.name, start, start + rows)
 
@@ -202,6 +247,7 @@ def _sizes(settings: Mapping[str, Any]) -> dict[Size, int]:
         "query": settings["num_attention_heads"] * head,
         "key_value": settings["num_query_groups"] * head,
         "head": head,
+        "heads": settings["num_attention_heads"],
         "ffn": settings["ffn_hidden_size"],
         "vocabulary": settings["vocab_size"],
         "experts": settings["num_experts"] or 0,

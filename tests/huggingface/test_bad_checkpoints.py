@@ -103,10 +103,6 @@ FAULTS = {
         ),
         r"config.json: this architecture is not read: its text model, of type ministral3, is of no",
     ),
-    "sinks": (
-        _edit("config.json", architectures=["GptOssForCausalLM"]),
-        r"config.json: this architecture is not read: sinks in attention",
-    ),
     "dense layers among those of experts": (
         _edit(
             "config.json", architectures=["Qwen3MoeForCausalLM"], num_experts=4, mlp_only_layers=[0]
@@ -131,8 +127,8 @@ FAULTS = {
         r"the weights are quantised; got gptq",
     ),
     "another scaling of rotary embeddings": (
-        _edit("config.json", rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
-        r"scaled in a way that megatron-core has not; got .*yarn",
+        _edit("config.json", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4}),
+        r"scaled in a way that megatron-core has not; got .*dynamic",
     ),
     "a missing key": (
         _edit("config.json", intermediate_size=None),
@@ -233,6 +229,20 @@ def test_settings_make_a_configuration_that_gives_them_again(name, tmp_path):
     config = model_config(settings, max_position_embeddings=64)
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert full_settings(_model(tmp_path)) == settings
+
+
+def test_a_model_with_sinks_that_is_not_stretched_says_so(tmp_path):
+    folder = save_model("gpt-oss", tmp_path)
+    plain = {"rotary_divisors": None, "rotary_magnitude": 1.0}
+    settings = full_settings(_model(folder)) | plain
+    config = model_config(settings, max_position_embeddings=64)
+    assert config["architectures"] == ["GptOssForCausalLM"]
+    # Where nothing is said, transformers stretches it.
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert full_settings(_model(tmp_path)) == settings
+    del config["rope_parameters"], config["rope_scaling"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert _model(tmp_path).rotary_divisors is not None
 
 
 def test_a_model_that_no_architecture_is_has_no_configuration(folder):

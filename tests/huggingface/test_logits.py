@@ -35,7 +35,16 @@ LAYOUTS = {
 }
 
 
-OF_OWN_LAYERS = ("gemma3", "phi3", "phi4-mini", "olmo2", "smollm3", "granite", "gpt-neox")
+OF_OWN_LAYERS = (
+    "gemma3",
+    "phi3",
+    "phi4-mini",
+    "olmo2",
+    "smollm3",
+    "granite",
+    "gpt-neox",
+    "gpt-oss",
+)
 """Models that megatron-core builds with layers, norms or hooks of ours."""
 
 
@@ -73,7 +82,8 @@ def test_logits_are_those_of_transformers(folders, ranks, name, layout):
 
 def test_gradients_under_tensor_parallelism_are_those_of_transformers(folders):
     asked = {name: folders[name] for name in OF_OWN_LAYERS}
-    found, _ = run_ranks(2, gradients_of, asked, LAYOUTS["tp2"])
+    layout = LAYOUTS["tp2"] | {"sequence_parallel": True}
+    found, _ = run_ranks(2, gradients_of, asked, layout)
     for name, folder in asked.items():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         (model(some_tokens()).logits * weights_of_logits()).sum().backward()
@@ -109,8 +119,19 @@ def test_a_rank_reads_what_it_has_and_no_more(folders, ranks, name):
 
 
 def _is_of_every_rank(name):
-    routers = ("mlp.gate.weight", "moe.gate.weight", "shared_expert_gate.weight")
-    biases = ("attention.dense.bias", "dense_4h_to_h.bias")
+    routers = (
+        "mlp.gate.weight",
+        "moe.gate.weight",
+        "shared_expert_gate.weight",
+        "mlp.router.weight",
+    )
+    biases = (
+        "attention.dense.bias",
+        "dense_4h_to_h.bias",
+        "o_proj.bias",
+        "router.bias",
+        "down_proj_bias",
+    )
     return "norm" in name or name.endswith((*routers, *biases))
 
 

@@ -105,6 +105,25 @@ MORE_MODELS = {
             "tie_word_embeddings": True,
         },
     ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            "swiglu_limit": 1.5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 8.0,
+                "beta_fast": 1.0,
+                "beta_slow": 0.01,
+                "truncate": False,
+                "original_max_position_embeddings": 8,
+            },
+        },
+    ),
 }
 """Models that need their own config.json to be written."""
 
@@ -113,6 +132,7 @@ _BY_SEED = (
     *("gemma", "gemma3", "llama", "llama-tied", "mistral", "mixtral"),
     *("qwen2", "qwen2-moe", "qwen3", "qwen3-moe"),
     *("phi3", "olmo2", "smollm3", "granite", "gpt-neox", "phi4-mini"),
+    "gpt-oss",
 )
 """Models by the seed of their weights; one that is added at the end changes no other."""
 

@@ -102,6 +102,9 @@ ON = {
     "student.post_layernorms": {"student": {"post_layernorms": True}},
     "student.scale_embeddings": {"student": {"scale_embeddings": True}},
     "student.gate_activation other than silu": {"student": {"gate_activation": "gelu_tanh"}},
+    "student.gate_limit": {"student": {"gate_limit": 7.0}},
+    "student.gated_offset other than 0.0": {"student": {"gated_offset": 1.0}},
+    "student.attention_sinks": {"student": {"attention_sinks": True}},
     "student.softmax_scale": {"student": {"softmax_scale": 0.5}},
     "student.local_rotary_base": {
         "student": {"local_rotary_base": 10000, "full_attention_interval": 6}

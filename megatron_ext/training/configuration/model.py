@@ -66,10 +66,10 @@ class ModelConfig:
 
     rotary_divisors: tuple[float, ...] | None = None
     """Divisor of the frequency of each pair of numbers that rotary embeddings turn: the short
-    factors of LongRoPE (Phi-3.5, Phi-4-mini)."""
+    factors of LongRoPE (Phi-3.5, Phi-4-mini), or those of YaRN (gpt-oss)."""
 
     rotary_magnitude: float = 1.0
-    """Factor of the numbers of queries and keys that rotary embeddings turn (LongRoPE)."""
+    """Factor of the numbers of queries and keys that rotary embeddings turn (LongRoPE, YaRN)."""
 
     rotary_longest: int | None = None
     """Longest ``seq_length`` that ``rotary_divisors`` are of; LongRoPE has others for longer
@@ -80,8 +80,8 @@ class ModelConfig:
     given."""
 
     full_attention_interval: int | None = None
-    """Interval of layers with full attention among those with a window (Gemma 3); every layer has
-    the window when not given."""
+    """Interval of layers with full attention among those with a window (Gemma 3, gpt-oss); every
+    layer has the window when not given."""
 
     local_rotary_base: int | None = None
     """Base period of rotary embeddings in the layers with a window (Gemma 3)."""
@@ -117,18 +117,30 @@ class ModelConfig:
     softmax_scale: float | None = None
     """Factor of attention scores; 1 / sqrt(kv_channels) when not given."""
 
+    attention_sinks: bool = False
+    """Give every head a learned number, whose exponential is one more term of the sum that the
+    softmax of its scores divides by (gpt-oss)."""
+
     add_qkv_bias: bool = False
     """Biases of query, key and value (Qwen2)."""
 
     add_bias_linear: bool = False
-    """Biases of every linear layer of attention and feed-forward layers, those included
-    (Pythia)."""
+    """Biases of every linear layer of attention and feed-forward layers, those included, and of
+    routers (Pythia, gpt-oss)."""
 
     swiglu: bool = True
     """Gated SiLU feed-forward layers; GELU otherwise."""
 
-    gate_activation: Literal["silu", "gelu_tanh"] = "silu"
-    """Activation of the gate in ``swiglu`` layers: SiLU, or GELU in its tanh form (Gemma)."""
+    gate_activation: Literal["silu", "gelu_tanh", "quick_gelu"] = "silu"
+    """Activation of the gate in ``swiglu`` layers: SiLU, GELU in its tanh form (Gemma), or
+    x sigmoid(1.702 x) (gpt-oss)."""
+
+    gate_limit: float | None = None
+    """Largest input of the gate in ``swiglu`` layers, and largest magnitude of what it is
+    multiplied with (gpt-oss); no limit when not given."""
+
+    gated_offset: float = 0.0
+    """Added to what the gate is multiplied with in ``swiglu`` layers (gpt-oss)."""
 
     scale_embeddings: bool = False
     """Multiply embeddings by the square root of hidden_size (Gemma)."""
@@ -213,6 +225,7 @@ class ModelConfig:
             "residual_multiplier",
             "embedding_multiplier",
             "logits_scaling",
+            "gate_limit",
             "layernorm_epsilon",
             "vocab_size",
             "make_vocab_size_divisible_by",
@@ -235,8 +248,9 @@ class ModelConfig:
             raise ConfigError(
                 "layernorm_zero_centered_gamma is of RMSNorm alone", got=self.normalization
             )
-        if self.gate_activation != "silu" and not self.swiglu:
-            raise ConfigError("gate_activation needs a gate", got="swiglu false")
+        for name, off in (("gate_activation", "silu"), ("gate_limit", None), ("gated_offset", 0.0)):
+            if getattr(self, name) != off and not self.swiglu:
+                raise ConfigError(f"{name} needs a gate", got="swiglu false")
         _check_rotation(self)
         _check_layer(self)
         if self.num_query_groups is not None:
@@ -396,9 +410,11 @@ def _check_experts(model: ModelConfig) -> None:
         raise ConfigError(
             "moe_shared_expert_gate needs moe_shared_expert_intermediate_size", got="none"
         )
-    for name in ("post_layernorms", "add_bias_linear", "parallel_residual"):
+    for name in ("post_layernorms", "parallel_residual"):
         if getattr(model, name):
             raise ConfigError(f"layers with {name} have no experts", got=model.num_experts)
+    if model.add_bias_linear and model.moe_shared_expert_intermediate_size is not None:
+        raise ConfigError("shared experts have no biases", got="add_bias_linear")
 
 
 def check_positive(config: object, *names: str) -> None:

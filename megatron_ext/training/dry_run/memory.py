@@ -14,6 +14,9 @@ rank's attention width ``q``, its heads ``a`` of width ``d``, its feed-forward w
     packed      2 e n q + e B T^2            keys and values of every head; the mask
     rotary      4 e T d                      sines and cosines
     MLP         5 e n f, with GELU 2 e n f   both halves, one of them shifted, the gate, the product
+                e n f, e n f                 the sigmoid of quick GELU; a gate that has a limit
+    sinks       e B (T + 1) (a + 2 g / d)    one more number a head of query, key, value and context
+                e B T q                      the context without it
 
 Over ``c`` context-parallel ranks ``n`` is a rank's ``B T / c``. Then attention keeps the keys and
 values that its two slices of queries, of ``s = T / 2c`` positions, are compared with:
@@ -44,13 +47,16 @@ from megatron_ext.training.dry_run.plan import FP32, ModelShape, Plan
 def layer_activations(plan: Plan, shape: ModelShape) -> int:
     """Bytes of one layer for one microbatch of full rows."""
     attention = _attention(plan, shape) + _scores(plan, shape)
+    if shape.model.attention_sinks and plan.cp == 1:
+        attention = _with_sinks(plan, shape)
     return 2 * norm_activations(plan, shape) + attention + _feed_forward(plan, shape)
 
 
 def _feed_forward(plan: Plan, shape: ModelShape) -> int:
     """Bytes of a feed-forward layer without its norm."""
     model, tokens, element = shape.model, plan.tokens(shape), plan.element
-    width = 5 if model.swiglu else 2
+    of_gate = (model.gate_activation == "quick_gelu") + (model.gate_limit is not None)
+    width = 5 + of_gate if model.swiglu else 2
     if model.num_experts is None:
         return width * element * tokens * shape.ffn
     ranks = shape.tp if plan.run.parallel.sequence_parallel else 1
@@ -127,6 +133,22 @@ def _attention(plan: Plan, shape: ModelShape) -> int:
     if is_joint:
         return context + product
     return context + own_query + (0 if _is_masked(plan, shape) else product)
+
+
+def _with_sinks(plan: Plan, shape: ModelShape) -> int:
+    """Bytes of an attention with sinks, which makes queries, keys and values wider by a number and
+    longer by a row; of one with a mask every head has its keys and values."""
+    is_masked, width = _is_masked(plan, shape), shape.model.head_width + 1
+    rows = plan.tokens(shape) + plan.batch
+    queries = plan.tokens(shape) if is_masked else rows
+    groups = shape.heads if is_masked else shape.query_groups
+    kept = 2 * queries * shape.heads * width + 2 * rows * groups * width
+    context = plan.tokens(shape) * shape.heads * shape.model.head_width
+    length = plan.row_length(shape)
+    masks = (queries if plan.run.data.packing else length) * (length + 1) if is_masked else 0
+    rotary = 4 * length * shape.model.head_width
+    normalisers = FP32 * shape.heads * queries
+    return plan.element * (kept + context + masks + rotary) + normalisers
 
 
 def _is_masked(plan: Plan, shape: ModelShape) -> bool:

@@ -124,9 +124,21 @@ class ModelShape:
         product = model.head_width * (self.heads + 2 * self.query_groups)
         if not model.add_bias_linear:
             return product * model.add_qkv_bias
-        opened = self.ffn * (2 if model.swiglu else 1)
         # Every rank has those of whole outputs.
-        return product + opened + 2 * model.hidden_size
+        if model.num_experts is not None:
+            return product + model.hidden_size + model.num_experts + self.expert_biases
+        return product + model.hidden_size + self.ffn * self.opened + model.hidden_size
+
+    @property
+    def opened(self) -> int:
+        """Halves of what the first matrix of a feed-forward layer gives."""
+        return 2 if self.model.swiglu else 1
+
+    @property
+    def expert_biases(self) -> int:
+        """Biases of a layer's experts on a rank."""
+        experts = (self.model.num_experts or 0) // self.ep * self.model.add_bias_linear
+        return experts * (self.expert_ffn * self.opened + self.model.hidden_size)
 
     @property
     def _other_norms(self) -> int:
@@ -152,7 +164,8 @@ class ModelShape:
         """Parameters of a stage on one rank that belong to ``parts`` (``training.trainable``)."""
         norm = self.model.hidden_size * (2 if self.model.normalization == "LayerNorm" else 1)
         norms = self.layers * (2 * norm * self.model.pre_layernorms + self._other_norms)
-        layers = self.layers * (self.layer_products + self._biases) + norms
+        sinks = self.heads * self.model.attention_sinks
+        layers = self.layers * (self.layer_products + self._biases + sinks) + norms
         vocabulary = self.head_rows * self.model.hidden_size
         total = layers if "layers" in parts else norms if "norms" in parts else 0
         if stage == 0 and "embeddings" in parts:
@@ -170,7 +183,7 @@ class ModelShape:
         """Parameters of a stage's adapters on one rank."""
         hidden, width = self.model.hidden_size, self.model.head_width
         product = width * (self.heads + 2 * self.query_groups)
-        opened = self.ffn * (2 if self.model.swiglu else 1)
+        opened = self.ffn * self.opened
         sides = {
             "linear_qkv": hidden + product,
             "linear_proj": width * self.heads + hidden,
@@ -275,7 +288,8 @@ class Plan:
     def expert_learning(self) -> int:
         """Those of ``learning`` that are of experts."""
         student = self.student
-        return student.layers * student.expert_products * ("layers" in self.learning_parts)
+        of_experts = student.expert_products + student.expert_biases
+        return student.layers * of_experts * ("layers" in self.learning_parts)
 
     @property
     def expert_ranks(self) -> int:

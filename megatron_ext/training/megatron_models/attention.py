@@ -10,11 +10,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
+from torch.nn import functional
 
 from megatron_ext.distributed.context_parallel import ContextRank, in_order
 from megatron_ext.errors import ConfigError
@@ -30,6 +37,12 @@ class ContextAttention(MegatronModule):  # type: ignore[misc]
     Equivalent, of whole sequences: ``scaled_dot_product_attention(q, k, v, ~attention_mask)``,
     which it calls: no scores are kept where torch has a fused kernel. Whole rows of one text, and
     those alone, need no mask: on a GPU they take the flash kernel, of [T, B, G, D] as it is.
+
+    With sinks (``config.softmax_type`` learnable) the softmax of a head divides by the sum of the
+    exponentials of its scores and of one learned number, ``softmax_offset`` [H]. It is the score of
+    one more key, before the first, whose value is zero: queries have the number as one more
+    component, that key has the inverse of the scale there, and other keys zero. So values and
+    gradients are those of the same kernels.
 
     In a layer with a window (``config.window_size``) of W tokens, position ``i`` is compared with
     the keys ``i - W < j <= i`` alone. Rows that are no longer than that are as without one.
@@ -74,6 +87,12 @@ class ContextAttention(MegatronModule):  # type: ignore[misc]
         has_window = is_layer_window_attention(sizes, interval, layer_number)
         self.window = sizes[0] + 1 if sizes is not None and has_window else None
         """Tokens that a position sees, with itself; None for all up to it."""
+        self.has_sinks = config.softmax_type == "learnable"
+        if self.has_sinks:
+            # Of the heads of this tensor-parallel rank.
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(
         self,
@@ -156,21 +175,63 @@ class ContextAttention(MegatronModule):  # type: ignore[misc]
         sees: torch.Tensor | None,
     ) -> torch.Tensor:
         """[S, B, H D]; None for the causal mask, and for a single query that sees all keys."""
+        rows, width, scale = len(query), values.shape[-1], self._scale
+        if self.has_sinks:
+            scale = query.shape[-1] ** -0.5 if scale is None else scale
+            query, keys, values, sees = self._with_sinks(query, keys, values, sees, scale=scale)
         if sees is not None:
             # With a mask torch's fused kernels want as many heads of keys as of queries.
             heads = query.shape[2] // keys.shape[2]
             keys = keys.repeat_interleave(heads, dim=2)
             values = values.repeat_interleave(heads, dim=2)
-        out = torch.nn.functional.scaled_dot_product_attention(
+        out = functional.scaled_dot_product_attention(
             query.permute(1, 2, 0, 3),
             keys.permute(1, 2, 0, 3),
             values.permute(1, 2, 0, 3),
             attn_mask=sees,
             is_causal=sees is None and len(query) > 1,
-            scale=self._scale,
+            scale=scale,
             enable_gqa=sees is None,
         )
+        # Without a first row that sees the sinks alone, and the width that they add.
+        out = out[:, :, out.shape[2] - rows :, :width]
         return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _with_sinks(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        sees: torch.Tensor | None,
+        *,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """What ``_attend`` has, with the key of the sinks first.
+
+        Under the causal mask a query is first, too, so that the others see as many keys as before
+        and that one.
+        """
+        sinks = self.softmax_offset.view(-1, 1).expand(*query.shape[:-1], 1)
+        query = torch.cat((query, sinks), dim=-1)
+        sink_key = functional.pad(torch.zeros_like(keys[:1]), (0, 1), value=1 / scale)
+        keys = torch.cat((sink_key, functional.pad(keys, (0, 1))))
+        # Fused kernels take values of the width of keys.
+        values = functional.pad(values, (0, 1, 0, 0, 0, 0, 1, 0))
+        if sees is not None:
+            return query, keys, values, functional.pad(sees, (1, 0), value=True)
+        if len(query) > 1:
+            query = functional.pad(query, (0, 0, 0, 0, 0, 0, 1, 0))
+        return query, keys, values, None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """The sinks for ``dist_checkpointing``, cut by heads."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            state, prefix, {"softmax_offset": 0}, sharded_offsets
+        )
+        return sharded
 
 
 def _check(config: TransformerConfig, mask: AttnMaskType, attention_type: str) -> None:
@@ -178,7 +239,7 @@ def _check(config: TransformerConfig, mask: AttnMaskType, attention_type: str) -
         ("attention_type", attention_type, "self"),
         ("attn_mask_type", mask, AttnMaskType.causal),
         ("attention_dropout", config.attention_dropout, 0.0),
-        ("softmax_type", config.softmax_type, "vanilla"),
+        ("softmax_type off-by-one", config.softmax_type == "off-by-one", False),
         ("window_size after a position", (config.window_size or (0, 0))[1], 0),
         ("multi_latent_attention", config.multi_latent_attention, False),
     ):

@@ -24,6 +24,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import (
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -73,7 +77,8 @@ class Router(TopKRouter):  # type: ignore[misc]
 
         megatron-core 0.16's own cannot do without Transformer Engine.
         """
-        return functional.linear(input.float(), self.weight.float())
+        bias = None if self.bias is None else self.bias.float()
+        return functional.linear(input.float(), self.weight.float(), bias)
 
     @property
     def learns(self) -> bool:
@@ -148,6 +153,33 @@ class Router(TopKRouter):  # type: ignore[misc]
             tokens = self.load[:-2]
             step = self.bias_update_rate * torch.sign(tokens.mean() - tokens)
             self.expert_bias += step.to(self.expert_bias)
+
+
+class ExpertRowLinear(RowParallelLinear):  # type: ignore[misc]
+    """The second matrix of an expert, whose bias every rank that shares the expert has.
+
+    The ranks' outputs are summed with their share of the bias, of which each has the whole
+    gradient: the tokens of all of them. megatron-core adds it once for each rank, and sums its
+    gradient over tensor-parallel ranks as if these were the replicas of an expert.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if self.bias is None:
+            return
+        self.bias.sequence_parallel = False
+        # Outputs are summed by the dispatcher; a sum over one rank would forbid adding to it.
+        self.explicit_expert_comm = True
+        if self.tp_group.rank() == 0:
+            # Counted once in the norm of the gradient, whichever tensor-parallel rank this is.
+            set_tensor_model_parallel_attributes(self.bias, True, 0, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[N, D] of this rank's part of the inner width, and its share of the bias."""
+        output, bias = super().forward(x)
+        if bias is not None:
+            bias = bias.detach() / self.tp_group.size() + (bias - bias.detach())
+        return output, bias
 
 
 class Experts(SequentialMLP):  # type: ignore[misc]

@@ -146,6 +146,11 @@ class PostNormLinear(RowLinear):
         return self.post_layernorm(output), None
 
 
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """``x sigmoid(1.702 x)``; that of megatron-core is compiled where it is first called."""
+    return x * torch.sigmoid(1.702 * x)
+
+
 def magnified(width: int, factor: float) -> type[torch.nn.Module]:
     """A layer that multiplies the first ``width`` numbers of each head, in a layer spec's place for
     norms of queries and keys.

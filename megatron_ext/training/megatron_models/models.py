@@ -30,7 +30,7 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.training.configuration.config import ModelConfig, ParallelConfig, TrainingConfig
 from megatron_ext.training.megatron_models import cpu_megatron
 from megatron_ext.training.megatron_models.attention import ContextAttention
-from megatron_ext.training.megatron_models.experts import Experts, Router
+from megatron_ext.training.megatron_models.experts import ExpertRowLinear, Experts, Router
 from megatron_ext.training.megatron_models.layers import (
     ColumnLinear,
     ParallelLayer,
@@ -39,6 +39,7 @@ from megatron_ext.training.megatron_models.layers import (
     WindowAttention,
     divide_frequencies,
     magnified,
+    quick_gelu,
     scale_embeddings,
     scale_logits,
     scaled_addition,
@@ -85,6 +86,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _ACTIVATIONS = {
     "silu": functional.silu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "quick_gelu": quick_gelu,
 }
 
 
@@ -192,7 +194,7 @@ def transformer_config(
     arrive divided by their global counts.
     """
     is_interleaved = parallel.virtual_pipeline_model_parallel_size > 1
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
@@ -211,7 +213,10 @@ def transformer_config(
         softmax_scale=model.softmax_scale,
         gated_linear_unit=model.swiglu,
         activation_func=_ACTIVATIONS[model.gate_activation] if model.swiglu else functional.gelu,
-        add_bias_linear=model.add_bias_linear,
+        glu_linear_offset=model.gated_offset,
+        activation_func_clamp_value=model.gate_limit,
+        softmax_type="learnable" if model.attention_sinks else "vanilla",
+        add_bias_linear=model.add_bias_linear and not _shares_biases(model, parallel),
         add_qkv_bias=model.add_qkv_bias,
         init_method_std=model.init_method_std,
         hidden_dropout=0.0,
@@ -251,6 +256,14 @@ def transformer_config(
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
     )
+    # What megatron-core would refuse, and ``ExpertRowLinear`` can.
+    config.add_bias_linear = model.add_bias_linear
+    return config
+
+
+def _shares_biases(model: ModelConfig, parallel: ParallelConfig) -> bool:
+    """Whether several ranks share experts with biases."""
+    return model.num_experts is not None and parallel.layout.expert_tensor_ranks > 1
 
 
 def _without_rotation(model: ModelConfig) -> list[int] | None:
@@ -286,7 +299,7 @@ def _expert_settings(model: ModelConfig, parallel: ParallelConfig) -> dict[str, 
         "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
         "moe_z_loss_coeff": model.moe_z_loss_coeff,
         "moe_router_dtype": "fp32",
-        "moe_grouped_gemm": _has_te(),
+        "moe_grouped_gemm": _has_te() and not _has_own_layers(model),
     }
 
 
@@ -328,7 +341,7 @@ def _layer_spec(
     if _has_te():
         from megatron_ext.training.megatron_models.te_attention import RowAttention
 
-        if not (_has_own_norms(model) or has_adapters):
+        if not (_has_own_layers(model) or has_adapters):
             layer = get_gpt_layer_with_transformer_engine_spec(
                 num_experts=model.num_experts,
                 moe_grouped_gemm=model.num_experts is not None,
@@ -340,7 +353,8 @@ def _layer_spec(
             _magnify(layer, model)
             _add_residuals(layer, model)
             return layer
-        core_attention = RowAttention if has_adapters else core_attention
+        if has_adapters and not model.attention_sinks:
+            core_attention = RowAttention
     layer = get_gpt_layer_local_spec(
         num_experts=model.num_experts, normalization=model.normalization
     )
@@ -360,9 +374,11 @@ def _layer_spec(
     else:
         _route(layer, model)
         if isinstance(mlp.experts, ModuleSpec):
-            mlp.experts.module = Experts
+            mlp.experts.module, of_expert = Experts, mlp.experts.submodules
         else:
+            of_expert = mlp.experts.keywords["submodules"]
             mlp.experts = partial(Experts, **mlp.experts.keywords)
+        of_expert.linear_fc2 = ExpertRowLinear
         # The name that Transformer Engine's layers have in files: no norm belongs to one expert.
         del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     if model.post_layernorms:
@@ -377,9 +393,10 @@ def _layer_spec(
     return TransformerBlockSubmodules(layer_specs=[layer] * layers_of_chunk, layer_norm=TorchNorm)
 
 
-def _has_own_norms(model: ModelConfig) -> bool:
-    """Whether norms are at places that Transformer Engine's layers do not have."""
-    return model.post_layernorms or model.qk_layernorm_over != "head"
+def _has_own_layers(model: ModelConfig) -> bool:
+    """Whether a model has parts that Transformer Engine's layers do not have."""
+    has_own_norms = model.post_layernorms or model.qk_layernorm_over != "head"
+    return has_own_norms or model.attention_sinks or model.gate_limit is not None
 
 
 def _magnify(layer: ModuleSpec, model: ModelConfig) -> None:

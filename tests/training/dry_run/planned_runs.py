@@ -66,6 +66,22 @@ EXPERTS = [
     )
     for precision in ("fp32", "bf16")
 ]
+EXPERTS.append(
+    (
+        ModelConfig(
+            **SIZES,
+            num_query_groups=2,
+            num_experts=8,
+            moe_ffn_hidden_size=24,
+            add_bias_linear=True,
+            attention_sinks=True,
+            gate_activation="quick_gelu",
+            gate_limit=7.0,
+            gated_offset=1.0,
+        ),
+        "fp32",
+    )
+)
 
 
 def planned_run(

@@ -200,7 +200,7 @@ def measured_experts():
 
 
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
-@pytest.mark.parametrize("number", range(len(EXPERTS)), ids=["fp32", "bf16"])
+@pytest.mark.parametrize("number", range(len(EXPERTS)), ids=["fp32", "bf16", "sinks"])
 def test_a_model_with_experts_has_the_parameters_and_activations_that_are_planned(
     measured_experts, layout, number
 ):
