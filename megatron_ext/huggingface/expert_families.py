@@ -18,7 +18,7 @@ from megatron_ext.huggingface.family import (
     QUERY_NORM,
     Family,
 )
-from megatron_ext.huggingface.tensor_map import Part, Rule
+from megatron_ext.huggingface.tensor_map import Layers, Part, Rule
 
 EXPERTS_NORM = Rule(
     "decoder.layers.pre_mlp_layernorm.weight",
@@ -26,7 +26,9 @@ EXPERTS_NORM = Rule(
 )
 
 
-def _experts(layer: str, router: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+def expert_rules(
+    layer: str, router: str, gate: str, up: str, down: str, *, layers: Layers = "all"
+) -> tuple[Rule, ...]:
     """Tensors of a layer of experts, by the names that a family has for them."""
     expert = f"{layer}.experts.{{expert}}"
     return (
@@ -34,6 +36,7 @@ def _experts(layer: str, router: str, gate: str, up: str, down: str) -> tuple[Ru
         Rule(
             "decoder.layers.mlp.router.weight",
             (Part(f"{layer}.{router}.weight", ("experts", "hidden")),),
+            layers=layers,
         ),
         Rule(
             "decoder.layers.mlp.experts.experts.linear_fc1.weight",
@@ -41,15 +44,17 @@ def _experts(layer: str, router: str, gate: str, up: str, down: str) -> tuple[Ru
                 Part(f"{expert}.{gate}.weight", ("expert_ffn", "hidden")),
                 Part(f"{expert}.{up}.weight", ("expert_ffn", "hidden")),
             ),
+            layers=layers,
         ),
         Rule(
             "decoder.layers.mlp.experts.experts.linear_fc2.weight",
             (Part(f"{expert}.{down}.weight", ("hidden", "expert_ffn")),),
+            layers=layers,
         ),
     )
 
 
-QWEN_EXPERTS = _experts("model.layers.{layer}.mlp", "gate", "gate_proj", "up_proj", "down_proj")
+QWEN_EXPERTS = expert_rules("model.layers.{layer}.mlp", "gate", "gate_proj", "up_proj", "down_proj")
 
 SHARED = "model.layers.{layer}.mlp.shared_expert"
 SHARED_EXPERT = (
@@ -154,7 +159,7 @@ MIXTRAL = Family(
         INPUT_NORM,
         QKV,
         ATTENTION_OUTPUT,
-        *_experts("model.layers.{layer}.block_sparse_moe", "gate", "w1", "w3", "w2"),
+        *expert_rules("model.layers.{layer}.block_sparse_moe", "gate", "w1", "w3", "w2"),
         FINAL_NORM,
         HEAD,
     ),

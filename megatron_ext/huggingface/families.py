@@ -17,6 +17,7 @@ from megatron_ext.huggingface.dense_families import (
     QWEN3,
     SMOLLM3,
 )
+from megatron_ext.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megatron_ext.huggingface.expert_families import GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from megatron_ext.huggingface.family import Family
 
@@ -26,6 +27,7 @@ FAMILIES: Mapping[str, Family] = {
         *(LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA, GEMMA3),
         *(PHI3, OLMO2, SMOLLM3, GRANITE, GPT_NEOX),
         *(QWEN3_MOE, QWEN2_MOE, MIXTRAL, GPT_OSS),
+        *(DEEPSEEK_V2, DEEPSEEK_V3),
     )
 }
 """Families by architecture; a model that several can express is written as the first."""
@@ -38,10 +40,6 @@ UNSUPPORTED: Mapping[str, str] = {
     "megatron-core's attention nor losses from hidden states do",
     "Gemma3nForConditionalGeneration": "its parallel residual streams and embeddings of each "
     "layer are not built here",
-    "DeepseekV2ForCausalLM": "latent attention (MLA) and dense layers before those of experts "
-    "are not built here",
-    "DeepseekV3ForCausalLM": "latent attention (MLA), dense layers before those of experts and "
-    "the choice among groups of experts are not built here",
     "Llama4ForCausalLM": "attention within chunks, norms without weights and experts whose input "
     "is scaled are not built here",
     "Llama4ForConditionalGeneration": "attention within chunks, norms without weights and experts "

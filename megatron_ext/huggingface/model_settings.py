@@ -11,6 +11,12 @@ from typing import Any, Final
 
 from megatron_ext.errors import CheckpointError
 from megatron_ext.huggingface.checkpoint_files import CONFIG_FILE, CheckpointFiles
+from megatron_ext.huggingface.deepseek import (
+    NEXT,
+    latent_config,
+    latent_settings,
+    predicts_more,
+)
 from megatron_ext.huggingface.families import FAMILIES, TEACHER_ALONE, UNSUPPORTED
 from megatron_ext.huggingface.family import Family
 from megatron_ext.huggingface.rotary import (
@@ -73,7 +79,15 @@ COMMON: Final[Mapping[str, Any]] = {
     "moe_router_score_function": "softmax",
     "moe_router_pre_softmax": False,
     "moe_router_topk_scaling_factor": None,
-    "moe_router_bias_update_rate": None,
+    "moe_router_expert_bias": False,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_first_dense_layers": 0,
+    "q_lora_rank": None,
+    "kv_lora_rank": None,
+    "qk_head_dim": None,
+    "qk_pos_emb_head_dim": None,
+    "v_head_dim": None,
 }
 """Settings of Llama, which families override."""
 
@@ -149,6 +163,7 @@ def settings_of(family: Family, config: Mapping[str, Any], *, where: object) -> 
         "unrotated_interval": unrotated_interval(config, where=where),
         **rotary,
         **family.settings,
+        **latent_settings(config, where=where),
     }
 
 
@@ -195,6 +210,8 @@ def model_config(settings: Mapping[str, Any], *, max_position_embeddings: int) -
         if "no_rope_layer_interval" in family.defaults:
             interval = settings["unrotated_interval"]
             config["no_rope_layers"] = rotated_layers(settings["num_layers"], interval)
+        if "kv_lora_rank" in family.names:
+            config |= latent_config(settings)
         config |= {new: config[old] for old, new in family.synonyms.items() if old in config}
         config = {key: value for key, value in config.items() if key not in family.unread}
         found = settings_of(family, config, where=CONFIG_FILE)
@@ -240,7 +257,13 @@ def check_tensors(files: CheckpointFiles, tensors: TensorMap, family: Family) ->
             )
     # A tied head is the embedding, whether or not a file repeats it.
     known = (*family.ignored, family.head)
-    extra = [name for name in files.tensors if name not in expected and not name.endswith(known)]
+    extra = [
+        name
+        for name in files.tensors
+        if name not in expected
+        and not name.endswith(known)
+        and not (NEXT in family.defaults and predicts_more(name, tensors.layers))
+    ]
     if extra:
         raise CheckpointError(
             f"the checkpoint has tensors that do not belong to a {family.architecture}",

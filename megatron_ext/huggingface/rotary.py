@@ -81,7 +81,8 @@ def rotary_settings(config: Mapping[str, Any], *, where: object) -> dict[str, An
     if kind in ("longrope", "su") and "short_factor" in scaling:
         return settings | _longrope(config, scaling)
     if kind == "yarn" and LENGTH in scaling:
-        width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        width = config.get("qk_rope_head_dim") or config.get("head_dim")
+        width = width or config["hidden_size"] // config["num_attention_heads"]
         return settings | _yarn(config, scaling, base=int(theta), width=int(width * part))
     raise CheckpointError(
         "the rotary embeddings are scaled in a way that megatron-core has not",

@@ -19,6 +19,7 @@ from megatron_ext.huggingface.checkpoint_files import (
     kept_folder,
     side_files,
 )
+from megatron_ext.huggingface.deepseek import NEXT
 from megatron_ext.huggingface.families import FAMILIES
 from megatron_ext.huggingface.family import Family
 from megatron_ext.huggingface.model_settings import model_config, settings_of, tensor_map
@@ -169,6 +170,9 @@ def family_config(
     config.pop("dtype", None)
     # Weights are written without groups and exponents.
     config.pop("quantization_config", None)
+    if config.get(NEXT):
+        # These layers were left out.
+        config[NEXT] = 0
     return config | {"vocab_size": settings["vocab_size"]}, family
 
 

@@ -1,6 +1,7 @@
 """Core attention where there is no Transformer Engine, also over context-parallel ranks.
 
-S positions of this rank, T of whole sequences, B rows, H heads, G key-value heads, D head width.
+S positions of this rank, T of whole sequences, B rows, H heads, G key-value heads, D head width,
+E width of a value, which is D but in latent attention.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class ContextAttention(MegatronModule):  # type: ignore[misc]
 
     In generation, the keys and values are those of the cache and the queries their last positions.
 
-    Collectives: forward one all-gather of [T, B, G, 2 D], backward one reduce-scatter of it.
+    Collectives: forward one all-gather of [T, B, G, D + E], backward one reduce-scatter of it.
 
     Args:
         config: Of the model.
@@ -82,7 +83,8 @@ class ContextAttention(MegatronModule):  # type: ignore[misc]
         self._rank = ContextRank(
             rank=dist.get_rank(self._group), size=dist.get_world_size(self._group)
         )
-        self._scale = softmax_scale
+        # Latent attention has one of its own, and reads the model's nowhere.
+        self._scale = softmax_scale if config.softmax_scale is None else config.softmax_scale
         sizes, interval = config.window_size, config.window_attn_skip_freq
         has_window = is_layer_window_attention(sizes, interval, layer_number)
         self.window = sizes[0] + 1 if sizes is not None and has_window else None
@@ -110,7 +112,7 @@ class ContextAttention(MegatronModule):  # type: ignore[misc]
         Args:
             query: [S, B, H, D]
             key: [S, B, G, D]
-            value: [S, B, G, D]
+            value: [S, B, G, E]
             attention_mask: [B or 1, 1, S, T] bool, True where a position may not attend to another;
                 it must be causal at least. None for the causal mask.
             attn_mask_type: Ignored; attention is causal.
@@ -118,7 +120,7 @@ class ContextAttention(MegatronModule):  # type: ignore[misc]
             packed_seq_params: None; the mask separates several texts in a row.
 
         Returns:
-            [S, B, H D]
+            [S, B, H E]
         """
         assert attention_bias is None
         assert packed_seq_params is None
@@ -157,14 +159,15 @@ class ContextAttention(MegatronModule):  # type: ignore[misc]
     def _gathered(
         self, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, B, G, D] of all ranks, in the order of positions."""
+        """[T, B, G, D] and [T, B, G, E] of all ranks, in the order of positions."""
         if self._rank.size == 1:
             return key, value
+        widths = key.shape[-1], value.shape[-1]
         both = torch.cat((key, value), dim=-1)
         whole = in_order(
             gather_from_sequence_parallel_region(both, group=self._group), self._rank.size
         )
-        keys, values = whole.chunk(2, dim=-1)
+        keys, values = whole.split(widths, dim=-1)
         return keys, values
 
     def _attend(
@@ -174,7 +177,7 @@ class ContextAttention(MegatronModule):  # type: ignore[misc]
         values: torch.Tensor,
         sees: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[S, B, H D]; None for the causal mask, and for a single query that sees all keys."""
+        """[S, B, H E]; None for the causal mask, and for a single query that sees all keys."""
         rows, width, scale = len(query), values.shape[-1], self._scale
         if self.has_sinks:
             scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -241,7 +244,6 @@ def _check(config: TransformerConfig, mask: AttnMaskType, attention_type: str) -
         ("attention_dropout", config.attention_dropout, 0.0),
         ("softmax_type off-by-one", config.softmax_type == "off-by-one", False),
         ("window_size after a position", (config.window_size or (0, 0))[1], 0),
-        ("multi_latent_attention", config.multi_latent_attention, False),
     ):
         if got != expected:
             raise ConfigError(

@@ -47,7 +47,8 @@ class Router(TopKRouter):  # type: ignore[misc]
     Args:
         config: Configuration of the model.
         pg_collection: Process groups of the layer.
-        bias_update_rate: Step of the experts' bias; None for no bias.
+        has_bias: Whether experts have a bias when they are chosen.
+        bias_update_rate: Step of that bias; None where it stays as it is.
         of_later_releases: What releases after 0.16 give.
     """
 
@@ -56,12 +57,13 @@ class Router(TopKRouter):  # type: ignore[misc]
         config: TransformerConfig,
         pg_collection: ProcessGroupCollection | None = None,
         *,
+        has_bias: bool = False,
         bias_update_rate: float | None = None,
         **of_later_releases: Any,
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection, **of_later_releases)
         self.bias_update_rate = bias_update_rate
-        if bias_update_rate is not None:
+        if has_bias:
             # Not megatron-core's flag, which moves the bias before the gradient is known.
             del self.expert_bias
             self.register_buffer("expert_bias", torch.zeros(config.num_moe_experts))
@@ -247,7 +249,7 @@ def loads(chunks: Sequence[GPTModel], layers: int) -> Mapping[str, float]:
 
     Args:
         chunks: This rank's part of the student.
-        layers: Layers of the whole student.
+        layers: Layers of the whole student, dense ones included.
     """
     of_chunks = list(routers(chunks))
     if not of_chunks:
@@ -259,6 +261,8 @@ def loads(chunks: Sequence[GPTModel], layers: int) -> Mapping[str, float]:
     dist.all_reduce(summed)
     for router in of_chunks:
         router.load = summed[router.layer_number - 1]
+    frequency = first.config.moe_layer_freq
+    summed = summed[frequency.index(1) if isinstance(frequency, list) else 0 :]
     assert first.token_count is not None
     tokens = summed[:, :-2]
     relative = tokens / tokens.mean(dim=1, keepdim=True).clamp(min=1.0)

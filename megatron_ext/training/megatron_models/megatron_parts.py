@@ -217,6 +217,10 @@ PARTS: Final[Mapping[str, Part]] = {
         {"0.16": f"{_EXPERTS}.router:TopKRouter._apply_expert_bias"},
         ("routing_map", "padding_mask"),
     ),
+    "has_te_for_latent": Part(
+        "none: 0.16 takes Transformer Engine for installed, and asks whether a layer is one of its",
+        {"0.16": "megatron.core.transformer.multi_latent_attention:HAVE_TE"},
+    ),
     "sample_tokens": Part(
         "the trained tokens of a GPT sample, through the indices of its tokens",
         {

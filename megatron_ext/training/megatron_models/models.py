@@ -24,6 +24,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import HAVE_TE, TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch.nn import functional
 
 from megatron_ext.distributed.process_groups import ProcessGroups
@@ -31,6 +32,7 @@ from megatron_ext.training.configuration.config import ModelConfig, ParallelConf
 from megatron_ext.training.megatron_models import cpu_megatron
 from megatron_ext.training.megatron_models.attention import ContextAttention
 from megatron_ext.training.megatron_models.experts import ExpertRowLinear, Experts, Router
+from megatron_ext.training.megatron_models.latent_attention import LatentAttention
 from megatron_ext.training.megatron_models.layers import (
     ColumnLinear,
     ParallelLayer,
@@ -118,7 +120,9 @@ def build_gpt_model(
     model_parallel_cuda_manual_seed(stage_seed)
     gpt = GPTModel(
         config=transformer_config(model, parallel=parallel, training=training, is_loaded=is_loaded),
-        transformer_layer_spec=_layer_spec(model, parallel, has_adapters=has_adapters),
+        transformer_layer_spec=_layer_spec(
+            model, parallel, stage=vp_stage * stages + groups.pp_rank, has_adapters=has_adapters
+        ),
         vocab_size=padded_vocab_size,
         max_sequence_length=model.seq_length,
         pre_process=groups.is_first_stage and vp_stage == 0,
@@ -134,7 +138,7 @@ def build_gpt_model(
     )
     if gpt.pre_process:
         _scale_embeddings(gpt, model, DTYPES[training.precision])
-    if model.rotary_divisors is not None:
+    if model.rotary_divisors is not None and not model.is_latent:
         divide_frequencies(gpt.rotary_pos_emb, model.rotary_base, model.rotary_divisors)
     if model.logits_scaling != 1 and gpt.post_process:
         scale_logits(gpt.decoder.final_layernorm, model.logits_scaling)
@@ -194,7 +198,9 @@ def transformer_config(
     arrive divided by their global counts.
     """
     is_interleaved = parallel.virtual_pipeline_model_parallel_size > 1
-    config = TransformerConfig(
+    kind = MLATransformerConfig if model.is_latent else TransformerConfig
+    config: TransformerConfig = kind(
+        **_latent_settings(model),
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
@@ -261,6 +267,25 @@ def transformer_config(
     return config
 
 
+def _latent_settings(model: ModelConfig) -> dict[str, Any]:
+    """Settings of ``MLATransformerConfig`` beside those of ``TransformerConfig``; {} without latent
+    attention."""
+    if not model.is_latent:
+        return {}
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": model.q_lora_rank,
+        "kv_lora_rank": model.kv_lora_rank,
+        "qk_head_dim": model.qk_head_dim,
+        "qk_pos_emb_head_dim": model.qk_pos_emb_head_dim,
+        "v_head_dim": model.v_head_dim,
+        # Stretched ones are made of these, see ``LatentAttention``.
+        "rope_type": "rope",
+        "rotary_base": model.rotary_base,
+        "rotary_scaling_factor": 1.0,
+    }
+
+
 def _shares_biases(model: ModelConfig, parallel: ParallelConfig) -> bool:
     """Whether several ranks share experts with biases."""
     return model.num_experts is not None and parallel.layout.expert_tensor_ranks > 1
@@ -294,6 +319,9 @@ def _expert_settings(model: ModelConfig, parallel: ParallelConfig) -> dict[str, 
         "moe_router_score_function": model.moe_router_score_function,
         "moe_router_pre_softmax": model.moe_router_pre_softmax,
         "moe_router_topk_scaling_factor": model.moe_router_topk_scaling_factor,
+        "moe_router_num_groups": model.moe_router_num_groups,
+        "moe_router_group_topk": model.moe_router_group_topk,
+        **_kinds_of_layers(model),
         # Of these losses ``experts.Router`` has forms of its own.
         "moe_router_load_balancing_type": "seq_aux_loss",
         "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
@@ -301,6 +329,14 @@ def _expert_settings(model: ModelConfig, parallel: ParallelConfig) -> dict[str, 
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": _has_te() and not _has_own_layers(model),
     }
+
+
+def _kinds_of_layers(model: ModelConfig) -> dict[str, list[int]]:
+    """0 for each dense layer, 1 for each of experts; {} where all are of experts."""
+    dense = model.moe_first_dense_layers
+    if not dense:
+        return {}
+    return {"moe_layer_freq": [0] * dense + [1] * (model.num_layers - dense)}
 
 
 def wrap_in_ddp(chunks: ModelChunks, *, parallel: ParallelConfig) -> list[DistributedDataParallel]:
@@ -328,7 +364,7 @@ def freeze(chunks: ModelChunks) -> list[GPTModel]:
 
 
 def _layer_spec(
-    model: ModelConfig, parallel: ParallelConfig, *, has_adapters: bool
+    model: ModelConfig, parallel: ParallelConfig, *, stage: int, has_adapters: bool
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """Transformer Engine's layers where it is installed and supports the model, else torch's.
 
@@ -336,6 +372,9 @@ def _layer_spec(
     Transformer Engine and Apex imports, and neither fits these layers. ``TorchNorm`` supports
     sequence parallelism, and ``ContextAttention`` context parallelism, which megatron-core's own
     norms and attention refuse; its attention would also keep the scores of every layer.
+
+    Args:
+        stage: Number of the chunk over all ranks of the pipeline.
     """
     core_attention: type = ContextAttention
     if _has_te():
@@ -355,8 +394,25 @@ def _layer_spec(
             return layer
         if has_adapters and not model.attention_sinks:
             core_attention = RowAttention
+    count = model.num_layers // (
+        parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
+    )
+    dense = min(max(model.moe_first_dense_layers - stage * count, 0), count)
+    layers = [
+        _local_layer(model, core_attention, has_experts=has_experts)
+        for has_experts in (False, model.num_experts is not None)
+    ]
+    return TransformerBlockSubmodules(
+        layer_specs=[layers[0]] * dense + [layers[1]] * (count - dense), layer_norm=TorchNorm
+    )
+
+
+def _local_layer(model: ModelConfig, core_attention: type, *, has_experts: bool) -> ModuleSpec:
+    """A layer of torch's products and norms, and of ours."""
     layer = get_gpt_layer_local_spec(
-        num_experts=model.num_experts, normalization=model.normalization
+        num_experts=model.num_experts if has_experts else None,
+        normalization=model.normalization,
+        multi_latent_attention=model.is_latent,
     )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchNorm
     attention = layer.submodules.self_attention.submodules
@@ -367,36 +423,52 @@ def _layer_spec(
         attention.q_layernorm = attention.k_layernorm = TorchNorm
     if model.qk_layernorm_over == "heads":
         attention.q_layernorm, attention.k_layernorm = HeadsNorm, KeyHeadsNorm
-    attention.core_attention = core_attention
-    attention.linear_qkv, attention.linear_proj = ColumnLinear, RowLinear
-    if model.num_experts is None:
-        mlp.linear_fc1, mlp.linear_fc2 = ColumnLinear, RowLinear
+    attention.core_attention, attention.linear_proj = core_attention, RowLinear
+    if model.is_latent:
+        _make_latent(layer, model)
     else:
-        _route(layer, model)
-        if isinstance(mlp.experts, ModuleSpec):
-            mlp.experts.module, of_expert = Experts, mlp.experts.submodules
-        else:
-            of_expert = mlp.experts.keywords["submodules"]
-            mlp.experts = partial(Experts, **mlp.experts.keywords)
-        of_expert.linear_fc2 = ExpertRowLinear
-        # The name that Transformer Engine's layers have in files: no norm belongs to one expert.
-        del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
+        attention.linear_qkv = ColumnLinear
+    if has_experts:
+        _have_experts(layer, model)
+    else:
+        mlp.linear_fc1, mlp.linear_fc2 = ColumnLinear, RowLinear
     if model.post_layernorms:
         attention.linear_proj = mlp.linear_fc2 = PostNormLinear
     if model.local_rotary_base is not None:
         _rotate_by_kind(layer, model)
     _magnify(layer, model)
     _add_residuals(layer, model)
-    layers_of_chunk = model.num_layers // (
-        parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
-    )
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers_of_chunk, layer_norm=TorchNorm)
+    return layer
+
+
+def _make_latent(layer: ModuleSpec, model: ModelConfig) -> None:
+    """Give a layer our form of latent attention."""
+    attention = layer.submodules.self_attention
+    parts = attention.submodules
+    attention.module = LatentAttention
+    attention.params = {**attention.params, "rotary_divisors": model.rotary_divisors}
+    parts.linear_q_proj = parts.linear_q_up_proj = parts.linear_kv_up_proj = ColumnLinear
+
+
+def _have_experts(layer: ModuleSpec, model: ModelConfig) -> None:
+    """Give a layer of experts our router and experts."""
+    _route(layer, model)
+    mlp = of_release(MLP_SUBMODULES)(layer.submodules.mlp)
+    if isinstance(mlp.experts, ModuleSpec):
+        mlp.experts.module, of_expert = Experts, mlp.experts.submodules
+    else:
+        of_expert = mlp.experts.keywords["submodules"]
+        mlp.experts = partial(Experts, **mlp.experts.keywords)
+    of_expert.linear_fc2 = ExpertRowLinear
+    # The name that Transformer Engine's layers have in files: no norm belongs to one expert.
+    layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
 
 
 def _has_own_layers(model: ModelConfig) -> bool:
     """Whether a model has parts that Transformer Engine's layers do not have."""
     has_own_norms = model.post_layernorms or model.qk_layernorm_over != "head"
-    return has_own_norms or model.attention_sinks or model.gate_limit is not None
+    has_own_experts = model.gate_limit is not None or model.moe_first_dense_layers > 0
+    return has_own_norms or has_own_experts or model.attention_sinks or model.is_latent
 
 
 def _magnify(layer: ModuleSpec, model: ModelConfig) -> None:
@@ -424,7 +496,9 @@ def _has_te() -> bool:
 def _route(layer: ModuleSpec, model: ModelConfig) -> None:
     """Give a layer of experts our router, in the spec of all layers."""
     of_release(MLP_SUBMODULES)(layer.submodules.mlp).router = partial(
-        Router, bias_update_rate=model.moe_router_bias_update_rate
+        Router,
+        has_bias=model.has_expert_bias,
+        bias_update_rate=model.moe_router_bias_update_rate,
     )
 
 
