@@ -39,7 +39,10 @@ def _of_attention(megatron: str, name: str, *shape: Size) -> Rule:
 
 
 LATENT_ATTENTION = (
-    Rule("decoder.layers.input_layernorm.weight", (Part(f"{LAYER}.input_layernorm.weight", ("hidden",)),)),
+    Rule(
+        "decoder.layers.input_layernorm.weight",
+        (Part(f"{LAYER}.input_layernorm.weight", ("hidden",)),),
+    ),
     # Queries without a narrow product, or with one.
     _of_attention("linear_q_proj", "q_proj", "direct_query", "hidden"),
     _of_attention("linear_q_down_proj", "q_a_proj", "latent", "hidden"),

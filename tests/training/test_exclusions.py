@@ -104,6 +104,14 @@ ON = {
     "student.gate_activation other than silu": {"student": {"gate_activation": "gelu_tanh"}},
     "student.gate_limit": {"student": {"gate_limit": 7.0}},
     "student.gated_offset other than 0.0": {"student": {"gated_offset": 1.0}},
+    "student.kv_lora_rank": {
+        "student": {
+            "kv_lora_rank": 12,
+            "qk_head_dim": 10,
+            "qk_pos_emb_head_dim": 8,
+            "v_head_dim": 6,
+        }
+    },
     "student.attention_sinks": {"student": {"attention_sinks": True}},
     "student.softmax_scale": {"student": {"softmax_scale": 0.5}},
     "student.local_rotary_base": {

@@ -297,6 +297,12 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "leave lora out",
     ),
     Exclusion(
+        features.LORA,
+        features.LATENT,
+        "adapters are of other attention",
+        "leave lora out",
+    ),
+    Exclusion(
         features.BY_GRADIENTS,
         features.STUDENT_EXPERTS,
         "losses of routers would be a part of each term's gradient",
@@ -372,6 +378,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
             key_feature("student.gate_limit", off=None),
             key_feature("student.gated_offset", off=0.0),
             key_feature("student.attention_sinks"),
+            features.LATENT,
             key_feature("student.softmax_scale", off=None),
             key_feature("student.local_rotary_base", off=None),
             key_feature("student.rotary_divisors", off=None),

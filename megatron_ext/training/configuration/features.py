@@ -344,6 +344,7 @@ WHOLE_SEQUENCES: Final = Feature(
     off="without it",
     value=_whole_sequences,
 )
+LATENT: Final = key_feature("student.kv_lora_rank", off=None)
 STUDENT_EXPERTS: Final = key_feature("student.num_experts", off=None)
 TEACHER_EXPERTS: Final = Feature(
     name="`num_experts` of a teacher on the student's ranks",

@@ -26,6 +26,9 @@ values that its two slices of queries, of ``s = T / 2c`` positions, are compared
     gathered    2 e B (T + s) q + e n q      keys and values of every head; each slice's context
                 4 a n + e s (T + s)          normalisers; the masks, of every row where it has one
 
+Latent attention is taken to keep queries, keys and values of its heads at the width of a query, and
+its dense layers as those of experts, without a measurement.
+
 These are the tensors that autograd saves under megatron-core's local layers on a CPU; a test
 records them. Transformer Engine's layers are taken to keep query, key, value and context at their
 own width, ``4 a n`` for the attention's normalisers, and norms of ``2 (2 e n h + 4 n)``. That is
@@ -265,7 +268,7 @@ def rank_memory(plan: Plan, stage: int) -> RankMemory:
     return RankMemory(
         student_weights=plan.student_parameters(stage) * plan.element,
         gradients=learning * FP32,
-        optimizer_state=_optimizer_state(plan, learning),
+        optimizer_state=_optimizer_state(plan, stage),
         teacher_weights=sum(_weights(plan, name, stage) for name in plan.models)
         + (_heads(plan) * plan.element if is_last else 0),
         teacher_targets=sum(_targets(plan, name) for name in plan.models) if is_last else 0,
@@ -294,12 +297,13 @@ def _weights(plan: Plan, name: str, stage: int) -> int:
     return weights - teacher.layers * teacher.layer_products * (plan.element - 1)
 
 
-def _optimizer_state(plan: Plan, parameters: int) -> int:
+def _optimizer_state(plan: Plan, stage: int) -> int:
+    parameters = plan.learning(stage)
     # In fp32 the weights are their own main copy.
     each = FP32 * (2 if plan.element == FP32 else 3)
     if not plan.run.parallel.use_distributed_optimizer:
         return parameters * each
-    experts = plan.expert_learning
+    experts = plan.expert_learning(stage)
     dense = parameters - experts
     return -(-dense * each // plan.gradient_ranks) - (-experts * each // plan.expert_ranks)
 

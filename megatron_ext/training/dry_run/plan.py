@@ -39,6 +39,9 @@ class ModelShape:
     etp: int = 1
     """Ranks that share an expert."""
 
+    chunks: int = 1
+    """Chunks of a pipeline rank."""
+
     @property
     def layers(self) -> int:
         """Layers of a stage."""
@@ -71,12 +74,34 @@ class ModelShape:
 
     @property
     def layer_products(self) -> int:
-        """Weights of a layer in matrix products, on a rank."""
-        hidden, width = self.model.hidden_size, self.model.head_width
-        attention = hidden * width * (2 * self.heads + 2 * self.query_groups)
+        """Weights of a layer in matrix products, on a rank; of one with experts where some are."""
         if self.model.num_experts is None:
-            return attention + hidden * self.ffn * self.matrices
-        return attention + self._router + self._shared_expert + self.expert_products
+            return self.dense_products
+        return self._attention + self._router + self._shared_expert + self.expert_products
+
+    @property
+    def dense_products(self) -> int:
+        """``layer_products`` of a layer without experts."""
+        return self._attention + self.model.hidden_size * self.ffn * self.matrices
+
+    def dense_layers(self, stage: int) -> int:
+        """Layers of a stage that are dense where others have experts."""
+        each = self.layers // self.chunks
+        first = [(chunk * self.pp + stage) * each for chunk in range(self.chunks)]
+        return sum(min(max(self.model.moe_first_dense_layers - start, 0), each) for start in first)
+
+    @property
+    def _attention(self) -> int:
+        model, hidden = self.model, self.model.hidden_size
+        if not model.is_latent:
+            return hidden * model.head_width * (2 * self.heads + 2 * self.query_groups)
+        narrow, values = model.kv_lora_rank or 0, model.v_head_dim or 0
+        keys = hidden * (narrow + model.rotary_width)
+        keys += narrow * self.heads * ((model.qk_head_dim or 0) + values)
+        queries = hidden * self.heads * model.head_width
+        if model.q_lora_rank is not None:
+            queries = model.q_lora_rank * (hidden + self.heads * model.head_width)
+        return keys + queries + self.heads * values * hidden
 
     @property
     def matrices(self) -> int:
@@ -145,6 +170,8 @@ class ModelShape:
         """Norms that only some families' layers have, on a rank."""
         model = self.model
         behind = 2 * model.hidden_size * model.post_layernorms
+        if model.is_latent:
+            return (model.kv_lora_rank or 0) + (model.q_lora_rank or 0)
         if not model.qk_layernorm:
             return behind
         heads = 2 * (2 if model.normalization == "LayerNorm" else 1)
@@ -166,6 +193,7 @@ class ModelShape:
         norms = self.layers * (2 * norm * self.model.pre_layernorms + self._other_norms)
         sinks = self.heads * self.model.attention_sinks
         layers = self.layers * (self.layer_products + self._biases + sinks) + norms
+        layers -= self.dense_layers(stage) * (self.layer_products - self.dense_products)
         vocabulary = self.head_rows * self.model.hidden_size
         total = layers if "layers" in parts else norms if "norms" in parts else 0
         if stage == 0 and "embeddings" in parts:
@@ -284,12 +312,12 @@ class Plan:
         adapters = self.student.adapters(self.run.lora) if self.run.lora else 0
         return adapters + self.student.learning(stage, self.learning_parts)
 
-    @property
-    def expert_learning(self) -> int:
+    def expert_learning(self, stage: int) -> int:
         """Those of ``learning`` that are of experts."""
         student = self.student
+        layers = student.layers - student.dense_layers(stage)
         of_experts = student.expert_products + student.expert_biases
-        return student.layers * of_experts * ("layers" in self.learning_parts)
+        return layers * of_experts * ("layers" in self.learning_parts)
 
     @property
     def expert_ranks(self) -> int:
@@ -381,6 +409,7 @@ def _shape(model: ModelConfig, rows: int, layout: Layout) -> ModelShape:
         pp=layout.pipeline_model_parallel_size,
         ep=1 if model.num_experts is None else layout.expert_model_parallel_size,
         etp=layout.expert_tensor_ranks,
+        chunks=layout.virtual_pipeline_model_parallel_size,
     )
 
 

@@ -84,6 +84,23 @@ EXPERTS.append(
 )
 
 
+LATENT = ModelConfig(
+    **SIZES,
+    q_lora_rank=20,
+    kv_lora_rank=12,
+    qk_head_dim=10,
+    qk_pos_emb_head_dim=8,
+    v_head_dim=6,
+    num_experts=4,
+    moe_first_dense_layers=1,
+    moe_ffn_hidden_size=24,
+    moe_shared_expert_intermediate_size=48,
+    moe_router_score_function="sigmoid",
+    moe_router_expert_bias=True,
+)
+"""One dense layer and one with experts."""
+
+
 def planned_run(
     student=None, *, precision="fp32", global_batch_size=8, packing=False, loss=None, **parallel
 ):
