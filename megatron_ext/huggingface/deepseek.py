@@ -8,6 +8,7 @@ matrices in the same order, one to one.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, Final
@@ -203,7 +204,7 @@ def _softmax_scale(config: Mapping[str, Any], width: int) -> float | None:
         return None
     stretch = rotary.get("factor") or config["max_position_embeddings"] / rotary[LENGTH]
     growth = yarn_growth(float(stretch), rotary["mscale_all_dim"])
-    return growth * growth * float(width) ** -0.5
+    return growth * growth / math.sqrt(width)
 
 
 def latent_config(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from megatron_ext.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megatron_ext.huggingface.dense_families import (
     GEMMA,
     GEMMA3,
@@ -17,7 +18,6 @@ from megatron_ext.huggingface.dense_families import (
     QWEN3,
     SMOLLM3,
 )
-from megatron_ext.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megatron_ext.huggingface.expert_families import GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from megatron_ext.huggingface.family import Family
 

@@ -6,6 +6,7 @@ its training. torch is not loaded.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -257,13 +258,12 @@ def check_tensors(files: CheckpointFiles, tensors: TensorMap, family: Family) ->
             )
     # A tied head is the embedding, whether or not a file repeats it.
     known = (*family.ignored, family.head)
-    extra = [
-        name
-        for name in files.tensors
-        if name not in expected
-        and not name.endswith(known)
-        and not (NEXT in family.defaults and predicts_more(name, tensors.layers))
-    ]
+    extra = [name for name in files.tensors if name not in expected and not name.endswith(known)]
+    if NEXT in family.defaults and any(predicts_more(name, tensors.layers) for name in extra):
+        extra = [name for name in extra if not predicts_more(name, tensors.layers)]
+        warnings.warn(
+            f"{files.folder}: its {NEXT} layers behind the last are left out", stacklevel=2
+        )
     if extra:
         raise CheckpointError(
             f"the checkpoint has tensors that do not belong to a {family.architecture}",

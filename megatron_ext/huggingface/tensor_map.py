@@ -9,10 +9,10 @@ tensors. ``linear_qkv`` stacks them by query group, ``r`` query heads to a group
 one to one; a tensor of experts has an entry for each layer and expert. Parts of a rule with the
 same name are ranges of one HuggingFace tensor, in their order (Phi-3's ``qkv_proj``: all queries,
 then all keys, then all values). A HuggingFace tensor with all experts of a layer (gpt-oss's) has a
-part for each of them, which may be its columns, or every other one of these. Where layers are of two
-kinds, dense and with experts, a checkpoint's keys have the number of the layer. So any rectangle of a
-megatron-core tensor, such as a rank's shard, is a few rectangles of HuggingFace tensors, and the
-other way round.
+part for each of them, which may be its columns, or every other one of these. Where layers are of
+two kinds, dense and with experts, a checkpoint's keys have the number of the layer. So any
+rectangle of a megatron-core tensor, such as a rank's shard, is a few rectangles of HuggingFace
+tensors, and the other way round.
 """
 
 from __future__ import annotations

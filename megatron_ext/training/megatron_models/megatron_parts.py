@@ -73,8 +73,8 @@ class Place(NamedTuple):
         return getattr(self.owner, self.name)
 
     @contextmanager
-    def replaced(self, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-        """Have another function there while entered, made from the one that is there."""
+    def replaced(self, make: Callable[[Any], Any]) -> Iterator[None]:
+        """Have something else there while entered, made from what is there."""
         # Of a static method ``value`` is the function alone.
         before = vars(self.owner)[self.name]
         self.put(make(self.value))
