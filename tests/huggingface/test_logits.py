@@ -122,7 +122,7 @@ def test_a_rank_reads_what_it_has_and_no_more(folders, ranks, name):
     vocabulary = next(size for name, size in sizes.items() if "embed_" in name)
     norms = sum(size for name, size in sizes.items() if _is_of_every_rank(name))
     assert [rank.elements_read for rank in ranks[name, "alone"]] == [sum(sizes.values())]
-    # Norms, routers, biases of whole outputs and the padding of an odd vocabulary are all that two
+    # Norms, routers, biases of whole outputs, narrow products of latent attention and the padding of an odd vocabulary are all that two
     # ranks do not halve.
     tp2 = [rank.elements_read for rank in ranks[name, "tp2"]]
     assert sum(tp2) == sum(sizes.values()) + norms
@@ -142,6 +142,7 @@ def _is_of_every_rank(name):
         "shared_expert_gate.weight",
         "mlp.router.weight",
     )
+    narrow = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight", "e_score_correction_bias")
     biases = (
         "attention.dense.bias",
         "dense_4h_to_h.bias",
@@ -149,7 +150,7 @@ def _is_of_every_rank(name):
         "router.bias",
         "down_proj_bias",
     )
-    return "norm" in name or name.endswith((*routers, *biases))
+    return "norm" in name or name.endswith((*routers, *narrow, *biases))
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
