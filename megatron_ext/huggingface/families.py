@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from megatron_ext.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megatron_ext.huggingface.dense_families import (
     GEMMA,
+    GEMMA2,
     GEMMA3,
     GPT_NEOX,
     GRANITE,
@@ -24,7 +25,7 @@ from megatron_ext.huggingface.family import Family
 FAMILIES: Mapping[str, Family] = {
     family.architecture: family
     for family in (
-        *(LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA, GEMMA3),
+        *(LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA, GEMMA2, GEMMA3),
         *(PHI3, OLMO2, SMOLLM3, GRANITE, GPT_NEOX),
         *(QWEN3_MOE, QWEN2_MOE, MIXTRAL, GPT_OSS),
         *(DEEPSEEK_V2, DEEPSEEK_V3),
@@ -36,8 +37,6 @@ _STATE_SPACE = "layers of state-space models (Mamba) are not built here"
 _ONE_NORM = "attention and feed-forward layer of its layers share one norm, which is not built here"
 
 UNSUPPORTED: Mapping[str, str] = {
-    "Gemma2ForCausalLM": "it caps attention scores and logits by a tanh, which neither "
-    "megatron-core's attention nor losses from hidden states do",
     "Gemma3nForConditionalGeneration": "its parallel residual streams and embeddings of each "
     "layer are not built here",
     "Llama4ForCausalLM": "attention within chunks, norms without weights and experts whose input "

@@ -49,6 +49,12 @@ _SCALAR: Final = "query_pre_attn_scalar"
 _NORMALISED: Final = "norm_topk_prob"
 """Key that divides the chosen experts' weights by their sum."""
 
+_CAPS: Final = {
+    "attention_cap": "attn_logit_softcapping",
+    "logit_cap": "final_logit_softcapping",
+}
+"""Keys that may be null."""
+
 COMMON: Final[Mapping[str, Any]] = {
     "position_embedding_type": "rope",
     "normalization": "RMSNorm",
@@ -57,6 +63,8 @@ COMMON: Final[Mapping[str, Any]] = {
     "gate_limit": None,
     "gated_offset": 0.0,
     "attention_sinks": False,
+    "attention_cap": None,
+    "logit_cap": None,
     "add_qkv_bias": False,
     "add_bias_linear": False,
     "qk_layernorm": False,
@@ -150,6 +158,7 @@ def settings_of(family: Family, config: Mapping[str, Any], *, where: object) -> 
         **COMMON,
         "softmax_scale": None if scalar is None else float(scalar) ** -0.5,
         **{name: config[key] for name, key in names.items()},
+        **{name: config.get(key) for name, key in _CAPS.items()},
         # Only models that may do without divide the weights of the chosen experts on request.
         "moe_router_pre_softmax": not config.get(_NORMALISED, True),
         "num_query_groups": config.get("num_key_value_heads") or heads,
@@ -197,6 +206,8 @@ def model_config(settings: Mapping[str, Any], *, max_position_embeddings: int) -
             }
         if _NORMALISED in family.defaults:
             config[_NORMALISED] = not settings["moe_router_pre_softmax"]
+        if _CAPS["logit_cap"] in family.defaults:
+            config |= {key: settings[name] for name, key in _CAPS.items()}
         if PART in family.defaults:
             config[PART] = settings["rotary_percent"]
         if "sliding_window" in family.defaults:

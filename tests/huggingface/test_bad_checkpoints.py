@@ -84,10 +84,6 @@ FAULTS = {
         _edit("config.json", architectures=["FalconForCausalLM"]),
         r"config.json: this architecture is not read; got FalconForCausalLM; expected one of Llama",
     ),
-    "caps of logits": (
-        _edit("config.json", architectures=["Gemma2ForCausalLM"]),
-        r"config.json: this architecture is not read: it caps attention scores",
-    ),
     "state-space models": (
         _edit("config.json", architectures=["FalconH1ForCausalLM"]),
         r"config.json: this architecture is not read: layers of state-space.*library: huggingface",

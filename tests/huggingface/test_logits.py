@@ -36,6 +36,7 @@ LAYOUTS = {
 
 
 OF_OWN_LAYERS = (
+    "gemma2",
     "gemma3",
     "phi3",
     "phi4-mini",
@@ -122,8 +123,8 @@ def test_a_rank_reads_what_it_has_and_no_more(folders, ranks, name):
     vocabulary = next(size for name, size in sizes.items() if "embed_" in name)
     norms = sum(size for name, size in sizes.items() if _is_of_every_rank(name))
     assert [rank.elements_read for rank in ranks[name, "alone"]] == [sum(sizes.values())]
-    # Norms, routers, biases of whole outputs, narrow products of latent attention and the padding of an odd vocabulary are all that two
-    # ranks do not halve.
+    # Norms, routers, biases of whole outputs, narrow products and the padding of an odd vocabulary
+    # are all that two ranks do not halve.
     tp2 = [rank.elements_read for rank in ranks[name, "tp2"]]
     assert sum(tp2) == sum(sizes.values()) + norms
     assert max(tp2) - min(tp2) < vocabulary / 10

@@ -29,11 +29,12 @@ PAIRS = {
     "transformers": (STUDENT, TEACHER, "huggingface"),
     "experts": ("qwen2-moe", "mixtral"),
     "sinks": ("gpt-oss", "deepseek-v2"),
+    "caps": ("gemma2", "gemma2"),
     "latent": ("deepseek-v3", "qwen3-moe"),
     "residuals": ("gpt-neox", "olmo2"),
 }
 """Student and teacher of each run, what runs the teacher, and the objective."""
-SHARDED = ["run", "experts", "sinks", "latent", "residuals"]
+SHARDED = ["run", "experts", "sinks", "latent", "caps", "residuals"]
 """Those that two ranks run, too; all of them with MEGATRON_EXT_ALL_TEXT."""
 if ALL_TEXT:
     PAIRS |= {

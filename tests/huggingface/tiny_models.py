@@ -54,6 +54,16 @@ MODELS = {
     "qwen3": ("Qwen3", {"tie_word_embeddings": False, "head_dim": 16}),
     "mistral": ("Mistral", {"sliding_window": 7, "head_dim": 8}),
     "gemma": ("Gemma", {"head_dim": 16}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 8,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
     "gemma3": (
         "Gemma3",
         {
@@ -170,7 +180,7 @@ _BY_SEED = (
     *("gemma", "gemma3", "llama", "llama-tied", "mistral", "mixtral"),
     *("qwen2", "qwen2-moe", "qwen3", "qwen3-moe"),
     *("phi3", "olmo2", "smollm3", "granite", "gpt-neox", "phi4-mini"),
-    *("gpt-oss", "deepseek-v3", "deepseek-v2"),
+    *("gpt-oss", "deepseek-v3", "deepseek-v2", "gemma2"),
 )
 """Models by the seed of their weights; one that is added at the end changes no other."""
 

@@ -39,6 +39,9 @@ class Case(NamedTuple):
     window: int | None = None
     """Tokens that a position sees, with itself."""
 
+    cap: float | None = None
+    """Cap of the scores."""
+
     has_sinks: bool = False
     """Whether every head has a learned number in its softmax."""
 
@@ -51,9 +54,15 @@ CASES = (
     Case(48, 1, 2, 1, 3, window=5),
     Case(24, 2, 2, 2, 2, packed=True, window=7),
     Case(24, 1, 1, 1, 2, window=24),
+    Case(24, 2, 6, 2, 5, cap=0.7),
+    Case(48, 2, 3, 1, 4, packed=True, scale=0.3, window=7, cap=1.5),
     Case(24, 2, 6, 2, 5, has_sinks=True),
     Case(48, 2, 3, 3, 4, packed=True, scale=0.3, window=7, has_sinks=True),
 )
+
+
+UNCAPPED = tuple(case for case in CASES if case.cap is None)
+"""Those that megatron-core's own attention has."""
 
 
 class Attended(NamedTuple):
@@ -122,6 +131,7 @@ def attention(case, group):
             attn_mask_type=AttnMaskType.causal,
             attention_type="self",
             softmax_scale=case.scale,
+            score_cap=case.cap,
             pg_collection=SimpleNamespace(cp=group),
         ),
     )
@@ -200,7 +210,7 @@ def every_size(rank):
     parallel_state._set_global_memory_buffer()
     model_parallel_cuda_manual_seed(1, tp_rank=0, ep_rank=0, etp_rank=0)
     found["of one"] = [
-        [of_one_rank(kind, case, groups[rank]) for case in CASES]
+        [of_one_rank(kind, case, groups[rank]) for case in UNCAPPED]
         for kind in (ContextAttention, DotProductAttention)
     ]
     return found
@@ -217,9 +227,10 @@ def plain(case, dtype):
     query, key, value = (part.requires_grad_() for part in inputs)
     heads = case.heads // case.groups
     scores = torch.einsum("ibhd,jbhd->bhij", query, key.repeat_interleave(heads, dim=2))
-    scores = (scores * (case.scale or 1 / math.sqrt(case.width))).masked_fill(
-        mask(case), -torch.inf
-    )
+    scores = scores * (case.scale or 1 / math.sqrt(case.width))
+    if case.cap is not None:
+        scores = case.cap * torch.tanh(scores / case.cap)
+    scores = scores.masked_fill(mask(case), -torch.inf)
     values = value.repeat_interleave(heads, dim=2)
     sinks = sinks_of(case).to(dtype).requires_grad_()
     if case.has_sinks:
@@ -248,15 +259,15 @@ def test_output_and_gradients_are_those_of_whole_sequences(case, size, ranks):
             assert (joined - expected).abs().max() <= allowed, name
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", UNCAPPED, ids=str)
 def test_values_and_gradients_are_those_of_megatron_core(case, ranks):
     for name, found, expected in zip(
-        Attended._fields, *(part[CASES.index(case)] for part in ranks[0]["of one"]), strict=True
+        Attended._fields, *(part[UNCAPPED.index(case)] for part in ranks[0]["of one"]), strict=True
     ):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("number", [2, 4, 7, 8], ids=["", "window", "sinks", "both"])
+@pytest.mark.parametrize("number", [2, 4, 7, 9, 10], ids=["", "window", "cap", "sinks", "both"])
 def test_the_last_positions_attend_to_a_cache_as_they_do_in_whole_rows(number, monkeypatch):
     monkeypatch.setattr("torch.distributed.get_rank", lambda _: 0)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda _: 1)

@@ -112,6 +112,10 @@ ON = {
             "v_head_dim": 6,
         }
     },
+    "student.attention_cap": {"student": {"attention_cap": 50.0}},
+    "student.logit_cap": {"student": {"logit_cap": 30.0}},
+    "logit_cap of a teacher": {"teacher": {"model": MODEL | {"logit_cap": 30.0}}},
+    "an objective that reads heads: dskd": {"loss": {"objective": "dskd"}},
     "student.attention_sinks": {"student": {"attention_sinks": True}},
     "student.softmax_scale": {"student": {"softmax_scale": 0.5}},
     "student.local_rotary_base": {

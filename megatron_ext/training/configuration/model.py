@@ -135,6 +135,9 @@ class ModelConfig:
     softmax_scale: float | None = None
     """Factor of attention scores; 1 / sqrt(kv_channels) when not given."""
 
+    attention_cap: float | None = None
+    """Cap of attention scores: ``cap tanh(score / cap)`` (Gemma 2); none when not given."""
+
     attention_sinks: bool = False
     """Give every head a learned number, whose exponential is one more term of the sum that the
     softmax of its scores divides by (gpt-oss)."""
@@ -168,6 +171,9 @@ class ModelConfig:
 
     logits_scaling: float = 1.0
     """Divide logits by this (Granite), which is done to the hidden states that the head reads."""
+
+    logit_cap: float | None = None
+    """Cap of logits: ``cap tanh(logit / cap)`` (Gemma 2); none when not given."""
 
     num_experts: int | None = None
     """Experts of every feed-forward layer; dense layers when not given."""
@@ -258,6 +264,8 @@ class ModelConfig:
             "embedding_multiplier",
             "logits_scaling",
             "gate_limit",
+            "attention_cap",
+            "logit_cap",
             "layernorm_epsilon",
             "vocab_size",
             "make_vocab_size_divisible_by",
@@ -394,6 +402,8 @@ def _check_rotation(model: ModelConfig) -> None:
 
 def _check_layer(model: ModelConfig) -> None:
     """Refuse parts of a layer that do not go together."""
+    if model.attention_cap is not None and model.attention_sinks:
+        raise ConfigError("attention_cap does not go with attention_sinks", got="both")
     if model.qk_layernorm_over == "heads" and not (
         model.qk_layernorm
         and model.normalization == "RMSNorm"
@@ -444,6 +454,7 @@ def _check_latent(model: ModelConfig) -> None:
         ("use_rope_scaling", (False,)),
         ("rotary_seq_len_interpolation_factor", (None,)),
         ("local_rotary_base", (None,)),
+        ("attention_cap", (None,)),
         ("normalization", ("RMSNorm",)),
         ("layernorm_zero_centered_gamma", (False,)),
         *((name, (False,)) for name in ("qk_layernorm", "attention_sinks", "add_qkv_bias")),

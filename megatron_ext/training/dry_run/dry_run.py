@@ -59,6 +59,8 @@ _SHAPES: Final = (
     "gate_limit",
     "gated_offset",
     "attention_sinks",
+    "attention_cap",
+    "logit_cap",
     "scale_embeddings",
     "embedding_multiplier",
     "residual_multiplier",

@@ -6,7 +6,7 @@ E width of a value, which is D but in latent attention.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,13 @@ from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
 )
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from megatron_ext.distributed.context_parallel import ContextRank, in_order
 from megatron_ext.errors import ConfigError
+
+_CAPPED_ROWS: Final = 512
+"""Queries whose capped scores are made at a time."""
 
 
 class ContextAttention(MegatronModule):  # type: ignore[misc]
@@ -58,6 +62,7 @@ class ContextAttention(MegatronModule):  # type: ignore[misc]
         attn_mask_type: Causal.
         attention_type: ``self``.
         softmax_scale: Factor of the scores; None for ``1 / sqrt(D)``.
+        score_cap: ``c`` of scores ``c tanh(s / c)``; None for scores as they are.
         pg_collection: Process groups with the context-parallel one.
         unused: Other arguments, which depend on the release of megatron-core.
 
@@ -72,6 +77,7 @@ class ContextAttention(MegatronModule):  # type: ignore[misc]
         attn_mask_type: AttnMaskType,
         attention_type: str,
         softmax_scale: float | None = None,
+        score_cap: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         **unused: Any,
     ) -> None:
@@ -85,6 +91,7 @@ class ContextAttention(MegatronModule):  # type: ignore[misc]
         )
         # Latent attention has one of its own, and reads the model's nowhere.
         self._scale = softmax_scale if config.softmax_scale is None else config.softmax_scale
+        self._cap = score_cap
         sizes, interval = config.window_size, config.window_attn_skip_freq
         has_window = is_layer_window_attention(sizes, interval, layer_number)
         self.window = sizes[0] + 1 if sizes is not None and has_window else None
@@ -178,6 +185,8 @@ class ContextAttention(MegatronModule):  # type: ignore[misc]
         sees: torch.Tensor | None,
     ) -> torch.Tensor:
         """[S, B, H E]; None for the causal mask, and for a single query that sees all keys."""
+        if self._cap is not None:
+            return self._attend_capped(query, keys, values, sees)
         rows, width, scale = len(query), values.shape[-1], self._scale
         if self.has_sinks:
             scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -199,6 +208,46 @@ class ContextAttention(MegatronModule):  # type: ignore[misc]
         # Without a first row that sees the sinks alone, and the width that they add.
         out = out[:, :, out.shape[2] - rows :, :width]
         return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _attend_capped(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        sees: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """``_attend`` with capped scores, which torch's fused kernels do not have.
+
+        Scores are of a slice of queries at a time, and are computed again in the backward pass.
+        """
+        sees = self._sees(None, query, len(keys)) if sees is None else sees
+        parts = [
+            checkpoint(
+                self._capped_rows,
+                query[start : start + _CAPPED_ROWS],
+                keys,
+                values,
+                sees[..., start : start + _CAPPED_ROWS, :],
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+            for start in range(0, len(query), _CAPPED_ROWS)
+        ]
+        return torch.cat(parts)
+
+    def _capped_rows(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sees: torch.Tensor
+    ) -> torch.Tensor:
+        """[S, B, H E] of some queries; scores and softmax in fp32."""
+        assert self._cap is not None
+        scale = query.shape[-1] ** -0.5 if self._scale is None else self._scale
+        # Heads that share keys are a dimension of their own.
+        grouped = query.unflatten(2, (keys.shape[2], -1))
+        scores = torch.einsum("sbgrd,tbgd->bgrst", grouped, keys).float() * scale
+        scores = torch.tanh(scores / self._cap) * self._cap
+        hidden = ~(sees if sees.ndim == 2 else sees.unsqueeze(2))
+        shares = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1).to(values.dtype)
+        return torch.einsum("bgrst,tbge->sbgre", shares, values).flatten(2)
 
     def _with_sinks(
         self,

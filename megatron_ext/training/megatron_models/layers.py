@@ -233,6 +233,16 @@ def scale_embeddings(embedding: torch.nn.Module, factor: float) -> None:
     embedding.register_forward_hook(scaled)
 
 
+def cap_logits(output_layer: torch.nn.Module, cap: float) -> None:
+    """Have an output layer give ``cap tanh(logits / cap)``, [T, B, Vp]; Gemma 2's."""
+
+    def capped(_: torch.nn.Module, inputs: object, output: Any) -> Any:
+        logits, bias = output
+        return torch.tanh(logits / cap) * cap, bias
+
+    output_layer.register_forward_hook(capped)
+
+
 def scale_logits(final_norm: torch.nn.Module, divisor: float) -> None:
     """Divide what the head reads, [T, B, D], and so the logits, which are linear in it.
 

@@ -8,7 +8,7 @@ of the first rank embeds tokens, and the last chunk of the last rank has the hea
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch.nn import functional
 
 from megatron_ext.distributed.process_groups import ProcessGroups
+from megatron_ext.teachers.megatron_teacher import LOGIT_CAP
 from megatron_ext.training.configuration.config import ModelConfig, ParallelConfig, TrainingConfig
 from megatron_ext.training.megatron_models import cpu_megatron
 from megatron_ext.training.megatron_models.attention import ContextAttention
@@ -39,6 +40,7 @@ from megatron_ext.training.megatron_models.layers import (
     PostNormLinear,
     RowLinear,
     WindowAttention,
+    cap_logits,
     divide_frequencies,
     magnified,
     quick_gelu,
@@ -142,6 +144,10 @@ def build_gpt_model(
         divide_frequencies(gpt.rotary_pos_emb, model.rotary_base, model.rotary_divisors)
     if model.logits_scaling != 1 and gpt.post_process:
         scale_logits(gpt.decoder.final_layernorm, model.logits_scaling)
+    if model.logit_cap is not None and gpt.post_process:
+        cap_logits(gpt.output_layer, model.logit_cap)
+        # For logits that are made of hidden states and the head's weights elsewhere.
+        setattr(gpt, LOGIT_CAP, model.logit_cap)
     return gpt.to(device=groups.device, dtype=DTYPES[training.precision])
 
 
@@ -376,7 +382,9 @@ def _layer_spec(
     Args:
         stage: Number of the chunk over all ranks of the pipeline.
     """
-    core_attention: type = ContextAttention
+    core_attention: Callable[..., Any] = ContextAttention
+    if model.attention_cap is not None:
+        core_attention = partial(ContextAttention, score_cap=model.attention_cap)
     if _has_te():
         from megatron_ext.training.megatron_models.te_attention import RowAttention
 
@@ -392,7 +400,7 @@ def _layer_spec(
             _magnify(layer, model)
             _add_residuals(layer, model)
             return layer
-        if has_adapters and not model.attention_sinks:
+        if has_adapters and not model.attention_sinks and model.attention_cap is None:
             core_attention = RowAttention
     count = model.num_layers // (
         parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
@@ -407,7 +415,9 @@ def _layer_spec(
     )
 
 
-def _local_layer(model: ModelConfig, core_attention: type, *, has_experts: bool) -> ModuleSpec:
+def _local_layer(
+    model: ModelConfig, core_attention: Callable[..., Any], *, has_experts: bool
+) -> ModuleSpec:
     """A layer of torch's products and norms, and of ours."""
     layer = get_gpt_layer_local_spec(
         num_experts=model.num_experts if has_experts else None,
@@ -468,7 +478,8 @@ def _has_own_layers(model: ModelConfig) -> bool:
     """Whether a model has parts that Transformer Engine's layers do not have."""
     has_own_norms = model.post_layernorms or model.qk_layernorm_over != "head"
     has_own_experts = model.gate_limit is not None or model.moe_first_dense_layers > 0
-    return has_own_norms or has_own_experts or model.attention_sinks or model.is_latent
+    has_own_attention = model.attention_sinks or model.is_latent or model.attention_cap is not None
+    return has_own_norms or has_own_experts or has_own_attention
 
 
 def _magnify(layer: ModuleSpec, model: ModelConfig) -> None:
