@@ -1,5 +1,5 @@
-"""DeepSeek's families, and what is read and written in their format: latent attention, experts
-behind dense layers, and a choice among groups of experts.
+"""DeepSeek's families, GLM-4's with experts, and what is published in their format: latent
+attention, experts behind dense layers, and a choice among groups of experts.
 
 Latent attention makes queries, keys and values from narrow products of the hidden states
 (arXiv:2405.04434, section 2.1). transformers and ``MLASelfAttention`` of megatron-core have its
@@ -11,20 +11,28 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from megatron_ext.errors import CheckpointError
 from megatron_ext.huggingface.dense_families import LLAMA
-from megatron_ext.huggingface.expert_families import LAYER, expert_rules
+from megatron_ext.huggingface.expert_families import EXPERTS_NORM, LAYER, expert_rules
 from megatron_ext.huggingface.family import (
+    ATTENTION_OUTPUT,
     EMBEDDING,
     FINAL_NORM,
     HEAD,
+    INPUT_NORM,
+    KEY_NORM,
     MLP_INPUT,
+    MLP_NORM,
     MLP_OUTPUT,
+    QKV,
+    QKV_BIAS,
+    QUERY_NORM,
     Family,
 )
-from megatron_ext.huggingface.rotary import LENGTH, yarn_growth
+from megatron_ext.huggingface.rotary import LENGTH, PART, yarn_growth
 from megatron_ext.huggingface.tensor_map import Part, Rule, Size
 
 NEXT: Final = "num_nextn_predict_layers"
@@ -79,6 +87,18 @@ FEED_FORWARD = (
         layers="experts",
     ),
 )
+
+_OF_EXPERTS: Final = (
+    *("num_experts", "moe_router_topk", "moe_ffn_hidden_size"),
+    *("moe_router_topk_scaling_factor", "moe_first_dense_layers"),
+)
+
+
+def _only_with(rule: Rule, *sizes: Size) -> Rule:
+    """A rule of vectors that a model may be without."""
+    parts = zip(rule.parts, sizes, strict=True)
+    return replace(rule, parts=tuple(replace(part, shape=(size,)) for part, size in parts))
+
 
 DEEPSEEK_V2 = Family(
     architecture="DeepseekV2ForCausalLM",
@@ -156,25 +176,79 @@ DEEPSEEK_V3 = Family(
 )
 
 
-def latent_settings(config: Mapping[str, Any], *, where: object) -> dict[str, Any]:
-    """Settings that are not one key of ``config.json``; {} of a model without latent attention.
+GLM4_MOE = Family(
+    architecture="Glm4MoeForCausalLM",
+    model_type="glm4_moe",
+    models="GLM-4.5, 4.6 and 4.5-Air, text",
+    rules=(
+        EMBEDDING,
+        INPUT_NORM,
+        QKV,
+        _only_with(QKV_BIAS, "biased_query", "biased_key_value", "biased_key_value"),
+        *(_only_with(rule, "normed_head") for rule in (QUERY_NORM, KEY_NORM)),
+        ATTENTION_OUTPUT,
+        replace(MLP_NORM, layers="dense"),
+        *(
+            replace(rule, layers="experts") if rule is EXPERTS_NORM else rule
+            for rule in FEED_FORWARD
+        ),
+        EXPERT_BIAS,
+        FINAL_NORM,
+        HEAD,
+    ),
+    names={
+        **{name: DEEPSEEK_V3.names[name] for name in _OF_EXPERTS},
+        "add_qkv_bias": "attention_bias",
+        "qk_layernorm": "use_qk_norm",
+    },
+    settings=DEEPSEEK_V3.settings,
+    defaults={
+        **LLAMA.defaults,
+        **{key: DEEPSEEK_V3.defaults[key] for key in ("norm_topk_prob", NEXT)},
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 8,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "rms_norm_eps": 1e-5,
+        "attention_bias": False,
+        "use_qk_norm": False,
+        PART: 0.5,
+    },
+    allowed={"hidden_act": ("silu",), "norm_topk_prob": (True,)},
+)
+
+
+def expert_settings(config: Mapping[str, Any], *, where: object) -> dict[str, Any]:
+    """Settings of experts that are not one key of ``config.json``; {} of other families.
 
     Raises:
         CheckpointError: Groups of experts are not chosen as megatron-core chooses them.
     """
+    if "n_shared_experts" not in config:
+        return {}
+    shared = config["n_shared_experts"]
+    return {
+        "moe_shared_expert_intermediate_size": (
+            shared * config["moe_intermediate_size"] if shared else None
+        ),
+        **_groups(config, where),
+    }
+
+
+def latent_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of latent attention that are not one key of ``config.json``; {} of other models."""
     if "kv_lora_rank" not in config:
         return {}
     width = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
-    shared = config.get("n_shared_experts")
     return {
         "num_query_groups": config["num_attention_heads"],
         "kv_channels": width,
         "q_lora_rank": config.get("q_lora_rank"),
         "softmax_scale": _softmax_scale(config, width),
-        "moe_shared_expert_intermediate_size": (
-            shared * config["moe_intermediate_size"] if shared else None
-        ),
-        **_groups(config, where),
     }
 
 
@@ -207,8 +281,8 @@ def _softmax_scale(config: Mapping[str, Any], width: int) -> float | None:
     return growth * growth / math.sqrt(width)
 
 
-def latent_config(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of ``config.json`` for ``latent_settings``, of a model that is not stretched."""
+def expert_config(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of ``config.json`` for ``expert_settings``, and for queries of latent attention."""
     shared = settings["moe_shared_expert_intermediate_size"] or 0
     return {
         "q_lora_rank": settings["q_lora_rank"],

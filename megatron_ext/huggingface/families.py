@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_ext.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from megatron_ext.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE
 from megatron_ext.huggingface.dense_families import (
     GEMMA,
     GEMMA2,
@@ -28,7 +28,7 @@ FAMILIES: Mapping[str, Family] = {
         *(LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA, GEMMA2, GEMMA3),
         *(PHI3, OLMO2, SMOLLM3, GRANITE, GPT_NEOX),
         *(QWEN3_MOE, QWEN2_MOE, MIXTRAL, GPT_OSS),
-        *(DEEPSEEK_V2, DEEPSEEK_V3),
+        *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE),
     )
 }
 """Families by architecture; a model that several can express is written as the first."""
@@ -45,10 +45,14 @@ UNSUPPORTED: Mapping[str, str] = {
     "whose input is scaled are not built here",
     "MllamaForConditionalGeneration": "layers of attention to images, among those of text, are "
     "not built here",
-    "Qwen3VLMoeForConditionalGeneration": "files with the experts of a layer in one tensor are not "
-    "read",
-    "GraniteMoeForCausalLM": "files with the experts of a layer in one tensor are not read",
+    "Qwen3VLMoeForConditionalGeneration": "its files, with the experts of a layer in one "
+    "tensor, are not read",
+    "GraniteMoeForCausalLM": "its files, with the experts of a layer in one tensor, are not read",
     "Olmo3ForCausalLM": "rotary embeddings that are scaled in some layers alone are not built here",
+    **dict.fromkeys(
+        ("GlmForCausalLM", "Glm4ForCausalLM"),
+        "rotary embeddings that turn neighbouring numbers are not built here",
+    ),
     "PhiForCausalLM": _ONE_NORM,
     "CohereForCausalLM": _ONE_NORM,
     "Cohere2ForCausalLM": _ONE_NORM,

@@ -14,7 +14,8 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.huggingface.checkpoint_files import CONFIG_FILE, CheckpointFiles
 from megatron_ext.huggingface.deepseek import (
     NEXT,
-    latent_config,
+    expert_config,
+    expert_settings,
     latent_settings,
     predicts_more,
 )
@@ -173,7 +174,8 @@ def settings_of(family: Family, config: Mapping[str, Any], *, where: object) -> 
         "unrotated_interval": unrotated_interval(config, where=where),
         **rotary,
         **family.settings,
-        **latent_settings(config, where=where),
+        **expert_settings(config, where=where),
+        **latent_settings(config),
     }
 
 
@@ -222,8 +224,8 @@ def model_config(settings: Mapping[str, Any], *, max_position_embeddings: int) -
         if "no_rope_layer_interval" in family.defaults:
             interval = settings["unrotated_interval"]
             config["no_rope_layers"] = rotated_layers(settings["num_layers"], interval)
-        if "kv_lora_rank" in family.names:
-            config |= latent_config(settings)
+        if "n_shared_experts" in family.defaults:
+            config |= expert_config(settings)
         config |= {new: config[old] for old, new in family.synonyms.items() if old in config}
         config = {key: value for key, value in config.items() if key not in family.unread}
         found = settings_of(family, config, where=CONFIG_FILE)

@@ -45,6 +45,10 @@ LATENT = {
     "first_k_dense_replace": 1,
     "tie_word_embeddings": False,
 }
+OF_EXPERTS = (
+    *("n_routed_experts", "n_shared_experts", "moe_intermediate_size"),
+    *("first_k_dense_replace", "tie_word_embeddings"),
+)
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "tie_word_embeddings": False}
 
 MODELS = {
@@ -95,6 +99,19 @@ MODELS = {
     "deepseek-v2": (
         "DeepseekV2",
         {**LATENT, "q_lora_rank": None, "num_experts_per_tok": 3, "routed_scaling_factor": 1.5},
+    ),
+    "glm4-moe": (
+        "Glm4Moe",
+        {
+            **{name: LATENT[name] for name in OF_EXPERTS},
+            "num_experts_per_tok": 3,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.5,
+            "num_mtp_layers": 0,
+        },
     ),
     "phi3": ("Phi3", {"hidden_size": 64, "partial_rotary_factor": 0.75}),
     "olmo2": ("Olmo2", {}),
@@ -181,6 +198,7 @@ _BY_SEED = (
     *("qwen2", "qwen2-moe", "qwen3", "qwen3-moe"),
     *("phi3", "olmo2", "smollm3", "granite", "gpt-neox", "phi4-mini"),
     *("gpt-oss", "deepseek-v3", "deepseek-v2", "gemma2"),
+    "glm4-moe",
 )
 """Models by the seed of their weights; one that is added at the end changes no other."""
 
