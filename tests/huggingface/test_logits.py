@@ -11,18 +11,15 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from megatron_ext.huggingface.checkpoint_files import CheckpointFiles
 from megatron_ext.huggingface.rotary import rotary_settings
 from tests.huggingface.model_ranks import RankLogits, gradients_of, logits_of
+from tests.huggingface.tiny_models import COMPARED as MODELS
 from tests.huggingface.tiny_models import (
     LLAMA3_ROPE,
-    MORE_MODELS,
     in_words_of_release,
     save_model,
     some_tokens,
     weights_of_logits,
 )
-from tests.huggingface.tiny_models import MODELS as FROM_SETTINGS
 from tests.process_group import run_ranks
-
-MODELS = {**FROM_SETTINGS, **MORE_MODELS}
 
 Ranks = dict[tuple[str, str], list[RankLogits]]
 """By model and layout."""

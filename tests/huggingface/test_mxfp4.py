@@ -1,7 +1,9 @@
 """gpt-oss in MXFP4, as it is published, is read without rounding and written in bf16."""
 
 import json
+import os
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -45,6 +47,7 @@ def published(folder):
     return expected
 
 
+@pytest.mark.skipif(os.environ.get("MEGATRON_EXT_ALL_TEXT") != "1", reason="a run of everything")
 def test_it_is_exported_in_bf16_bit_for_bit(tmp_path):
     expected = published(tmp_path / "oss")
     before = tensors_of(tmp_path / "oss")

@@ -1,5 +1,7 @@
 """Tiny models of each family, made by transformers' own classes with random weights."""
 
+import os
+
 import torch
 from safetensors.torch import load_file
 
@@ -191,6 +193,16 @@ MORE_MODELS = {
     ),
 }
 """Models that need their own config.json to be written."""
+
+
+OF_ALL_TEXT = ("deepseek-v2", "glm4-moe")
+"""Models whose parts others have, too, which are compared with MEGATRON_EXT_ALL_TEXT=1 alone."""
+COMPARED = {
+    name: model
+    for name, model in {**MODELS, **MORE_MODELS}.items()
+    if name not in OF_ALL_TEXT or os.environ.get("MEGATRON_EXT_ALL_TEXT") == "1"
+}
+"""Models whose logits and tensors are compared with those of transformers."""
 
 
 _BY_SEED = (
