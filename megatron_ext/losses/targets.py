@@ -51,6 +51,9 @@ class TeacherTargets:
     head_weight: torch.Tensor | None = None
     """[Vp, D]"""
 
+    logit_cap: float | None = None
+    """Cap of the logits that hidden states and head make, see ``capped_``; None for none."""
+
     states: Mapping[int, torch.Tensor] = field(default_factory=dict)
     """[B, Tt, D] outputs of layers below the last, by number from 1, of kind ``hidden``."""
 
@@ -106,9 +109,13 @@ class TeacherTargets:
                 got=f"targets of kind {self.kind!r}",
                 expected="kind 'logits' or 'hidden'",
             )
-        with torch.no_grad():
-            logits = torch.matmul(self.hidden, self.head_weight.t())
-        return self.with_stops(logits, self.stop_marks)
+        return self.with_stops(self.logits_of(self.hidden), self.stop_marks)
+
+    @torch.no_grad()
+    def logits_of(self, hidden: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """This rank's logits [..., Vp] of some hidden states [..., D], in ``out`` if given."""
+        assert self.head_weight is not None, "targets of kind hidden have it"
+        return capped_(torch.matmul(hidden, self.head_weight.t(), out=out), self.logit_cap)
 
     def merging(self, stops: StopSet, labels: torch.Tensor, rows: torch.Tensor) -> TeacherTargets:
         """Targets in which the label has the mass of all ``stops``, and the others have none.
@@ -227,3 +234,8 @@ def check_tail_temperature(temperature: float, *, objective: str) -> None:
             expected=1.0,
             fix="set the temperature to 1, or give the teacher's logits or hidden states",
         )
+
+
+def capped_(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """``cap tanh(logits / cap)``, in place of logits without a graph; as they are without a cap."""
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
