@@ -61,7 +61,7 @@ def compiled(launch: KernelLaunch, arch: int) -> Any:
         if types.get(name, "").endswith(":16")
     }
     source = ASTSource(kernel, signature, launch.constants, multiples)
-    options = {"num_warps": launch.config.num_warps}
+    options = {"num_warps": launch.config.num_warps, **launch.options}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
@@ -82,7 +82,12 @@ def report(launch: KernelLaunch, arch: int) -> dict[str, Any]:
         return {**found, "wide_loads": code.asm["ptx"].count("ld.global.v4"), "missing": missing}
     listing = instructions(disassembler, code.asm["cubin"])
     columns = max(1, block // (32 * warps))
-    counts = counted(listing, columns, has_parts=launch.has_parts)
+    counts = counted(
+        listing,
+        columns,
+        read_columns=launch.read_blocks * columns,
+        has_parts=launch.has_parts,
+    )
     counts.pop("loops")
     return found | counts
 

@@ -31,6 +31,8 @@ class Loop(NamedTuple):
     height: int
     """1 where it has no loop inside."""
 
+    has_stores: bool
+
     is_inside: bool
     """Whether a loop of height 2 or less has it inside."""
 
@@ -104,6 +106,7 @@ def _loop(
         wide_loads=sum(map(bool, map(_WIDE.match, inside))),
         is_ahead=any(map(_AHEAD.match, inside)),
         height=height,
+        has_stores=any(text.startswith("STG") for text in inside),
         is_inside=bool(around),
     )
 
@@ -122,7 +125,11 @@ def passes(repeated: list[Loop]) -> list[Loop]:
 
 
 def counted(
-    listing: list[tuple[int, str]], columns: int, *, has_parts: bool = False
+    listing: list[tuple[int, str]],
+    columns: int,
+    *,
+    read_columns: int | None = None,
+    has_parts: bool = False,
 ) -> dict[str, Any]:
     """Instructions a column of all passes over a row, or of the whole code where there is none.
 
@@ -131,17 +138,21 @@ def counted(
 
     Args:
         columns: Columns of a thread in one iteration.
+        read_columns: The same of a loop that stores nothing, if it is another number.
         has_parts: Each loop goes over a part of the columns: the longest counts, not their sum.
     """
     repeated = loops(listing)
-    lengths = [loop.instructions for loop in passes(repeated)]
+    lengths = [
+        loop.instructions / (columns if loop.has_stores else read_columns or columns)
+        for loop in passes(repeated)
+    ]
     whole = max(lengths, default=0) if has_parts else sum(lengths)
     return {
         "instructions": len(listing),
         "loops": [loop._asdict() for loop in repeated],
-        "passes": [round(length / columns, 1) for length in lengths],
+        "passes": [round(length, 1) for length in lengths],
         "counted": "passes" if lengths else "whole code",
-        "instructions_a_column": round((whole or len(listing)) / columns, 1),
+        "instructions_a_column": round(whole or len(listing) / columns, 1),
         "wide_loads": sum(bool(_WIDE.match(text)) for _, text in listing),
         "barriers": sum(text.startswith("BAR") for _, text in listing),
     }

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from megatron_ext.ops.launch import LANE_CONFIGS, ROW_CONFIGS, LaunchConfig
+from megatron_ext.ops.launch import HALF_FULL, LANE_CONFIGS, ROW_CONFIGS, LaunchConfig
 from megatron_ext.ops.partition_kl.single_chunks import SINGLE_CONFIGS
 
 _POINTERS: Final = {
@@ -49,6 +49,17 @@ class KernelLaunch:
     def has_parts(self) -> bool:
         """Whether each of its loops goes over a part of the columns, or of the cases."""
         return self.kernel in _WITH_PARTS
+
+    @property
+    def read_blocks(self) -> int:
+        """Blocks that a loop which stores nothing reads at once: that over statistics reads two."""
+        return 2 if self.kernel == "single_kernel" else 1
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Other options of the compiler."""
+        is_half_full = self.kernel == "single_kernel" and self.constants["IS_ALIGNED"]
+        return HALF_FULL if is_half_full else {}
 
     @property
     def name(self) -> str:

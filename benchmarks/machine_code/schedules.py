@@ -298,7 +298,7 @@ def _statistics_and_pairs(schedule: Schedule, parts: int) -> Trace:
                 wait=(chunk, parts) if chunk >= 0 else None,
                 waits_after=taken,
             )
-    return programs.trace(Kernel.of("single_kernel", 0.3125, 4).residents)
+    return programs.trace(Kernel.of("single_kernel", 0.5, 4).residents)
 
 
 def _span(begin: int, end: int) -> Iterator[tuple[int, np.uint64]]:

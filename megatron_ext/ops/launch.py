@@ -155,6 +155,10 @@ LANE_CONFIGS: Final = (LaunchConfig(2048, 8), LaunchConfig(1024, 4), LaunchConfi
 room for half of a multiprocessor's warps, and two rows in fp32 take less shared memory than the
 99 KiB of smaller GPUs."""
 
+HALF_FULL: Final = {"maxnreg": 64} if torch.version.hip is None else {}
+"""Compile option of kernels that wait for memory: so few registers a thread that half of the warps
+that a multiprocessor holds run at once. Only NVIDIA's compiler has it."""
+
 _COLUMNS_A_WARP: Final = 256
 """Columns that the threads of a warp load at once, 16 bytes each."""
 

@@ -1,7 +1,13 @@
 """Arithmetic shared by Triton kernels: running sums of exponentials, divergences, scaled rows."""
 
+import torch
 import triton
 import triton.language as tl
+
+from megatron_ext.ops.launch import interpreted
+
+UNPACKS: tl.constexpr = tl.constexpr(not interpreted() and torch.version.hip is None)
+"""Whether ``widened`` may ask for instructions of NVIDIA's GPUs by name."""
 
 LOG_TINY: tl.constexpr = tl.constexpr(-87.33654475055310898657)
 """Logarithm of the smallest normal number of fp32."""
@@ -23,9 +29,30 @@ FLOOR: tl.constexpr = tl.constexpr(1024 * 1.1754943508222875e-38)
 
 
 @triton.jit
+def widened(logits):
+    """Logits in fp32.
+
+    A register has two of bf16, whose bits are the upper ones of fp32: one instruction for each,
+    where the compiler takes two for the second.
+    """
+    if UNPACKS and logits.dtype == tl.bfloat16 and logits.numel > 1:
+        wide = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=r,=r,r",
+            [logits],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        wide = logits.to(tl.float32)
+    return wide
+
+
+@triton.jit
 def scaled(logits, temperature, HAS_TEMPERATURE: tl.constexpr):
     """Logits in fp32, over the temperature."""
-    wide = logits.to(tl.float32)
+    wide = widened(logits)
     if HAS_TEMPERATURE:
         # One division a row.
         wide = wide * (1.0 / temperature)

@@ -14,7 +14,7 @@ import torch
 from megatron_ext.distributed.vocab_parallel import LogSumExp
 from megatron_ext.ops.chunk_rows import ChunkedLogits, ChunkRows
 from megatron_ext.ops.divergence import probability_floor
-from megatron_ext.ops.launch import small_block
+from megatron_ext.ops.launch import HALF_FULL, small_block
 from megatron_ext.ops.projected_kl.column_plan import pair_block, pair_parts
 from megatron_ext.ops.projected_kl.operands import (
     ProjectedKLOptions,
@@ -163,7 +163,7 @@ def launch_singles(
         partial[1:].zero_()
     counter = found = found_columns = None
     if is_joined:
-        counter = torch.zeros(1 + units, dtype=torch.int32, device=logits.device)
+        counter = torch.zeros(1 + 2 * units, dtype=torch.int32, device=logits.device)
         rows = len(logits) + len(others)
         found = logits.new_empty(5 * rows * parts, dtype=torch.float32)
         found_columns = logits.new_empty(rows * parts, dtype=torch.int32)
@@ -222,6 +222,7 @@ def launch_singles(
             PARTS=parts,
             BLOCK=block,
             num_warps=max(1, block // 256),
+            **({} if aligned is None else HALF_FULL),
         )
     return partial, best
 

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from megatron_ext.ops.program_order import arrive, ticket_of, wait_for
 from megatron_ext.ops.projected_kl.joined_statistics import unit_numbers, unit_statistics
-from megatron_ext.ops.triton_math import LN_2, LOG2_E, LOWEST, row_bits, scaled
+from megatron_ext.ops.triton_math import LN_2, LOG2_E, LOWEST, row_bits, scaled, widened
 
 FLOOR_BITS = tl.constexpr(math.log2(1024 * 1.1754943508222875e-38))
 NO_COLUMN = tl.constexpr(2**31 - 1)
@@ -34,8 +34,19 @@ def is_single(student_rows, is_scaled, grad_scale):
 
 @triton.jit
 def bits_of(logits, peak, log_sum, temperature, HAS_TEMPERATURE: tl.constexpr):
-    """``row_bits`` of logits over a temperature."""
-    return row_bits(scaled(logits, temperature, HAS_TEMPERATURE), peak, log_sum)
+    """``row_bits`` of logits over a temperature.
+
+    Of 16 bits: one instruction, whose constant is rounded: to ``2^-23`` of the peak, less than
+    the logits are.
+    """
+    if logits.dtype == tl.float32:
+        bits = row_bits(scaled(logits, temperature, HAS_TEMPERATURE), peak, log_sum)
+    else:
+        factor = LOG2_E
+        if HAS_TEMPERATURE:
+            factor = LOG2_E / temperature
+        bits = widened(logits) * factor - (peak * LOG2_E + log_sum)
+    return bits
 
 
 @triton.jit
@@ -93,15 +104,19 @@ def best_pair(
     if column < pairs:
         column = tl.where(column // BLOCK % PARTS == part, column, NO_COLUMN)
     else:
+        # Twice: few rows have their largest logit elsewhere, and values kept take registers.
         places = tl.arange(0, LANES)[:, None] * K + tl.arange(0, K)[None, :]
         best = tl.full((LANES,), LOWEST, tl.float32)
-        kept = tl.full((LANES, K), LOWEST, tl.float32)
-        start_of = tl.zeros((LANES,), tl.int32)
         for start in range(part * BLOCK, pairs, PARTS * BLOCK):
-            loaded = tl.load(row_ptr + start + places).to(tl.float32)
-            best, kept, start_of = kept_best(best, kept, start_of, loaded, start)
-        top, column = best_column(best, kept, start_of, places)
-        column = tl.where(top == LOWEST, NO_COLUMN, column)
+            loaded = widened(tl.load(row_ptr + start + places))
+            best = tl.maximum(best, tl.max(loaded, axis=1))
+        top = tl.max(best, axis=0)
+        first = tl.full((LANES,), NO_COLUMN, tl.int32)
+        for start in range(part * BLOCK, pairs, PARTS * BLOCK):
+            loaded = widened(tl.load(row_ptr + start + places))
+            found = tl.where(loaded == top, start + places, NO_COLUMN)
+            first = tl.minimum(first, tl.min(found, axis=1))
+        column = tl.where(top == LOWEST, NO_COLUMN, tl.min(first, axis=0))
     return column
 
 
@@ -179,7 +194,7 @@ def pairs_of_row(
     start_p = tl.zeros((LANES,), tl.int32)
     start_q = tl.zeros((LANES,), tl.int32)
     if IS_ALIGNED:
-        for start in tl.range(part * BLOCK, pairs, PARTS * BLOCK, num_stages=3):
+        for start in tl.range(part * BLOCK, pairs, PARTS * BLOCK, num_stages=2):
             columns = start + places
             loaded = tl.load(student_ptr + columns)
             other = tl.load(first_teacher_ptr + columns)
@@ -208,7 +223,7 @@ def pairs_of_row(
                     out += label_weight * tl.exp2(plain)
                 tl.store(gradient_ptr + columns, out.to(gradient_ptr.dtype.element_ty))
         if HAS_GRADIENT:
-            for start in tl.range(mapped + part * BLOCK, padded_width, PARTS * BLOCK, num_stages=3):
+            for start in tl.range(mapped + part * BLOCK, padded_width, PARTS * BLOCK, num_stages=2):
                 columns = start + places
                 held = columns < padded_width
                 loaded = tl.load(student_ptr + columns, mask=held, other=0.0)
@@ -566,10 +581,11 @@ def single_kernel(
                     PARTS,
                     2 * BLOCK,
                 )
-                arrive(counter_ptr + 1 + unit)
+                # A counter of its own: the address of the other would be kept all the while.
+                arrive(counter_ptr + 1 + units + unit)
         chunk = unit - 1
         if (chunk >= 0) & (chunk < chunks):
-            wait_for(counter_ptr + 1 + chunk, PARTS + 1)
+            wait_for(counter_ptr + 1 + units + chunk, 1)
     if (chunk >= 0) & (chunk < chunks):
         single_chunk(
             chunk,
