@@ -291,12 +291,6 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
     ),
     # Experts.
     Exclusion(
-        features.LORA,
-        features.STUDENT_EXPERTS,
-        "adapters beside experts are not supported",
-        "leave lora out",
-    ),
-    Exclusion(
         features.BY_GRADIENTS,
         features.STUDENT_EXPERTS,
         "losses of routers would be a part of each term's gradient",

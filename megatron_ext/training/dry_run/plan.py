@@ -124,9 +124,13 @@ class ModelShape:
         product = model.head_width * (self.heads + 2 * self.query_groups)
         if not model.add_bias_linear:
             return product * model.add_qkv_bias
-        opened = self.ffn * (2 if model.swiglu else 1)
         # Every rank has those of whole outputs.
-        return product + opened + 2 * model.hidden_size
+        return product + self.ffn * self._opened + 2 * model.hidden_size
+
+    @property
+    def _opened(self) -> int:
+        """Outputs of ``linear_fc1`` for one input of ``linear_fc2``."""
+        return 2 if self.model.swiglu else 1
 
     @property
     def _other_norms(self) -> int:
@@ -154,7 +158,11 @@ class ModelShape:
         norms = self.layers * (2 * norm * self.model.pre_layernorms + self._other_norms)
         layers = self.layers * (self.layer_products + self._biases) + norms
         vocabulary = self.head_rows * self.model.hidden_size
-        total = layers if "layers" in parts else norms if "norms" in parts else 0
+        total = layers
+        if "layers" not in parts:
+            experts, routers = self.expert_products, self._router
+            total = norms * ("norms" in parts)
+            total += self.layers * (experts * ("experts" in parts) + routers * ("routers" in parts))
         if stage == 0 and "embeddings" in parts:
             total += vocabulary
             if self.model.position_embedding_type == "learned_absolute":
@@ -170,14 +178,25 @@ class ModelShape:
         """Parameters of a stage's adapters on one rank."""
         hidden, width = self.model.hidden_size, self.model.head_width
         product = width * (self.heads + 2 * self.query_groups)
-        opened = self.ffn * (2 if self.model.swiglu else 1)
+        inner = self.ffn if self.model.num_experts is None else self.shared_ffn
         sides = {
             "linear_qkv": hidden + product,
             "linear_proj": width * self.heads + hidden,
-            "linear_fc1": hidden + opened,
-            "linear_fc2": self.ffn + hidden,
+            "linear_fc1": (hidden + inner * self._opened) * self.model.has_dense_layers,
+            "linear_fc2": (inner + hidden) * self.model.has_dense_layers,
         }
-        return self.layers * lora.rank * sum(sides[name] for name in lora.targets)
+        dense = sum(sides[name] for name in lora.targets if name in sides)
+        return self.layers * lora.rank * dense + self.expert_adapters(lora)
+
+    def expert_adapters(self, lora: LoraConfig) -> int:
+        """Those of ``adapters`` that are of single experts."""
+        hidden, inner = self.model.hidden_size, self.expert_ffn
+        sides = {
+            "experts.linear_fc1": hidden + inner * self._opened,
+            "experts.linear_fc2": inner + hidden,
+        }
+        of_expert = sum(sides[name] for name in lora.targets if name in sides)
+        return self.layers * (self.model.num_experts or 0) // self.ep * lora.rank * of_expert
 
 
 FP32: Final = 4
@@ -274,8 +293,10 @@ class Plan:
     @property
     def expert_learning(self) -> int:
         """Those of ``learning`` that are of experts."""
-        student = self.student
-        return student.layers * student.expert_products * ("layers" in self.learning_parts)
+        student, lora = self.student, self.run.lora
+        learn = not {"layers", "experts"}.isdisjoint(self.learning_parts)
+        adapters = student.expert_adapters(lora) if lora else 0
+        return adapters + student.layers * student.expert_products * learn
 
     @property
     def expert_ranks(self) -> int:

@@ -39,6 +39,8 @@ class Router(TopKRouter):  # type: ignore[misc]
     """megatron-core's router, with the losses above, and loads of the tokens that it trains on.
 
     Neither losses nor loads come from a model in evaluation mode or from a pass without gradients.
+    A router whose weights are frozen measures both, but its losses have no gradient, which would
+    change the layers below it instead, and its bias stays.
 
     Args:
         config: Configuration of the model.
@@ -127,6 +129,8 @@ class Router(TopKRouter):  # type: ignore[misc]
     ) -> torch.Tensor:
         assert self.token_count is not None
         self.load[place] += loss.detach()
+        if not self.weight.requires_grad:
+            return carrier
         carried: torch.Tensor = MoEAuxLossAutoScaler.apply(
             carrier, loss * (coefficient / self.token_count)
         )
@@ -144,7 +148,7 @@ class Router(TopKRouter):  # type: ignore[misc]
 
     def update_bias(self) -> None:
         """Move the bias by the load of the step, which ``loads`` has summed over all ranks."""
-        if self.bias_update_rate is not None:
+        if self.bias_update_rate is not None and self.weight.requires_grad:
             tokens = self.load[:-2]
             step = self.bias_update_rate * torch.sign(tokens.mean() - tokens)
             self.expert_bias += step.to(self.expert_bias)

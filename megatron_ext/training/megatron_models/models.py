@@ -359,6 +359,8 @@ def _layer_spec(
         mlp.linear_fc1, mlp.linear_fc2 = ColumnLinear, RowLinear
     else:
         _route(layer, model)
+        for of_experts in map(_submodules, (mlp.experts, mlp.shared_experts)):
+            of_experts.linear_fc1, of_experts.linear_fc2 = ColumnLinear, RowLinear
         if isinstance(mlp.experts, ModuleSpec):
             mlp.experts.module = Experts
         else:
@@ -375,6 +377,11 @@ def _layer_spec(
         parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
     )
     return TransformerBlockSubmodules(layer_specs=[layer] * layers_of_chunk, layer_norm=TorchNorm)
+
+
+def _submodules(spec: ModuleSpec | partial[Any]) -> Any:
+    """The submodules of a spec, or of the builder that takes its place in later releases."""
+    return spec.submodules if isinstance(spec, ModuleSpec) else spec.keywords["submodules"]
 
 
 def _has_own_norms(model: ModelConfig) -> bool:
