@@ -69,6 +69,8 @@ TWO = [
     AxisRun("ep2-from-alone", SOFTMAX, EP2, ONE_ROW, FROM_ALONE),
     AxisRun("adapted-ep2", ADAPTED, EP2, ONE_ROW | SAVES),
 ]
+if ALL:
+    TWO.append(AxisRun("tp2-etp1", SOFTMAX, SEQUENCE_TP2 | WHOLE_EXPERTS, SAVES))
 FOUR = [
     AxisRun("ep2-tp2-from-alone", SOFTMAX, EP2 | SEQUENCE_TP2, ONE_ROW, FROM_ALONE),
     AxisRun("ep2-tp2", SOFTMAX, EP2 | SEQUENCE_TP2, ONE_ROW | LENGTHS | SAVES),
@@ -94,6 +96,7 @@ BACK = [
     AxisRun("alone-from-ep2-tp2", SOFTMAX, {}, {}, ("ep2-tp2", 1)),
     AxisRun("alone-from-overlaps", SOFTMAX, OVERLAPS, {}, ("ep2-dp4-overlaps", 1)),
     AxisRun("adapted-from-ep2-tp2", ADAPTED, {}, {}, ("adapted-ep2-tp2", 1)),
+    AxisRun("alone-from-tp2-etp1", SOFTMAX, {}, {}, ("tp2-etp1", 1)),
 ]
 AGAIN = AxisRun("adapted-from-ep2", ADAPTED, {}, {}, ("adapted-ep2", 1))
 RUNS = [*TWO, AGAIN, *(FOUR + BACK if ALL else [])]

@@ -27,6 +27,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch.nn import functional
@@ -193,6 +194,18 @@ def routers(chunks: Sequence[GPTModel]) -> Iterator[Router]:
         # Asked for at every step: a dense model has thousands of modules, and none of these.
         if chunk.config.num_moe_experts is not None:
             yield from (module for module in chunk.modules() if isinstance(module, Router))
+
+
+def sum_over_replicas(chunk: GPTModel) -> None:
+    """Have gradients of experts summed over the replicas of the experts.
+
+    megatron-core sums them over those of the model where one rank has all experts, which are others
+    where an expert has other ranks than the layers around it.
+    """
+    for module in chunk.modules():
+        if isinstance(module, MoELayer):
+            for weight in module.experts.parameters():
+                weight.allreduce = False
 
 
 def begin_step(

@@ -30,7 +30,7 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.training.configuration.config import ModelConfig, ParallelConfig, TrainingConfig
 from megatron_ext.training.megatron_models import cpu_megatron
 from megatron_ext.training.megatron_models.attention import ContextAttention
-from megatron_ext.training.megatron_models.experts import Experts, Router
+from megatron_ext.training.megatron_models.experts import Experts, Router, sum_over_replicas
 from megatron_ext.training.megatron_models.layers import (
     ColumnLinear,
     ParallelLayer,
@@ -130,6 +130,8 @@ def build_gpt_model(
         seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
         vp_stage=vp_stage if chunks > 1 else None,
     )
+    if parallel.layout.expert_tensor_ranks != parallel.tensor_model_parallel_size:
+        sum_over_replicas(gpt)
     if gpt.pre_process:
         _scale_embeddings(gpt, model, DTYPES[training.precision])
     if model.rotary_divisors is not None:
