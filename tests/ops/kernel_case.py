@@ -31,9 +31,9 @@ def combinations(*axes):
     return [tuple(axis[i % len(axis)] for axis in axes) for i in range(count)]
 
 
-def sampled(values):
-    """All values where every combination is run, else the first."""
-    return values if EVERY_COMBINATION else values[:1]
+def sampled(values, count=1):
+    """All values where every combination is run, else the first ``count``."""
+    return values if EVERY_COMBINATION else values[:count]
 
 
 def packed(options, kind=DivergenceOptions):

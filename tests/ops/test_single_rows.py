@@ -13,7 +13,7 @@ from megatron_ext.ops.projected_kl import (
     projected_kl_reference,
 )
 from megatron_ext.ops.unit_gradient import kept_gradient
-from tests.ops.kernel_case import ALL_THREE, assert_as_exact, combinations
+from tests.ops.kernel_case import ALL_THREE, assert_as_exact, combinations, sampled
 from tests.ops.projected_kl_case import (
     aligned_projection,
     column_plan,
@@ -121,7 +121,7 @@ def test_values_and_gradients_are_the_references(
 
 @pytest.mark.parametrize(
     ("order", "raised"),
-    combinations(tuple(PROJECTIONS), ["nothing", "direct", "residual", "unmapped"]),
+    combinations(tuple(PROJECTIONS), sampled(["direct", "residual", "nothing", "unmapped"], 2)),
 )
 def test_diagnostics_are_those_of_torch_wherever_the_largest_column_is(order, raised):
     projection = PROJECTIONS[order](STUDENT, TEACHER)
@@ -152,7 +152,7 @@ def test_diagnostics_are_those_of_torch_wherever_the_largest_column_is(order, ra
     assert raised != "direct" or any(agreed)
 
 
-@pytest.mark.parametrize("raised", [None, "residual", "direct"])
+@pytest.mark.parametrize("raised", sampled(["residual", "direct", None]))
 def test_chunks_that_several_programs_share_are_those_of_one(monkeypatch, raised):
     projection = aligned_projection(STUDENT, TEACHER)
     student, teacher = logits_of(3, torch.float32)

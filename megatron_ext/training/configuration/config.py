@@ -272,9 +272,12 @@ class DistillConfig:
     run_dir: str
     """Folder for checkpoints, metrics, plot and projection; a run in the folder is resumed."""
 
-    tokenizer: TokenizerConfig = field(metadata={"prefix": "tokenizer-"})
+    # Both are those of the checkpoint's folder where they are not given.
+    tokenizer: TokenizerConfig = field(
+        metadata={"prefix": "tokenizer-", "from": "initial_checkpoint"}
+    )
 
-    student: ModelConfig = field(metadata={"prefix": ""})
+    student: ModelConfig = field(metadata={"prefix": "", "from": "initial_checkpoint"})
 
     data: DataConfig = field(metadata={"prefix": "data-"})
 
@@ -491,8 +494,13 @@ def _check_model(
     """Check that a model divides over tensor-parallel ranks and over stages."""
     _check_layout(name, "num_layers", model.num_layers, stages, axes[1])
     _check_layout(name, "attention heads", model.query_groups, tp, axes[0])
-    if model.num_experts is None:
+    if model.num_experts is None or model.moe_first_dense_layers:
         _check_layout(name, "ffn_hidden_size", model.ffn_width, tp, axes[0])
+    if model.is_latent:
+        # megatron-core makes them cut before they are replaced by whole ones.
+        narrow = (model.kv_lora_rank or 0) + model.rotary_width
+        _check_layout(name, "kv_lora_rank and qk_pos_emb_head_dim", narrow, tp, axes[0])
+        _check_layout(name, "q_lora_rank", model.q_lora_rank or 0, tp, axes[0])
 
 
 def _check_experts(name: str, model: ModelConfig, parallel: ParallelConfig) -> None:

@@ -24,6 +24,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import (
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -33,6 +36,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch.nn import functional
 
 from megatron_ext.distributed.process_groups import ProcessGroups
+from megatron_ext.training.megatron_models.layers import RowLinear
 from megatron_ext.training.microbatch import Microbatch
 
 
@@ -46,7 +50,8 @@ class Router(TopKRouter):  # type: ignore[misc]
     Args:
         config: Configuration of the model.
         pg_collection: Process groups of the layer.
-        bias_update_rate: Step of the experts' bias; None for no bias.
+        has_bias: Whether experts have a bias when they are chosen.
+        bias_update_rate: Step of that bias; None where it stays as it is.
         of_later_releases: What releases after 0.16 give.
     """
 
@@ -55,12 +60,13 @@ class Router(TopKRouter):  # type: ignore[misc]
         config: TransformerConfig,
         pg_collection: ProcessGroupCollection | None = None,
         *,
+        has_bias: bool = False,
         bias_update_rate: float | None = None,
         **of_later_releases: Any,
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection, **of_later_releases)
         self.bias_update_rate = bias_update_rate
-        if bias_update_rate is not None:
+        if has_bias:
             # Not megatron-core's flag, which moves the bias before the gradient is known.
             del self.expert_bias
             self.register_buffer("expert_bias", torch.zeros(config.num_moe_experts))
@@ -76,7 +82,8 @@ class Router(TopKRouter):  # type: ignore[misc]
 
         megatron-core 0.16's own cannot do without Transformer Engine.
         """
-        return functional.linear(input.float(), self.weight.float())
+        bias = None if self.bias is None else self.bias.float()
+        return functional.linear(input.float(), self.weight.float(), bias)
 
     @property
     def learns(self) -> bool:
@@ -153,6 +160,33 @@ class Router(TopKRouter):  # type: ignore[misc]
             tokens = self.load[:-2]
             step = self.bias_update_rate * torch.sign(tokens.mean() - tokens)
             self.expert_bias += step.to(self.expert_bias)
+
+
+class ExpertRowLinear(RowLinear):
+    """The second matrix of an expert, whose bias every rank that shares the expert has.
+
+    The ranks' outputs are summed with their share of the bias, of which each has the whole
+    gradient: the tokens of all of them. megatron-core adds it once for each rank, and sums its
+    gradient over tensor-parallel ranks as if these were the replicas of an expert.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if self.bias is None:
+            return
+        self.bias.sequence_parallel = False
+        # Outputs are summed by the dispatcher; a sum over one rank would forbid adding to it.
+        self.explicit_expert_comm = True
+        if self.tp_group.rank() == 0:
+            # Counted once in the norm of the gradient, whichever tensor-parallel rank this is.
+            set_tensor_model_parallel_attributes(self.bias, True, 0, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[N, D] of this rank's part of the inner width, and its share of the bias."""
+        output, bias = super().forward(x)
+        if bias is not None:
+            bias = bias.detach() / self.tp_group.size() + (bias - bias.detach())
+        return output, bias
 
 
 class Experts(SequentialMLP):  # type: ignore[misc]
@@ -232,7 +266,7 @@ def loads(chunks: Sequence[GPTModel], layers: int) -> Mapping[str, float]:
 
     Args:
         chunks: This rank's part of the student.
-        layers: Layers of the whole student.
+        layers: Layers of the whole student, dense ones included.
     """
     of_chunks = list(routers(chunks))
     if not of_chunks:
@@ -244,6 +278,8 @@ def loads(chunks: Sequence[GPTModel], layers: int) -> Mapping[str, float]:
     dist.all_reduce(summed)
     for router in of_chunks:
         router.load = summed[router.layer_number - 1]
+    frequency = first.config.moe_layer_freq
+    summed = summed[frequency.index(1) if isinstance(frequency, list) else 0 :]
     assert first.token_count is not None
     tokens = summed[:, :-2]
     relative = tokens / tokens.mean(dim=1, keepdim=True).clamp(min=1.0)

@@ -155,6 +155,11 @@ class PostNormLinear(RowLinear):
         return self.post_layernorm(output), None
 
 
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """``x sigmoid(1.702 x)``; that of megatron-core is compiled where it is first called."""
+    return x * torch.sigmoid(1.702 * x)
+
+
 def magnified(width: int, factor: float) -> type[torch.nn.Module]:
     """A layer that multiplies the first ``width`` numbers of each head, in a layer spec's place for
     norms of queries and keys.
@@ -235,6 +240,16 @@ def scale_embeddings(embedding: torch.nn.Module, factor: float) -> None:
         return embeddings * factor
 
     embedding.register_forward_hook(scaled)
+
+
+def cap_logits(output_layer: torch.nn.Module, cap: float) -> None:
+    """Have an output layer give ``cap tanh(logits / cap)``, [T, B, Vp]; Gemma 2's."""
+
+    def capped(_: torch.nn.Module, inputs: object, output: Any) -> Any:
+        logits, bias = output
+        return torch.tanh(logits / cap) * cap, bias
+
+    output_layer.register_forward_hook(capped)
 
 
 def scale_logits(final_norm: torch.nn.Module, divisor: float) -> None:

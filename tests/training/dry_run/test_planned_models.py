@@ -19,6 +19,7 @@ from tests.process_group import run_ranks
 from tests.training.dry_run.planned_runs import (
     BATCH,
     EXPERTS,
+    LATENT,
     MODELS,
     OF_FAMILIES,
     PADDED_VOCABULARY,
@@ -198,6 +199,18 @@ def test_layers_of_families_have_the_parameters_that_are_planned():
                 assert shape.parameters(found.stage) == found.parameters, (name, layout)
 
 
+def test_dense_layers_and_those_of_experts_have_the_parameters_that_are_planned():
+    sizes = [{"pp": 2}, {"tp": 2, "etp": 2}]
+    ranks = run_ranks(2, measure_layouts, [PP2, SEQUENCE_TP2], [(LATENT, "fp32")])
+    for number, split in enumerate(sizes):
+        shape = ModelShape(
+            model=LATENT, padded_vocab_size=PADDED_VOCABULARY, **{"tp": 1, "pp": 1, **split}
+        )
+        for rank in ranks:
+            (found,) = rank[number]
+            assert shape.parameters(found.stage) == found.parameters
+
+
 @pytest.fixture(scope="module")
 def measured_experts():
     ranks = run_ranks(2, measure_layouts, [*EXPERT_LAYOUTS.values()], EXPERTS)
@@ -205,7 +218,7 @@ def measured_experts():
 
 
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
-@pytest.mark.parametrize("number", range(len(EXPERTS)), ids=["fp32", "bf16"])
+@pytest.mark.parametrize("number", range(len(EXPERTS)), ids=["fp32", "bf16", "sinks"])
 def test_a_model_with_experts_has_the_parameters_and_activations_that_are_planned(
     measured_experts, layout, number
 ):
