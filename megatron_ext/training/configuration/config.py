@@ -20,7 +20,7 @@ from megatron_ext.training.configuration.exclusions import check_exclusions
 from megatron_ext.training.configuration.loop import OptimizerConfig as OptimizerConfig
 from megatron_ext.training.configuration.loop import ParallelConfig as ParallelConfig
 from megatron_ext.training.configuration.loop import TrainingConfig as TrainingConfig
-from megatron_ext.training.configuration.lora import LoraConfig, check_tied
+from megatron_ext.training.configuration.lora import LoraConfig, check_experts, check_tied
 from megatron_ext.training.configuration.model import ModelConfig as ModelConfig
 from megatron_ext.training.configuration.model import check_not_negative, check_positive
 from megatron_ext.training.configuration.rollouts import RolloutConfig
@@ -351,6 +351,12 @@ class DistillConfig:
         self._check_rollouts()
         is_tied = not self.student.untie_embeddings_and_output_weights
         check_tied(self.training.trainable, is_tied=is_tied)
+        check_experts(
+            self.lora,
+            self.training.trainable,
+            has_experts=self.student.num_experts is not None,
+            has_dense=self.student.has_dense_layers,
+        )
         if self.parallel.sequence_parallel and self.training.variable_seq_lengths:
             multiple = self.training.seq_length_multiple
             _check_layout("run", "seq_length_multiple", multiple, tp, "tensor_model_parallel_size")

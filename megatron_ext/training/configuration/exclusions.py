@@ -307,12 +307,6 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
     # Experts.
     Exclusion(
         features.LORA,
-        features.STUDENT_EXPERTS,
-        "adapters beside experts are not supported",
-        "leave lora out",
-    ),
-    Exclusion(
-        features.LORA,
         features.LATENT,
         "adapters are of other attention",
         "leave lora out",

@@ -47,7 +47,8 @@ class TrainingConfig:
 
     trainable: tuple[str, ...] | None = None
     """Parts of the student that learn: ``embeddings``, ``layers``, ``norms`` (those of layers and
-    the last), ``head``. All when not given; beside adapters (``lora``) none."""
+    the last), ``experts`` (without shared ones), ``routers``, ``head``. All when not given; beside
+    adapters (``lora``) none."""
 
     recompute_granularity: Literal["full", "selective"] | None = None
     """Activations of the student that the backward pass computes again instead of keeping: those of

@@ -218,13 +218,14 @@ class ModelConfig:
     moe_router_bias_update_rate: float | None = None
     """Step of loss-free balancing (sigmoid scores only): every expert has a bias, added to its
     score when experts are chosen, which an update raises for experts with fewer tokens than the
-    mean and lowers for others; no bias when not given."""
+    mean and lowers for others, unless routers are frozen; no bias when not given."""
 
     moe_aux_loss_coeff: float = 0.0
-    """Weight of the load-balancing loss."""
+    """Weight of the load-balancing loss, which has no gradient where routers are frozen."""
 
     moe_z_loss_coeff: float = 0.0
-    """Weight of the z-loss, the mean square of the logarithm of the router's normaliser."""
+    """Weight of the z-loss, the mean square of the logarithm of the router's normaliser; likewise
+    without a gradient."""
 
     untie_embeddings_and_output_weights: bool = False
     """Give the head weights of its own."""
@@ -343,6 +344,12 @@ class ModelConfig:
     def ffn_width(self) -> int:
         """Inner width of the feed-forward layers."""
         return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether there are feed-forward layers that every token passes."""
+        shared = self.moe_shared_expert_intermediate_size is not None
+        return self.num_experts is None or self.moe_first_dense_layers > 0 or shared
 
     @property
     def expert_width(self) -> int:

@@ -195,7 +195,13 @@ class ModelShape:
         layers = self.layers * (self.layer_products + self._biases + sinks) + norms
         layers -= self.dense_layers(stage) * (self.layer_products - self.dense_products)
         vocabulary = self.head_rows * self.model.hidden_size
-        total = layers if "layers" in parts else norms if "norms" in parts else 0
+        total = layers
+        if "layers" not in parts:
+            experts = (self.expert_products + self.expert_biases) * ("experts" in parts)
+            routers = self._router + (self.model.num_experts or 0) * self.model.add_bias_linear
+            of_experts = self.layers - self.dense_layers(stage)
+            total = norms * ("norms" in parts)
+            total += of_experts * (experts + routers * ("routers" in parts))
         if stage == 0 and "embeddings" in parts:
             total += vocabulary
             if self.model.position_embedding_type == "learned_absolute":
@@ -207,18 +213,30 @@ class ModelShape:
                 total += vocabulary
         return total
 
-    def adapters(self, lora: LoraConfig) -> int:
+    def adapters(self, stage: int, lora: LoraConfig) -> int:
         """Parameters of a stage's adapters on one rank."""
         hidden, width = self.model.hidden_size, self.model.head_width
-        product = width * (self.heads + 2 * self.query_groups)
-        opened = self.ffn * self.opened
-        sides = {
-            "linear_qkv": hidden + product,
+        attention = {
+            "linear_qkv": hidden + width * (self.heads + 2 * self.query_groups),
             "linear_proj": width * self.heads + hidden,
-            "linear_fc1": hidden + opened,
-            "linear_fc2": self.ffn + hidden,
         }
-        return self.layers * lora.rank * sum(sides[name] for name in lora.targets)
+        total = self.layers * sum(attention.get(name, 0) for name in lora.targets)
+        dense = self.layers if self.model.num_experts is None else self.dense_layers(stage)
+        total += dense * self._fed(lora, self.ffn, "linear_fc")
+        if self.shared_ffn:
+            total += (self.layers - dense) * self._fed(lora, self.shared_ffn, "linear_fc")
+        return lora.rank * total + (self.layers - dense) * self.expert_adapters(lora)
+
+    def expert_adapters(self, lora: LoraConfig) -> int:
+        """Parameters of the adapters of a layer's experts on one rank."""
+        experts = (self.model.num_experts or 0) // self.ep
+        return experts * lora.rank * self._fed(lora, self.expert_ffn, "experts.linear_fc")
+
+    def _fed(self, lora: LoraConfig, inner: int, name: str) -> int:
+        """Inputs and outputs of a feed-forward layer's matrices with adapters."""
+        hidden = self.model.hidden_size
+        sides = {f"{name}1": hidden + inner * self.opened, f"{name}2": inner + hidden}
+        return sum(sides.get(target, 0) for target in lora.targets)
 
 
 FP32: Final = 4
@@ -309,15 +327,16 @@ class Plan:
 
     def learning(self, stage: int) -> int:
         """Parameters of the student's stage on one rank that learn."""
-        adapters = self.student.adapters(self.run.lora) if self.run.lora else 0
+        adapters = self.student.adapters(stage, self.run.lora) if self.run.lora else 0
         return adapters + self.student.learning(stage, self.learning_parts)
 
     def expert_learning(self, stage: int) -> int:
         """Those of ``learning`` that are of experts."""
-        student = self.student
+        student, lora = self.student, self.run.lora
         layers = student.layers - student.dense_layers(stage)
-        of_experts = student.expert_products + student.expert_biases
-        return layers * of_experts * ("layers" in self.learning_parts)
+        learn = not {"layers", "experts"}.isdisjoint(self.learning_parts)
+        own = (student.expert_products + student.expert_biases) * learn
+        return layers * (own + (student.expert_adapters(lora) if lora else 0))
 
     @property
     def expert_ranks(self) -> int:
@@ -328,7 +347,7 @@ class Plan:
     def student_parameters(self, stage: int) -> int:
         """Parameters of the student's stage on one rank, adapters included."""
         lora = self.run.lora
-        return self.student.parameters(stage) + (self.student.adapters(lora) if lora else 0)
+        return self.student.parameters(stage) + (self.student.adapters(stage, lora) if lora else 0)
 
     @property
     def models(self) -> list[str]:

@@ -25,17 +25,18 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
-    RowParallelLinear,
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch.nn import functional
 
 from megatron_ext.distributed.process_groups import ProcessGroups
+from megatron_ext.training.megatron_models.layers import RowLinear
 from megatron_ext.training.microbatch import Microbatch
 
 
@@ -43,6 +44,8 @@ class Router(TopKRouter):  # type: ignore[misc]
     """megatron-core's router, with the losses above, and loads of the tokens that it trains on.
 
     Neither losses nor loads come from a model in evaluation mode or from a pass without gradients.
+    A router whose weights are frozen measures both, but its losses have no gradient, which would
+    change the layers below it instead, and its bias stays.
 
     Args:
         config: Configuration of the model.
@@ -134,6 +137,8 @@ class Router(TopKRouter):  # type: ignore[misc]
     ) -> torch.Tensor:
         assert self.token_count is not None
         self.load[place] += loss.detach()
+        if not self.weight.requires_grad:
+            return carrier
         carried: torch.Tensor = MoEAuxLossAutoScaler.apply(
             carrier, loss * (coefficient / self.token_count)
         )
@@ -151,13 +156,13 @@ class Router(TopKRouter):  # type: ignore[misc]
 
     def update_bias(self) -> None:
         """Move the bias by the load of the step, which ``loads`` has summed over all ranks."""
-        if self.bias_update_rate is not None:
+        if self.bias_update_rate is not None and self.weight.requires_grad:
             tokens = self.load[:-2]
             step = self.bias_update_rate * torch.sign(tokens.mean() - tokens)
             self.expert_bias += step.to(self.expert_bias)
 
 
-class ExpertRowLinear(RowParallelLinear):  # type: ignore[misc]
+class ExpertRowLinear(RowLinear):
     """The second matrix of an expert, whose bias every rank that shares the expert has.
 
     The ranks' outputs are summed with their share of the bias, of which each has the whole
@@ -223,6 +228,18 @@ def routers(chunks: Sequence[GPTModel]) -> Iterator[Router]:
         # Asked for at every step: a dense model has thousands of modules, and none of these.
         if chunk.config.num_moe_experts is not None:
             yield from (module for module in chunk.modules() if isinstance(module, Router))
+
+
+def sum_over_replicas(chunk: GPTModel) -> None:
+    """Have gradients of experts summed over the replicas of the experts.
+
+    megatron-core sums them over those of the model where one rank has all experts, which are others
+    where an expert has other ranks than the layers around it.
+    """
+    for module in chunk.modules():
+        if isinstance(module, MoELayer):
+            for weight in module.experts.parameters():
+                weight.allreduce = False
 
 
 def begin_step(

@@ -32,7 +32,12 @@ from megatron_ext.teachers.megatron_teacher import LOGIT_CAP
 from megatron_ext.training.configuration.config import ModelConfig, ParallelConfig, TrainingConfig
 from megatron_ext.training.megatron_models import cpu_megatron
 from megatron_ext.training.megatron_models.attention import ContextAttention
-from megatron_ext.training.megatron_models.experts import ExpertRowLinear, Experts, Router
+from megatron_ext.training.megatron_models.experts import (
+    ExpertRowLinear,
+    Experts,
+    Router,
+    sum_over_replicas,
+)
 from megatron_ext.training.megatron_models.latent_attention import LatentAttention
 from megatron_ext.training.megatron_models.layers import (
     ColumnLinear,
@@ -138,6 +143,8 @@ def build_gpt_model(
         seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
         vp_stage=vp_stage if chunks > 1 else None,
     )
+    if parallel.layout.expert_tensor_ranks != parallel.tensor_model_parallel_size:
+        sum_over_replicas(gpt)
     if gpt.pre_process:
         _scale_embeddings(gpt, model, DTYPES[training.precision])
     if model.rotary_divisors is not None and not model.is_latent:
@@ -469,7 +476,12 @@ def _have_experts(layer: ModuleSpec, model: ModelConfig) -> None:
     else:
         of_expert = mlp.experts.keywords["submodules"]
         mlp.experts = partial(Experts, **mlp.experts.keywords)
-    of_expert.linear_fc2 = ExpertRowLinear
+    of_expert.linear_fc1, of_expert.linear_fc2 = ColumnLinear, ExpertRowLinear
+    shared = mlp.shared_experts
+    of_shared = (
+        shared.submodules if isinstance(shared, ModuleSpec) else shared.keywords["submodules"]
+    )
+    of_shared.linear_fc1, of_shared.linear_fc2 = ColumnLinear, RowLinear
     # The name that Transformer Engine's layers have in files: no norm belongs to one expert.
     layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
 
