@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
-from typing import TypeVar
+from itertools import islice
+from typing import Final, TypeVar
 
 from megatron_ext.errors import ConfigError, UnknownNameError
 
 Row = TypeVar("Row")
+
+_MOST_NAMES: Final = 1_000
+"""Names of a folder that a misspelled one is compared with."""
+
+_ALMOST_A_PATH: Final = 0.75
+"""Least similarity of a misspelled name of a file: numbered files look more alike than names."""
 
 
 class Registry(Mapping[str, Row]):
@@ -61,6 +69,21 @@ def did_you_mean(name: object, choices: Mapping[str, object] | list[str]) -> str
     """The hint ``did you mean 'x'?`` for the nearest choice, or None where none is near."""
     near = nearest(name, choices)
     return f"did you mean {near!r}?" if near else None
+
+
+def with_near_path(fix: str | None, path: str | os.PathLike[str]) -> str | None:
+    """``fix``, and the hint ``did you mean 'x'?`` where a file of nearly that name is beside it."""
+    folder, name = os.path.split(os.fspath(path).rstrip("/"))
+    try:
+        with os.scandir(folder or ".") as entries:
+            names = [entry.name for entry in islice(entries, _MOST_NAMES)]
+    except (OSError, ValueError):
+        return fix
+    near = nearest(name, names, least=_ALMOST_A_PATH)
+    if near is None:
+        return fix
+    hint = f"did you mean {os.path.join(folder, near)!r}?"
+    return f"{fix}; {hint}" if fix else hint
 
 
 def nearest(

@@ -25,22 +25,39 @@ def build_config(
     where: Where,
     *,
     error: type[MegatronExtError] = ConfigError,
+    flags: Mapping[tuple[str, ...], str] = types.MappingProxyType({}),
 ) -> Config:
     """Build a dataclass from nested mappings.
 
     Args:
         error: Type of the errors that are raised.
+        flags: Key path -> the flag that gives it, for the error of a missing key.
 
     Raises:
         ConfigError: A key is unknown or missing, or a value has the wrong type; with its place.
     """
-    return typing.cast(Config, _Builder(where, error).build(config_type, values, ()))
+    builder = _Builder(where, error, flags)
+    try:
+        return typing.cast(Config, builder.build(config_type, values, ()))
+    except _MissingKeys as missing:
+        named = {**_missing(config_type, values, ()), **missing.named}
+        raise builder.without(named, missing.keys) from None
+
+
+class _MissingKeys(Exception):
+    """Required keys are missing in a section."""
+
+    def __init__(self, named: Mapping[tuple[str, ...], str], keys: tuple[str, ...]) -> None:
+        super().__init__(keys)
+        self.named, self.keys = named, keys
 
 
 class _Builder(NamedTuple):
     where: Where
     error: type[MegatronExtError]
     """Type of the errors that are raised."""
+    flags: Mapping[tuple[str, ...], str]
+    """Key path -> the flag that gives it."""
 
     def build(self, config_type: Any, values: Any, keys: tuple[str, ...]) -> Any:
         """A dataclass from the mapping at a key path."""
@@ -64,25 +81,36 @@ class _Builder(NamedTuple):
         arguments = {
             key: self._convert(hints[key], value, (*keys, key)) for key, value in values.items()
         }
-        missing = [
-            name for name, field in fields.items() if _is_required(field) and name not in values
-        ]
-        if missing:
-            raise self.error(
-                "a required configuration key is missing",
-                where=self.where(keys),
-                expected=missing[0],
-                fix="give it, in the file or by its flag",
-            )
+        if named := _missing(config_type, values, keys):
+            raise _MissingKeys(named, keys)
         try:
             return config_type(**arguments)
         except ConfigError as error:
             raise _placed(error, keys, self.where) from error
 
+    def without(
+        self, named: Mapping[tuple[str, ...], str], keys: tuple[str, ...]
+    ) -> MegatronExtError:
+        """The error of the section at ``keys``, and of others, without required keys.
+
+        Args:
+            named: Key path -> what is said of it.
+        """
+        flags = " ".join(self.flags[path] for path in named if path in self.flags)
+        is_one = len(named) == 1
+        return self.error(
+            "a required configuration key is missing"
+            if is_one
+            else "required configuration keys are missing",
+            where=self.where(keys),
+            expected=", ".join(named.values()),
+            fix=f"give {'it' if is_one else 'them'} in the file{flags and f', or by {flags}'}",
+        )
+
     def _convert(self, hint: Any, value: Any, keys: tuple[str, ...]) -> Any:
         """``value`` as the type ``hint``; a float may be an integer or YAML's text ``1e-4``."""
         origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-        if origin in (typing.Union, types.UnionType):
+        if _is_optional(hint):
             if value is None and type(None) in arguments:
                 return None
             first, *others = (member for member in arguments if member is not type(None))
@@ -166,6 +194,42 @@ def _is_number(value: object) -> bool:
             return False
         return True
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _missing(
+    config_type: Any, values: Mapping[str, Any], keys: tuple[str, ...]
+) -> dict[tuple[str, ...], str]:
+    """Required keys that the section at ``keys`` and those in it lack: path -> what is said of it.
+
+    A section that another key of the whole can fill in (``metadata["from"]``) stands for that key.
+    """
+    hints = typing.get_type_hints(config_type)
+    named: dict[tuple[str, ...], str] = {}
+    fields = dataclasses.fields(config_type)
+    absent = [field for field in fields if _is_required(field) and field.name not in values]
+    for field in fields:
+        path, source = (*keys, field.name), field.metadata.get("from")
+        section, value = _section_type(hints[field.name]), values.get(field.name)
+        if field not in absent:
+            if section is not None and isinstance(value, Mapping):
+                named |= _missing(section, value, path)
+        elif source is not None:
+            others = [each.name for each in absent if each.metadata.get("from") == source]
+            named[source,] = f"{source} (or {' and '.join(others)})"
+        else:
+            inner = {} if section is None else _missing(section, {}, path)
+            named |= inner or {path: ".".join(path)}
+    return named
+
+
+def _section_type(hint: Any) -> Any:
+    """The dataclass of a field that is a section, or None."""
+    members = (hint, *typing.get_args(hint)) if _is_optional(hint) else (hint,)
+    return next((member for member in members if dataclasses.is_dataclass(member)), None)
+
+
+def _is_optional(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
 
 
 def _is_required(field: dataclasses.Field[Any]) -> bool:

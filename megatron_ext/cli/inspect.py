@@ -16,6 +16,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from megatron_ext.cli.pages.conversation_report import ConversationReport
 from megatron_ext.cli.pages.conversation_view import has_conversations, json_records
@@ -34,6 +35,8 @@ from megatron_ext.training.configuration.tokenizer_arguments import (
     add_tokenizer_arguments,
     tokenizer_config_from_arguments,
 )
+
+_FILE_SUFFIXES: Final = (".json", ".jsonl", ".txt", ".md")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -180,6 +183,8 @@ def _read(source: str) -> tuple[str, bool]:
     path = Path(source)
     try:
         if not path.is_file():
+            if path.suffix in _FILE_SUFFIXES and not any(map(str.isspace, source)):
+                sys.stderr.write(f"note: there is no file {source}, so it is shown as a text\n")
             return source, False
     except OSError:
         # A text may be longer than a file name may be.

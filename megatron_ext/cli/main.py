@@ -64,6 +64,30 @@ _EXIT_INTERRUPTED = 128 + 2
 _ALMOST: Final = 0.85
 """Least similarity of two names that differ by a slip."""
 
+_NAMES_ELSEWHERE: Final = {
+    "run-dir": "output-dir out-dir save",
+    "initial-checkpoint": "model-name-or-path student student-model load",
+    "teacher-checkpoint": "teacher teacher-model teacher-model-name-or-path",
+    "data-train": "data-path train-data-path train-file dataset-name",
+    "data-text-key": "dataset-text-field",
+    "seq-length": "max-length max-seq-length max-seq-len",
+    "loss-objective": "objective loss",
+    "precision": "bf16 dtype torch-dtype",
+    "train-iters": "max-steps steps num-train-steps",
+    "micro-batch-size": "per-device-train-batch-size mbs",
+    "global-batch-size": "batch-size gbs",
+    "lr-warmup-iters": "warmup-steps",
+    "save-interval": "save-steps",
+    "eval-interval": "eval-steps",
+    "lora-rank": "lora-r",
+    "tensor-model-parallel-size": "tp tp-size tensor-parallel-size",
+    "pipeline-model-parallel-size": "pp pp-size pipeline-parallel-size",
+    "context-parallel-size": "cp cp-size",
+}
+"""Flag -> its names in transformers, TRL and Megatron-LM, and abbreviations."""
+
+_FLAG_OF: Final = {name: flag for flag, names in _NAMES_ELSEWHERE.items() for name in names.split()}
+
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 _COLOUR: Final = re.compile("(\x1b\\[[0-9;]{0,16}m)")
 _LINES_UP: Final = re.compile("(?:\n|\x1b\\[A)+")
@@ -154,8 +178,8 @@ def _line_of(error: Exception) -> str | None:
         where = f"{error.filename}: " if error.filename else ""
         if error.errno in _NO_ROOM:
             return printable(
-                f"{where}{error.strerror}; make room there and run the command again; a run goes "
-                "on from its last checkpoint"
+                f"{where}{error.strerror}; make room there and run the command again; a run "
+                "resumes from its last checkpoint"
             )
         return printable(f"{where}{error.strerror}") if where else None
     if "embedded null" in str(error):
@@ -254,14 +278,19 @@ def _near_flag(flag: str, actions: list[tuple[str, argparse.Action]]) -> str:
     flag_of_key = {key.replace(".", "-").replace("_", "-"): name for name, key in keys}
     flag_of = {name.strip("-"): name for name, _ in actions}
     told = (name for name, action in actions if words in (action.help or "").lower())
+    same = flag_of.get(_FLAG_OF.get(flag.strip("-").replace("_", "-"), ""))
     key = nearest(words.replace(" ", "-"), list(flag_of_key), least=_ALMOST)
     name = nearest(words.replace(" ", "-"), list(flag_of))
-    if key is not None:
-        found: str | None = flag_of_key[key]
+    if same is not None:
+        found: str | None = same
+    elif key is not None:
+        found = flag_of_key[key]
     elif name is not None:
         found = flag_of[name]
     else:
         found = next(told, None) if " " in words else None
+    if found == flag:
+        return "; other actions have this flag"
     return "" if found is None else f"; did you mean {found!r}?"
 
 

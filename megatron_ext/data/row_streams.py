@@ -3,7 +3,7 @@
 The blocks of a corpus are dealt to V streams, each read in its own order without end. Row ``g`` of
 a global batch is the next sample of stream ``g % V``. V follows from the corpus and the global
 batch size alone, so the contents of a global batch do not depend on the number of replicas; and a
-replica reads only the streams of its own rows, so that no block is tokenized twice as long as there
+replica reads only the streams of its own rows, so no block is tokenized twice, provided that there
 are as many streams as rows.
 """
 

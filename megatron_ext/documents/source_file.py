@@ -20,6 +20,7 @@ from megatron_ext.documents.record_fields import (
     check_record_size,
 )
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.registry import with_near_path
 
 SourceKind = Literal[
     "json-lines",
@@ -137,7 +138,7 @@ def _expand(name: str, fix: str) -> list[Path]:
     found = sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) else []
     if not found:
         what = "the pattern matches no file" if glob.has_magic(name) else "there is no such file"
-        raise DataError(what, where=name, fix=fix)
+        raise DataError(what, where=name, fix=with_near_path(fix, name))
     return [Path(path) for path in found]
 
 

@@ -314,8 +314,7 @@ class TokenScorer:
 def _logits(target: TeacherTargets, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
     """[N, Vp] of the positions at ``row`` and ``column``, both [N]."""
     assert target.hidden is not None
-    assert target.head_weight is not None
-    return target.hidden[row, column] @ target.head_weight.t()
+    return target.logits_of(target.hidden[row, column])
 
 
 def _label_scores(logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard) -> torch.Tensor:

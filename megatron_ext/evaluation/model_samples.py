@@ -149,9 +149,8 @@ def _predictions(model: MegatronLanguageModel, ids: Sequence[int]) -> TextPredic
     teacher = MegatronTeacher(scorer.models.chunks, shard=scorer.shard)
     (target,) = teacher.targets([InputRows(tokens, positions, None)])
     assert target.hidden is not None
-    assert target.head_weight is not None
     parts = [
-        _of_rows(target.hidden[0, of] @ target.head_weight.t(), labels[of], scorer.shard)
+        _of_rows(target.logits_of(target.hidden[0, of]), labels[of], scorer.shard)
         for of in (slice(i, i + _TILE_ROWS) for i in range(0, len(labels), _TILE_ROWS))
     ]
     nats, likeliest, probabilities = (

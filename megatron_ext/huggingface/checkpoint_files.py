@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -44,6 +44,14 @@ class StoredTensor:
     """Name of the dtype in safetensors: ``BF16``, ``F32`` ..."""
 
     shape: tuple[int, ...]
+
+    scales: StoredTensor | None = None
+    """Exponents of the groups of one in MXFP4, whose own shape is that of its numbers."""
+
+
+MXFP4: Final = "MXFP4"
+"""Dtype of a tensor that two of bytes make, NAME_blocks [E, rows, groups, 16] and NAME_scales
+[E, rows, groups]; its shape is that of the tensor NAME in other dtypes, [E, columns, rows]."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +104,10 @@ class CheckpointFiles:
     def _all_tensors(self) -> Mapping[str, StoredTensor]:
         index = self.folder / INDEX_FILE
         if index.is_file():
-            return self._indexed(index)
+            return _with_mxfp4(self._indexed(index))
         single = self.folder / WEIGHTS_FILE
         if single.is_file():
-            return read_header(single)
+            return _with_mxfp4(read_header(single))
         pickled = sorted(path.name for path in self.folder.glob("*.bin"))
         raise CheckpointError(
             "the folder has no weights in safetensors files",
@@ -132,6 +140,21 @@ class CheckpointFiles:
                     fix="download that file again",
                 )
         return {name: headers[file][name] for name, file in weight_map.items()}
+
+
+def _with_mxfp4(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Tensors with one of ``MXFP4`` in place of each two that make one."""
+    joined: dict[str, StoredTensor] = {}
+    parts: set[str] = set()
+    for name, stored in tensors.items():
+        stem = name.removesuffix("_blocks")
+        scales = tensors.get(f"{stem}_scales") if stem != name else None
+        if scales is not None and stored.shape == (*scales.shape, 16) and len(scales.shape) == 3:
+            experts, rows, groups = scales.shape
+            shape = experts, groups * 32, rows
+            joined[stem] = replace(stored, dtype=MXFP4, shape=shape, scales=scales)
+            parts |= {stored.name, scales.name}
+    return {name: stored for name, stored in tensors.items() if name not in parts} | joined
 
 
 def is_checkpoint_folder(path: str | os.PathLike[str]) -> bool:

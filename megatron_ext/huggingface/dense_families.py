@@ -183,6 +183,28 @@ GEMMA3 = Family(
 )
 
 
+GEMMA2 = Family(
+    architecture="Gemma2ForCausalLM",
+    model_type="gemma2",
+    models="Gemma 2",
+    rules=tuple(rule for rule in GEMMA3.rules if rule not in (QUERY_NORM, KEY_NORM)),
+    settings={**GEMMA.settings, "post_layernorms": True},
+    defaults={
+        **GEMMA.defaults,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 2,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    allowed={
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "attention_bias": (False, None),
+        "use_bidirectional_attention": (None, False),
+    },
+)
+
+
 PHI3_LAYER = "model.layers.{layer}"
 PHI3_QKV = Rule(
     QKV.megatron,

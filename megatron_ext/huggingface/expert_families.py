@@ -1,4 +1,4 @@
-"""Families with experts: Qwen3-MoE, Qwen2-MoE and Mixtral."""
+"""Families with experts: Qwen3-MoE, Qwen2-MoE, Mixtral and gpt-oss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_ext.huggingface.family import (
     QUERY_NORM,
     Family,
 )
-from megatron_ext.huggingface.tensor_map import Part, Rule
+from megatron_ext.huggingface.tensor_map import Layers, Part, Rule
 
 EXPERTS_NORM = Rule(
     "decoder.layers.pre_mlp_layernorm.weight",
@@ -26,7 +26,9 @@ EXPERTS_NORM = Rule(
 )
 
 
-def _experts(layer: str, router: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+def expert_rules(
+    layer: str, router: str, gate: str, up: str, down: str, *, layers: Layers = "all"
+) -> tuple[Rule, ...]:
     """Tensors of a layer of experts, by the names that a family has for them."""
     expert = f"{layer}.experts.{{expert}}"
     return (
@@ -34,6 +36,7 @@ def _experts(layer: str, router: str, gate: str, up: str, down: str) -> tuple[Ru
         Rule(
             "decoder.layers.mlp.router.weight",
             (Part(f"{layer}.{router}.weight", ("experts", "hidden")),),
+            layers=layers,
         ),
         Rule(
             "decoder.layers.mlp.experts.experts.linear_fc1.weight",
@@ -41,15 +44,17 @@ def _experts(layer: str, router: str, gate: str, up: str, down: str) -> tuple[Ru
                 Part(f"{expert}.{gate}.weight", ("expert_ffn", "hidden")),
                 Part(f"{expert}.{up}.weight", ("expert_ffn", "hidden")),
             ),
+            layers=layers,
         ),
         Rule(
             "decoder.layers.mlp.experts.experts.linear_fc2.weight",
             (Part(f"{expert}.{down}.weight", ("hidden", "expert_ffn")),),
+            layers=layers,
         ),
     )
 
 
-QWEN_EXPERTS = _experts("model.layers.{layer}.mlp", "gate", "gate_proj", "up_proj", "down_proj")
+QWEN_EXPERTS = expert_rules("model.layers.{layer}.mlp", "gate", "gate_proj", "up_proj", "down_proj")
 
 SHARED = "model.layers.{layer}.mlp.shared_expert"
 SHARED_EXPERT = (
@@ -154,7 +159,7 @@ MIXTRAL = Family(
         INPUT_NORM,
         QKV,
         ATTENTION_OUTPUT,
-        *_experts("model.layers.{layer}.block_sparse_moe", "gate", "w1", "w3", "w2"),
+        *expert_rules("model.layers.{layer}.block_sparse_moe", "gate", "w1", "w3", "w2"),
         FINAL_NORM,
         HEAD,
     ),
@@ -172,4 +177,102 @@ MIXTRAL = Family(
         "rms_norm_eps": 1e-5,
     },
     allowed={"hidden_act": ("silu",)},
+)
+
+
+LAYER = "model.layers.{layer}"
+OF_ALL_EXPERTS = f"{LAYER}.mlp.experts"
+SINKS = Rule(
+    "decoder.layers.self_attention.core_attention.softmax_offset",
+    (Part(f"{LAYER}.self_attn.sinks", ("heads",)),),
+)
+GPT_OSS_EXPERTS = (
+    EXPERTS_NORM,
+    Rule(
+        "decoder.layers.mlp.router.weight",
+        (Part(f"{LAYER}.mlp.router.weight", ("experts", "hidden")),),
+    ),
+    Rule("decoder.layers.mlp.router.bias", (Part(f"{LAYER}.mlp.router.bias", ("experts",)),)),
+    # Columns of gate and of what it opens take turns.
+    Rule(
+        "decoder.layers.mlp.experts.experts.linear_fc1.weight",
+        tuple(
+            Part(f"{OF_ALL_EXPERTS}.gate_up_proj", ("expert_ffn", "hidden"), "columns", first, 2)
+            for first in (0, 1)
+        ),
+    ),
+    Rule(
+        "decoder.layers.mlp.experts.experts.linear_fc1.bias",
+        tuple(
+            Part(f"{OF_ALL_EXPERTS}.gate_up_proj_bias", ("expert_ffn",), "rows", first, 2)
+            for first in (0, 1)
+        ),
+    ),
+    Rule(
+        "decoder.layers.mlp.experts.experts.linear_fc2.weight",
+        (Part(f"{OF_ALL_EXPERTS}.down_proj", ("hidden", "expert_ffn"), "columns"),),
+    ),
+    Rule(
+        "decoder.layers.mlp.experts.experts.linear_fc2.bias",
+        (Part(f"{OF_ALL_EXPERTS}.down_proj_bias", ("hidden",), "rows"),),
+    ),
+)
+
+GPT_OSS = Family(
+    architecture="GptOssForCausalLM",
+    model_type="gpt_oss",
+    models="gpt-oss",
+    rules=(
+        EMBEDDING,
+        INPUT_NORM,
+        QKV,
+        QKV_BIAS,
+        SINKS,
+        ATTENTION_OUTPUT,
+        Rule(
+            "decoder.layers.self_attention.linear_proj.bias",
+            (Part(f"{LAYER}.self_attn.o_proj.bias", ("hidden",)),),
+        ),
+        *GPT_OSS_EXPERTS,
+        FINAL_NORM,
+        HEAD,
+    ),
+    names={
+        "num_experts": "num_local_experts",
+        "moe_router_topk": "num_experts_per_tok",
+        "moe_ffn_hidden_size": "intermediate_size",
+        "gate_limit": "swiglu_limit",
+    },
+    settings={
+        "attention_sinks": True,
+        "add_bias_linear": True,
+        "gate_activation": "quick_gelu",
+        "gated_offset": 1.0,
+    },
+    defaults={
+        **LLAMA.defaults,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "head_dim": 64,
+        "num_key_value_heads": 8,
+        "swiglu_limit": 7.0,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150_000.0,
+        "sliding_window": 128,
+        "sliding_window_pattern": 2,
+        # Where a file has nothing on it.
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    allowed={
+        "hidden_act": ("silu",),
+        "attention_bias": (True,),
+        "swiglu_alpha": (1.702,),
+        "attention_dropout": (0.0,),
+    },
+    quantisations=("mxfp4",),
 )

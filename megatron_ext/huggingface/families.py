@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from megatron_ext.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE
 from megatron_ext.huggingface.dense_families import (
     GEMMA,
+    GEMMA2,
     GEMMA3,
     GPT_NEOX,
     GRANITE,
@@ -17,15 +19,16 @@ from megatron_ext.huggingface.dense_families import (
     QWEN3,
     SMOLLM3,
 )
-from megatron_ext.huggingface.expert_families import MIXTRAL, QWEN2_MOE, QWEN3_MOE
+from megatron_ext.huggingface.expert_families import GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from megatron_ext.huggingface.family import Family
 
 FAMILIES: Mapping[str, Family] = {
     family.architecture: family
     for family in (
-        *(LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA, GEMMA3),
+        *(LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA, GEMMA2, GEMMA3),
         *(PHI3, OLMO2, SMOLLM3, GRANITE, GPT_NEOX),
-        *(QWEN3_MOE, QWEN2_MOE, MIXTRAL),
+        *(QWEN3_MOE, QWEN2_MOE, MIXTRAL, GPT_OSS),
+        *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE),
     )
 }
 """Families by architecture; a model that several can express is written as the first."""
@@ -34,26 +37,22 @@ _STATE_SPACE = "layers of state-space models (Mamba) are not built here"
 _ONE_NORM = "attention and feed-forward layer of its layers share one norm, which is not built here"
 
 UNSUPPORTED: Mapping[str, str] = {
-    "Gemma2ForCausalLM": "it caps attention scores and logits by a tanh, which neither "
-    "megatron-core's attention nor losses from hidden states do",
     "Gemma3nForConditionalGeneration": "its parallel residual streams and embeddings of each "
     "layer are not built here",
-    "DeepseekV2ForCausalLM": "latent attention (MLA) and dense layers before those of experts "
-    "are not built here",
-    "DeepseekV3ForCausalLM": "latent attention (MLA), dense layers before those of experts and "
-    "the choice among groups of experts are not built here",
-    "GptOssForCausalLM": "sinks in attention, biases of experts and their clamped activation are "
-    "not built here",
     "Llama4ForCausalLM": "attention within chunks, norms without weights and experts whose input "
     "is scaled are not built here",
     "Llama4ForConditionalGeneration": "attention within chunks, norms without weights and experts "
     "whose input is scaled are not built here",
     "MllamaForConditionalGeneration": "layers of attention to images, among those of text, are "
     "not built here",
-    "Qwen3VLMoeForConditionalGeneration": "files with the experts of a layer in one tensor are not "
-    "read",
-    "GraniteMoeForCausalLM": "files with the experts of a layer in one tensor are not read",
+    "Qwen3VLMoeForConditionalGeneration": "its files, with the experts of a layer in one "
+    "tensor, are not read",
+    "GraniteMoeForCausalLM": "its files, with the experts of a layer in one tensor, are not read",
     "Olmo3ForCausalLM": "rotary embeddings that are scaled in some layers alone are not built here",
+    **dict.fromkeys(
+        ("GlmForCausalLM", "Glm4ForCausalLM"),
+        "rotary embeddings that turn neighbouring numbers are not built here",
+    ),
     "PhiForCausalLM": _ONE_NORM,
     "CohereForCausalLM": _ONE_NORM,
     "Cohere2ForCausalLM": _ONE_NORM,

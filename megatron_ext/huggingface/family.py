@@ -42,6 +42,9 @@ class Family:
     allowed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Values supported by megatron-core, by key, the usual one first; other keys are unchecked."""
 
+    quantisations: tuple[str, ...] = ()
+    """Values of ``quant_method`` whose weights are read."""
+
     ignored: tuple[str, ...] = ()
     """Suffixes of tensor names that hold no trained weights."""
 

@@ -22,10 +22,14 @@ from megatron_ext.huggingface.checkpoint_files import (
     WEIGHTS_FILE,
     is_checkpoint_folder,
 )
+from megatron_ext.registry import with_near_path
 
 _NAME: Final = re.compile(
     r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII
 )
+_NO_OWNERS: Final = ("models", "datasets", "spaces", "docs")
+"""Pages of the hub, so names that no owner on it can have."""
+
 _FETCHED: Final = ("config.json", "generation_config.json", *TOKENIZER_FILES, "*.tiktoken")
 _WEIGHTS: Final = ("model*.safetensors", INDEX_FILE)
 _SECONDS_TO_ANSWER: Final = 5.0
@@ -35,8 +39,9 @@ def hub_model(path: str, *, where: str) -> Path | None:
     """The local folder of a model that is named as on the hub, or None for a path.
 
     ``OWNER/NAME`` or ``OWNER/NAME@REVISION``, with a branch, a tag or a commit, is such a name,
-    unless the path or a folder OWNER exists: then it is a path, if perhaps a misspelled one. Asks
-    the hub, or downloads, at most once in a process.
+    unless the path or a folder OWNER exists, or OWNER is a page of the hub, such as ``models``:
+    then it is a path, if perhaps a misspelled one. Asks the hub, or downloads, at most once in a
+    process.
 
     Args:
         where: What names the model, for errors.
@@ -46,7 +51,7 @@ def hub_model(path: str, *, where: str) -> Path | None:
             weights in safetensors files; or the hub's library is not installed.
     """
     named = _NAME.fullmatch(path)
-    if named is None or ".." in path or os.path.exists(path) or _owner_exists(path):
+    if named is None or ".." in path or os.path.exists(path) or _is_local(path):
         return None
     if find_spec("huggingface_hub") is None:
         raise CheckpointError(
@@ -58,8 +63,10 @@ def hub_model(path: str, *, where: str) -> Path | None:
     return _local_folder(named["name"], named["revision"], where)
 
 
-def _owner_exists(path: str) -> bool:
-    return os.path.exists(path.partition("/")[0])
+def _is_local(path: str) -> bool:
+    """Whether the first part of a path is a folder here, or cannot be an owner on the hub."""
+    first = path.partition("/")[0]
+    return first in _NO_OWNERS or os.path.exists(first)
 
 
 @cache
@@ -127,5 +134,8 @@ def _not_fetched(name: str, revision: str | None, where: str, error: Exception) 
         got=f"{name}, which does not exist here; the hub: {reason}",
         expected="a HuggingFace folder, a run, its checkpoints or one iteration in them, or the "
         "name of a model on the hub",
-        fix=f"correct it, or fetch the model where there is a network: hf download {name}{version}",
+        fix=with_near_path(
+            f"correct it, or fetch the model where there is a network: hf download {name}{version}",
+            name,
+        ),
     )

@@ -6,11 +6,19 @@ its training. torch is not loaded.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, Final
 
 from megatron_ext.errors import CheckpointError
 from megatron_ext.huggingface.checkpoint_files import CONFIG_FILE, CheckpointFiles
+from megatron_ext.huggingface.deepseek import (
+    NEXT,
+    expert_config,
+    expert_settings,
+    latent_settings,
+    predicts_more,
+)
 from megatron_ext.huggingface.families import FAMILIES, TEACHER_ALONE, UNSUPPORTED
 from megatron_ext.huggingface.family import Family
 from megatron_ext.huggingface.rotary import (
@@ -42,11 +50,22 @@ _SCALAR: Final = "query_pre_attn_scalar"
 _NORMALISED: Final = "norm_topk_prob"
 """Key that divides the chosen experts' weights by their sum."""
 
+_CAPS: Final = {
+    "attention_cap": "attn_logit_softcapping",
+    "logit_cap": "final_logit_softcapping",
+}
+"""Keys that may be null."""
+
 COMMON: Final[Mapping[str, Any]] = {
     "position_embedding_type": "rope",
     "normalization": "RMSNorm",
     "swiglu": True,
     "gate_activation": "silu",
+    "gate_limit": None,
+    "gated_offset": 0.0,
+    "attention_sinks": False,
+    "attention_cap": None,
+    "logit_cap": None,
     "add_qkv_bias": False,
     "add_bias_linear": False,
     "qk_layernorm": False,
@@ -70,7 +89,15 @@ COMMON: Final[Mapping[str, Any]] = {
     "moe_router_score_function": "softmax",
     "moe_router_pre_softmax": False,
     "moe_router_topk_scaling_factor": None,
-    "moe_router_bias_update_rate": None,
+    "moe_router_expert_bias": False,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_first_dense_layers": 0,
+    "q_lora_rank": None,
+    "kv_lora_rank": None,
+    "qk_head_dim": None,
+    "qk_pos_emb_head_dim": None,
+    "v_head_dim": None,
 }
 """Settings of Llama, which families override."""
 
@@ -132,6 +159,7 @@ def settings_of(family: Family, config: Mapping[str, Any], *, where: object) -> 
         **COMMON,
         "softmax_scale": None if scalar is None else float(scalar) ** -0.5,
         **{name: config[key] for name, key in names.items()},
+        **{name: config.get(key) for name, key in _CAPS.items()},
         # Only models that may do without divide the weights of the chosen experts on request.
         "moe_router_pre_softmax": not config.get(_NORMALISED, True),
         "num_query_groups": config.get("num_key_value_heads") or heads,
@@ -146,6 +174,8 @@ def settings_of(family: Family, config: Mapping[str, Any], *, where: object) -> 
         "unrotated_interval": unrotated_interval(config, where=where),
         **rotary,
         **family.settings,
+        **expert_settings(config, where=where),
+        **latent_settings(config),
     }
 
 
@@ -170,8 +200,16 @@ def model_config(settings: Mapping[str, Any], *, max_position_embeddings: int) -
             **{key: values[0] for key, values in family.allowed.items()},
             **rotary_config(settings),
         }
+        if "rope_parameters" in family.defaults:
+            # Without it transformers would take its default.
+            config["rope_parameters"] = {
+                "rope_type": "default",
+                "rope_theta": config["rope_theta"],
+            }
         if _NORMALISED in family.defaults:
             config[_NORMALISED] = not settings["moe_router_pre_softmax"]
+        if _CAPS["logit_cap"] in family.defaults:
+            config |= {key: settings[name] for name, key in _CAPS.items()}
         if PART in family.defaults:
             config[PART] = settings["rotary_percent"]
         if "sliding_window" in family.defaults:
@@ -186,6 +224,8 @@ def model_config(settings: Mapping[str, Any], *, max_position_embeddings: int) -
         if "no_rope_layer_interval" in family.defaults:
             interval = settings["unrotated_interval"]
             config["no_rope_layers"] = rotated_layers(settings["num_layers"], interval)
+        if "n_shared_experts" in family.defaults:
+            config |= expert_config(settings)
         config |= {new: config[old] for old, new in family.synonyms.items() if old in config}
         config = {key: value for key, value in config.items() if key not in family.unread}
         found = settings_of(family, config, where=CONFIG_FILE)
@@ -232,6 +272,11 @@ def check_tensors(files: CheckpointFiles, tensors: TensorMap, family: Family) ->
     # A tied head is the embedding, whether or not a file repeats it.
     known = (*family.ignored, family.head)
     extra = [name for name in files.tensors if name not in expected and not name.endswith(known)]
+    if NEXT in family.defaults and any(predicts_more(name, tensors.layers) for name in extra):
+        extra = [name for name in extra if not predicts_more(name, tensors.layers)]
+        warnings.warn(
+            f"{files.folder}: its {NEXT} layers behind the last are left out", stacklevel=2
+        )
     if extra:
         raise CheckpointError(
             f"the checkpoint has tensors that do not belong to a {family.architecture}",
@@ -242,12 +287,13 @@ def check_tensors(files: CheckpointFiles, tensors: TensorMap, family: Family) ->
 
 
 def _check_allowed(family: Family, config: Mapping[str, Any], where: object) -> None:
-    if config.get("quantization_config"):
+    quantisation = (config.get("quantization_config") or {}).get("quant_method")
+    if config.get("quantization_config") and quantisation not in family.quantisations:
         raise CheckpointError(
             "the weights are quantised",
             where=where,
-            got=config["quantization_config"].get("quant_method"),
-            expected="a checkpoint in bf16, fp16 or fp32",
+            got=quantisation,
+            expected=" or ".join(("a checkpoint in bf16, fp16 or fp32", *family.quantisations)),
         )
     for key, values in family.allowed.items():
         if key in config and config[key] not in values:

@@ -15,10 +15,13 @@ from typing import Any, Final
 
 from megatron_ext.errors import CheckpointError
 
+LENGTH: Final = "original_max_position_embeddings"
+"""Key of the length that a model was first trained with."""
+
 LLAMA3: Final = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+    LENGTH: 8192,
 }
 """Fixed values of megatron-core's Llama 3 scaling."""
 
@@ -77,11 +80,15 @@ def rotary_settings(config: Mapping[str, Any], *, where: object) -> dict[str, An
         }
     if kind in ("longrope", "su") and "short_factor" in scaling:
         return settings | _longrope(config, scaling)
+    if kind == "yarn" and LENGTH in scaling:
+        width = config.get("qk_rope_head_dim") or config.get("head_dim")
+        width = width or config["hidden_size"] // config["num_attention_heads"]
+        return settings | _yarn(config, scaling, base=int(theta), width=int(width * part))
     raise CheckpointError(
         "the rotary embeddings are scaled in a way that megatron-core has not",
         where=where,
         got={"rope_type": kind, **scaling},
-        expected=f"default, linear, longrope, or llama3 with {LLAMA3}",
+        expected=f"default, linear, longrope, yarn with {LENGTH}, or llama3 with {LLAMA3}",
     )
 
 
@@ -91,8 +98,7 @@ def _longrope(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[str
     The magnitude is ``sqrt(1 + log(s) / log(L))`` for an extension from ``L`` to ``s L`` positions
     (arXiv:2402.13753; the default of transformers' ``attention_factor``).
     """
-    key = "original_max_position_embeddings"
-    length = int(scaling.get(key) or config.get(key) or config["max_position_embeddings"])
+    length = int(scaling.get(LENGTH) or config.get(LENGTH) or config["max_position_embeddings"])
     stretch = config["max_position_embeddings"] / length
     magnitude = scaling.get("attention_factor")
     if magnitude is None:
@@ -102,6 +108,51 @@ def _longrope(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[str
         "rotary_magnitude": float(magnitude),
         "rotary_longest": length,
     }
+
+
+def _yarn(
+    config: Mapping[str, Any], scaling: Mapping[str, Any], *, base: int, width: int
+) -> dict[str, Any]:
+    """Settings of YaRN, for sequences of any length (arXiv:2309.00071, section 3.2).
+
+    Pair ``i`` of ``n`` makes ``L base^(-i / n) / 2 pi`` turns in the ``L`` positions that a model
+    was first trained with. Pairs of more than ``beta_fast`` turns keep their frequency, those of
+    fewer than ``beta_slow`` are slower by the factor ``s``, and a line in ``i`` joins the two. The
+    magnitude is ``0.1 log s + 1``, or the quotient of two of these with factors of their own.
+    """
+    length, pairs = int(scaling[LENGTH]), width // 2
+    stretch = float(scaling.get("factor") or config["max_position_embeddings"] / length)
+
+    def pair(turns: float) -> float:
+        return pairs * math.log(length / (turns * 2 * math.pi)) / math.log(base)
+
+    first, last = pair(scaling.get("beta_fast") or 32), pair(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
+    divisors = []
+    for number in range(pairs):
+        slow = min(max((number - first) / ((last - first) or 0.001), 0.0), 1.0)
+        divisors.append(1 / (slow / stretch + 1 - slow))
+    return {
+        "rotary_divisors": tuple(divisors),
+        "rotary_magnitude": _yarn_magnitude(scaling, stretch),
+    }
+
+
+def _yarn_magnitude(scaling: Mapping[str, Any], stretch: float) -> float:
+    """Factor of sines and cosines, as transformers takes it from the keys that there are."""
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    own, all_numbers = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if own and all_numbers:
+        return yarn_growth(stretch, own) / yarn_growth(stretch, all_numbers)
+    return yarn_growth(stretch)
+
+
+def yarn_growth(stretch: float, factor: float = 1.0) -> float:
+    """``0.1 f log s + 1`` for sequences of ``s`` times the length, 1 for shorter ones."""
+    return 0.1 * factor * math.log(stretch) + 1.0 if stretch > 1 else 1.0
 
 
 def rotary_config(settings: Mapping[str, Any]) -> dict[str, Any]:

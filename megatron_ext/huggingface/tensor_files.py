@@ -23,8 +23,10 @@ from megatron_ext.huggingface.checkpoint_files import (
     INDEX_FILE,
     WEIGHTS_FILE,
     CheckpointFiles,
+    StoredTensor,
 )
-from megatron_ext.huggingface.tensor_map import MegatronTensor
+from megatron_ext.huggingface.mxfp4 import GROUP, decoded
+from megatron_ext.huggingface.tensor_map import Block, MegatronTensor
 
 
 class TensorReader:
@@ -51,21 +53,58 @@ class TensorReader:
         self._open.clear()
         self._stack.close()
 
-    def rows(self, name: str, rows: slice, columns: slice | None) -> torch.Tensor:
-        """Read a rectangle of a tensor, or a range of a vector.
+    def whole(self, name: str) -> torch.Tensor:
+        """Read a tensor, which is not in MXFP4.
 
         Raises:
             CheckpointError: The file cannot be read.
         """
-        stored = self._tensors[name]
+        return self._read(self._tensors[name], name, slice(None))
+
+    def rows(self, block: Block, rows: slice, columns: slice | None) -> torch.Tensor:
+        """Read a rectangle of a block, [rows, columns], or a range of a vector.
+
+        Args:
+            rows: Numbers of rows, from the first of the block on.
+            columns: None for a vector.
+
+        Raises:
+            CheckpointError: The file cannot be read.
+        """
+        stored = self._tensors[block.name]
+        first, last = (block.start + block.step * row for row in (rows.start, rows.stop - 1))
+        place: tuple[int | slice, ...] = (slice(first, last + 1),)
+        if columns is not None:
+            place = (columns, *place) if block.is_transposed else (*place, columns)
+        if block.expert is not None:
+            place = (block.expert, *place)
+        if stored.scales is not None:
+            part = self._decoded(stored, stored.scales, place)
+        else:
+            part = self._read(stored, block.name, place)
+        return (part.T if block.is_transposed else part)[:: block.step]
+
+    def _read(self, stored: StoredTensor, name: str, place: Any) -> torch.Tensor:
         try:
-            part = self._file(stored.file).get_slice(stored.name)
-            found: torch.Tensor = part[rows] if columns is None else part[rows, columns]
+            part: torch.Tensor = self._file(stored.file).get_slice(stored.name)[place]
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"the tensor {name} cannot be read", where=stored.file, got=error
             ) from error
-        return found
+        return part
+
+    def _decoded(
+        self, stored: StoredTensor, scales: StoredTensor, place: tuple[Any, ...]
+    ) -> torch.Tensor:
+        """A rectangle [columns, rows] of an entry of a tensor in MXFP4, in bf16."""
+        expert, columns, rows = place
+        groups = slice(columns.start // GROUP, -(-columns.stop // GROUP))
+        packed, exponents = (
+            self._read(part, part.name, (expert, rows, groups)) for part in (stored, scales)
+        )
+        begin = columns.start - groups.start * GROUP
+        whole = decoded(packed, exponents)
+        return whole[:, begin : begin + columns.stop - columns.start].T
 
     def fill(
         self, target: torch.Tensor, tensor: MegatronTensor, *, row: int, column: int = 0
@@ -83,11 +122,11 @@ class TensorReader:
         columns = None if target.ndim == 1 else slice(column, column + target.shape[1])
         begin = 0
         for block in tensor.blocks:
-            end = begin + block.stop - block.start
+            end = begin + block.rows
             first, last = max(row, begin), min(stop, end)
             if first < last:
-                source = slice(block.start + first - begin, block.start + last - begin)
-                target[first - row : last - row].copy_(self.rows(block.name, source, columns))
+                source = slice(first - begin, last - begin)
+                target[first - row : last - row].copy_(self.rows(block, source, columns))
             begin = end
         if begin < stop:
             target[max(begin - row, 0) :].zero_()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,25 +15,6 @@ from megatron_ext.losses.base import DistillationInputs, LossOutput
 from megatron_ext.losses.objective import FusedObjective, Objective, Scale, is_zero
 from megatron_ext.losses.objectives.next_token import NextTokenLoss
 from megatron_ext.ops.softmax_statistics import row_statistics
-
-if TYPE_CHECKING:
-    from megatron_ext.losses.plan import LossPart
-
-
-def fused_pair(parts: Mapping[str, LossPart], scales: Mapping[str, Scale]) -> tuple[str, ...]:
-    """Names of the first part that evaluates the cross-entropy with itself, and of that; or ().
-
-    They are evaluated together where both have a weight above 0 and read the same labels.
-    """
-    labelled = [name for name, part in parts.items() if isinstance(part.objective, NextTokenLoss)]
-    if len(labelled) != 1 or is_zero(scales[labelled[0]]):
-        return ()
-    labels = parts[labelled[0]].inputs.labels
-    for name, part in parts.items():
-        is_other = name not in labelled and part.inputs.labels is labels
-        if is_other and _fuses(part.objective, part.inputs) and not is_zero(scales[name]):
-            return name, labelled[0]
-    return ()
 
 
 def evaluate_together(
@@ -121,12 +101,13 @@ def _in_one_pass(
         return None, None
     if not others:
         return labelled[0], None
-    if not _fuses(objectives[others[0]], inputs):
+    if not fuses(objectives[others[0]], inputs):
         return None, None
     return others[0], labelled[0] if labelled else None
 
 
-def _fuses(objective: Objective, inputs: DistillationInputs) -> bool:
+def fuses(objective: Objective, inputs: DistillationInputs) -> bool:
+    """Whether an objective evaluates the cross-entropy in its own pass over ``inputs``."""
     return isinstance(objective, FusedObjective) and objective.fuses(inputs)
 
 

@@ -84,10 +84,8 @@ class TeacherTiles:
         index = self._plan.teacher_index(tile)
         if self._buffer is not None:
             assert teacher.hidden is not None
-            assert teacher.head_weight is not None
             logits = self._buffer[: tile.teacher_count]
-            with torch.no_grad():
-                torch.mm(teacher.hidden.flatten(0, 1)[index], teacher.head_weight.t(), out=logits)
+            teacher.logits_of(teacher.hidden.flatten(0, 1)[index], out=logits)
             marks = teacher.stop_marks
             logits = teacher.with_stops(logits, None if marks is None else marks.flatten()[index])
             return TeacherTargets(kind="logits", shard=teacher.shard, logits=logits[None])

@@ -13,7 +13,7 @@ import torch
 
 from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.losses.base import DistillationInputs, LossOutput, SumCount
-from megatron_ext.losses.fused_evaluation import evaluate_together, fused_pair
+from megatron_ext.losses.fused_evaluation import evaluate_together, fuses
 from megatron_ext.losses.linear import LinearDistillation
 from megatron_ext.losses.microbatch_tiles import MicrobatchTiles
 from megatron_ext.losses.objective import Objective, Scale, is_zero
@@ -97,7 +97,7 @@ class LossPlan:
         Collectives: those of the objectives, in one order on every rank.
         """
         scales = self._scales(global_counts)
-        pair = fused_pair(self.parts, scales)
+        pair = _fused_pair(self.parts, scales)
         outputs: dict[str, LossOutput] = {}
         shares = []
         if pair:
@@ -235,6 +235,22 @@ class CombinedOutput:
             weight = torch.as_tensor(self.plan.parts[name].weight, dtype=torch.float32)
             metrics[f"{name}/weight"] = (one * weight, one)
         return metrics
+
+
+def _fused_pair(parts: Mapping[str, LossPart], scales: Mapping[str, Scale]) -> tuple[str, ...]:
+    """Names of the first part that evaluates the cross-entropy with itself, and of that; or ().
+
+    They are evaluated together where both have a weight above 0 and read the same labels.
+    """
+    labelled = [name for name, part in parts.items() if isinstance(part.objective, NextTokenLoss)]
+    if len(labelled) != 1 or is_zero(scales[labelled[0]]):
+        return ()
+    labels = parts[labelled[0]].inputs.labels
+    for name, part in parts.items():
+        is_other = name not in labelled and part.inputs.labels is labels
+        if is_other and fuses(part.objective, part.inputs) and not is_zero(scales[name]):
+            return name, labelled[0]
+    return ()
 
 
 def reduce_counts(

@@ -6,13 +6,26 @@ B batch, Tt tokens, Vp local columns, K top-k, S stop tokens, L of them on this 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from megatron_ext.distributed.shard_collectives import all_reduce_max, all_reduce_sum
 from megatron_ext.distributed.vocab_parallel import VocabShard, finite_peak
-from megatron_ext.losses.targets import TeacherTargets
+
+
+class TopK(NamedTuple):
+    """The largest logits of every position, as ``TeacherTargets`` has them."""
+
+    ids: torch.Tensor
+    """int64 [B, Tt, K]"""
+
+    logits: torch.Tensor
+    """[B, Tt, K]"""
+
+    normaliser: torch.Tensor
+    """[B, Tt] fp32"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,31 +54,6 @@ class StopSet:
         parts = [torch.tensor(part, dtype=torch.int64).to(device) for part in (known, own, column)]
         return cls(parts[0], parts[1], parts[2], shard)
 
-    def merged(
-        self, targets: TeacherTargets, labels: torch.Tensor, rows: torch.Tensor
-    ) -> TeacherTargets:
-        """Targets in which the label has the mass of the whole set, and the others have none.
-
-        Logits are overwritten. Of hidden states, logits are merged whenever they are made. Of
-        top-k targets the stop tokens among the K are merged; of labels alone nothing is known.
-
-        Args:
-            labels: int64 [B, Tt] the token that each position predicts.
-            rows: bool [B, Tt]; of these, rows whose label is no stop token stay as they are.
-
-        Collectives: for logits, two all-reduces of [B, Tt].
-        """
-        if not len(self.ids) or targets.kind == "label":
-            return targets
-        rows = rows & torch.isin(labels, self.ids)
-        if targets.kind == "topk":
-            return self._of_topk(targets, labels, rows)
-        marks = torch.where(rows, labels + 1, 0)
-        if targets.kind == "hidden":
-            return replace(targets, stops=self, stop_marks=marks)
-        assert targets.logits is not None
-        return replace(targets, logits=self.merge_(targets.logits, marks))
-
     @torch.no_grad()
     def merge_(self, logits: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
         """Merge in place in the rows of ``logits`` [..., Vp] whose mark [...] is not 0.
@@ -89,17 +77,20 @@ class StopSet:
         logits[..., self.column] = torch.where(marks[..., None] > 0, merged, own)
         return logits
 
-    def _of_topk(
-        self, targets: TeacherTargets, labels: torch.Tensor, rows: torch.Tensor
-    ) -> TeacherTargets:
-        ids, logits, normaliser = targets.topk_ids, targets.topk_logits, targets.log_normaliser
-        assert ids is not None
-        assert logits is not None
-        assert normaliser is not None
+    def merge_topk(
+        self, topk: TopK, label: torch.Tensor | None, labels: torch.Tensor, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits [B, Tt, K] and log-probabilities of the labels [B, Tt] with stop tokens merged.
+
+        Args:
+            label: [B, Tt] log p of the labels, which may lie outside the K; None: not known.
+            labels: int64 [B, Tt]
+            rows: bool [B, Tt] rows whose label is one of the set.
+        """
+        ids, logits, normaliser = topk
         is_stop = (ids[..., None] == self.ids).any(dim=-1)
         is_label = ids == labels[..., None]
         known = logits.masked_fill(~is_stop, -torch.inf)
-        label = targets.label_log_probs
         if label is not None:
             # A label outside the K has a probability of its own.
             outside = torch.where(is_label.any(dim=-1), torch.nan, label).nan_to_num(-torch.inf)
@@ -109,4 +100,4 @@ class StopSet:
         merged = torch.where(rows[..., None] & is_stop, merged, logits)
         if label is not None:
             label = torch.where(rows, (whole - normaliser).to(label.dtype), label)
-        return replace(targets, topk_logits=merged, label_log_probs=label)
+        return merged, label

@@ -6,20 +6,18 @@ B batch, Tt tokens, Vp local columns, D hidden, K top-k.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal
 
 import torch
 
 from megatron_ext.distributed.shard_collectives import group_size, recut_columns
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
+from megatron_ext.losses.stop_set import StopSet, TopK
 from megatron_ext.ops.divergence import log1mexp
 from megatron_ext.ops.launch import Implementation
 from megatron_ext.ops.top_columns import top_log_probs
-
-if TYPE_CHECKING:
-    from megatron_ext.losses.stop_set import StopSet
 
 TargetKind = Literal["logits", "hidden", "topk", "label"]
 
@@ -52,6 +50,9 @@ class TeacherTargets:
 
     head_weight: torch.Tensor | None = None
     """[Vp, D]"""
+
+    logit_cap: float | None = None
+    """Cap of the logits that hidden states and head make, see ``capped_``; None for none."""
 
     states: Mapping[int, torch.Tensor] = field(default_factory=dict)
     """[B, Tt, D] outputs of layers below the last, by number from 1, of kind ``hidden``."""
@@ -108,9 +109,42 @@ class TeacherTargets:
                 got=f"targets of kind {self.kind!r}",
                 expected="kind 'logits' or 'hidden'",
             )
-        with torch.no_grad():
-            logits = torch.matmul(self.hidden, self.head_weight.t())
-        return self.with_stops(logits, self.stop_marks)
+        return self.with_stops(self.logits_of(self.hidden), self.stop_marks)
+
+    @torch.no_grad()
+    def logits_of(self, hidden: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """This rank's logits [..., Vp] of some hidden states [..., D], in ``out`` if given."""
+        assert self.head_weight is not None, "targets of kind hidden have it"
+        return capped_(torch.matmul(hidden, self.head_weight.t(), out=out), self.logit_cap)
+
+    def merging(self, stops: StopSet, labels: torch.Tensor, rows: torch.Tensor) -> TeacherTargets:
+        """Targets in which the label has the mass of all ``stops``, and the others have none.
+
+        Logits are overwritten. Of hidden states, logits are merged whenever they are made. Of
+        top-k targets the stop tokens among the K are merged; of labels alone nothing is known.
+
+        Args:
+            labels: int64 [B, Tt] the token that each position predicts.
+            rows: bool [B, Tt]; of these, rows whose label is no stop token stay as they are.
+
+        Collectives: for logits, two all-reduces of [B, Tt].
+        """
+        if not len(stops.ids) or self.kind == "label":
+            return self
+        rows = rows & torch.isin(labels, stops.ids)
+        if self.kind == "topk":
+            ids, logits, normaliser = self.topk_ids, self.topk_logits, self.log_normaliser
+            assert ids is not None
+            assert logits is not None
+            assert normaliser is not None
+            topk = TopK(ids, logits, normaliser)
+            logits, label = stops.merge_topk(topk, self.label_log_probs, labels, rows)
+            return replace(self, topk_logits=logits, label_log_probs=label)
+        marks = torch.where(rows, labels + 1, 0)
+        if self.kind == "hidden":
+            return replace(self, stops=stops, stop_marks=marks)
+        assert self.logits is not None
+        return replace(self, logits=stops.merge_(self.logits, marks))
 
     def with_stops(self, logits: torch.Tensor, marks: torch.Tensor | None) -> torch.Tensor:
         """Logits [..., Vp] made of hidden states, changed in place where ``marks`` [...] say so."""
@@ -200,3 +234,8 @@ def check_tail_temperature(temperature: float, *, objective: str) -> None:
             expected=1.0,
             fix="set the temperature to 1, or give the teacher's logits or hidden states",
         )
+
+
+def capped_(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """``cap tanh(logits / cap)``, in place of logits without a graph; as they are without a cap."""
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

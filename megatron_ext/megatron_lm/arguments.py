@@ -236,13 +236,23 @@ def check_sft_arguments(namespace: Any) -> None:
     """Check the flags before anything starts.
 
     Raises:
-        ConfigError: A value cannot be used, or a flag is given without ``--sft``.
+        ConfigError: A value cannot be used, a flag is given without ``--sft``, or ranks share
+            sequences that the attention reads whole.
     """
     given = _given_of_sft(namespace)
     if given and not getattr(namespace, "sft", False):
         flag = f"--{_SFT}{next(iter(given)).replace('_', '-')}"
         raise ConfigError("the flag is for conversations", fix="add --sft", where=flag)
     SFTConfig(**given)
+    ranks = getattr(namespace, "context_parallel_size", 1)
+    is_local = getattr(namespace, "transformer_impl", None) == "local"
+    if getattr(namespace, "sft", False) and is_local and ranks > 1:
+        raise ConfigError(
+            "megatron-core's local attention reads whole sequences alone",
+            got=f"{ranks} with --transformer-impl local",
+            expected="1, or --transformer-impl transformer_engine",
+            where="--context-parallel-size",
+        )
 
 
 def _given_of_sft(namespace: Any) -> dict[str, Any]:

@@ -49,6 +49,7 @@ class ScriptConversations(SFTDataset):
         self._is_packed = _settings().packing != "none"
         if self._is_packed:
             _check_attention(arguments)
+            _check_bounds(arguments)
         if not self._is_packed or arguments.transformer_impl == "local":
             _check_microbatch(arguments)
         super().__init__(
@@ -123,6 +124,22 @@ def _check_microbatch(arguments: Any) -> None:
             got=arguments.micro_batch_size,
             expected="1",
             where="--micro-batch-size",
+        )
+
+
+def _check_bounds(arguments: Any) -> None:
+    """Check that tensor-parallel ranks await the longest length that is sent with bounds.
+
+    In 0.16 the first rank sends it and the others do not await it, so that they would take the next
+    broadcast for it.
+    """
+    is_sent = arguments.transformer_impl != "local" and arguments.tensor_model_parallel_size > 1
+    if is_sent and _release() < (0, 17):
+        raise ConfigError(
+            "tensor-parallel ranks of Megatron-LM 0.16 do not await the bounds of conversations",
+            got=f"--sft-packing with {arguments.tensor_model_parallel_size}",
+            expected="1, Megatron-LM 0.17 or later, or --transformer-impl local",
+            where="--tensor-model-parallel-size",
         )
 
 

@@ -3,7 +3,7 @@
 The operations of this package write the gradient of a loss in their forward, where logits and
 statistics are at hand, for an upstream gradient of 1 or of a scale that the caller names. The
 backward multiplies each row by its upstream gradient over that scale. A row at 1 costs nothing;
-another is read and written again, ``2 b Vp`` bytes at b bytes a logit, up to half the cost of the
+any other is read and written again, ``2 b Vp`` bytes at b bytes a logit, up to half the cost of the
 loss. T rows, Vp local columns, C chunks.
 """
 

@@ -21,6 +21,13 @@ _RECORDS: Final = 100
 """Files, and records of each, from which the schema is detected."""
 
 
+MOST_WORKERS: Final = 1 << 12
+"""Worker processes of one command."""
+
+MOST_SHARDS: Final = 1 << 16
+"""Shards of an input: each is a file of its own until they are joined."""
+
+
 @dataclass(kw_only=True, frozen=True, slots=True)
 class PreprocessConfig:
     """Settings of one run of ``megatron-ext tokenize``.
@@ -94,8 +101,8 @@ class PreprocessConfig:
                 where="--tokenizer-prompt-format",
             )
         self._check_schema()
-        if self.workers is not None and self.workers < 1:
-            raise ConfigError("too few", got=self.workers, expected=">= 1", where="--workers")
+        _check_count(self.workers, MOST_WORKERS, "--workers")
+        _check_count(self.shard_count, MOST_SHARDS, "--shards")
         if self.max_record_mib < 1:
             raise ConfigError(
                 "too small", got=self.max_record_mib, expected=">= 1", where="--max-record-mib"
@@ -177,8 +184,6 @@ class PreprocessConfig:
             )
 
     def _check_shards(self) -> None:
-        if self.shard_count is not None and self.shard_count < 1:
-            raise ConfigError("too few", got=self.shard_count, expected=">= 1", where="--shards")
         if self.shard_indices and self.shard_count is None:
             raise ConfigError(
                 "one shard of how many?",
@@ -243,3 +248,9 @@ def _schema(config: PreprocessConfig, file: SourceFile, records: Sequence[Any]) 
             where=file.path,
         )
     return names.pop()
+
+
+def _check_count(count: int | None, most: int, flag: str) -> None:
+    if count is not None and not 1 <= count <= most:
+        problem = "too few" if count < 1 else "too many"
+        raise ConfigError(problem, got=count, expected=f"1 to {most:,}", where=flag)

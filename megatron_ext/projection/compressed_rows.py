@@ -315,7 +315,8 @@ def check_built_for(
             where=path,
             got=_vocabulary(metadata.get(f"{role}_vocab_size"), built_for),
             expected=f"{_vocabulary(tokenizer.vocab_size, given)}, the {role} given",
-            fix="build it for this pair: SparseProjection.from_tokenizers(student, teacher)",
+            fix="build it for this pair: megatron-ext projection build, or "
+            "SparseProjection.from_tokenizers(student, teacher)",
         )
 
 

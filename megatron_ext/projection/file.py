@@ -174,7 +174,7 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
         ) from None
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise ProjectionError(
-            "the file is not a whole safetensors file",
+            "the file is not a complete safetensors file",
             where=path,
             got=error,
             expected="a file that SparseProjection.save wrote, or a .pt file of NeMo RL's tools",

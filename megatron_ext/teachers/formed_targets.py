@@ -63,7 +63,7 @@ class FormedTargets:
         parts = []
         tiles = source.flatten(0, 1).split(self.tile_rows), labels.flatten().split(self.tile_rows)
         for rows, its_labels in zip(*tiles, strict=True):
-            logits = rows if head is None else rows @ head.t()
+            logits = rows if head is None else targets.logits_of(rows)
             parts.append(self._of_logits(logits, its_labels, targets.shard))
         return {
             name: torch.cat([part[name] for part in parts]).unflatten(0, labels.shape)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,9 @@ from torch import nn
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses.targets import TeacherTargets
 from megatron_ext.teachers.base import Teacher, TokenInputs
+
+LOGIT_CAP: Final = "logit_cap"
+"""Attribute of a ``GPTModel`` whose output layer caps logits."""
 
 
 class MegatronTeacher:
@@ -76,6 +79,7 @@ class MegatronTeacher:
                 shard=self._shard,
                 hidden=hidden,
                 head_weight=head_weight(self.chunks[-1]),
+                logit_cap=getattr(self.chunks[-1], LOGIT_CAP, None),
                 states={layer: states[number] for layer, states in by_layer.items()},
             )
             for number, hidden in enumerate(hidden_states)

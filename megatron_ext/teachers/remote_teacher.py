@@ -67,6 +67,7 @@ class RemoteTeacher:
         groups: ProcessGroups,
         last_stage: dist.ProcessGroup,
         dtype: torch.dtype,
+        logit_cap: float | None = None,
         prefetch: int = 0,
         finish: Callable[[], None] = lambda: None,
         end: Callable[[], None] = lambda: None,
@@ -79,6 +80,7 @@ class RemoteTeacher:
         self._groups = groups
         self._last_stage = last_stage
         self._dtype = dtype
+        self._logit_cap = logit_cap
         self._finish = finish
         self._end = end
         # Requests whose answers were not taken yet: rows of the first microbatch, which identify
@@ -192,6 +194,7 @@ class RemoteTeacher:
             local[name] = values if context is None else context.cut(values)
         if self._head is not None:
             local |= {"hidden": local["hidden"].to(self._dtype), "head_weight": self._head}
+            local["logit_cap"] = self._logit_cap
         if "topk_logits" in local:
             local["topk_logits"] = local["topk_logits"].float()
         return TeacherTargets(kind=self._form.kind, shard=self._shard, **local)

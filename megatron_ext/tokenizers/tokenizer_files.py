@@ -13,6 +13,7 @@ from typing import Literal, TypeGuard
 
 from megatron_ext import files
 from megatron_ext.errors import TokenizerError
+from megatron_ext.registry import with_near_path
 
 # One or two words. A name with the ending of a tokenizer file is a misspelled path.
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
@@ -41,11 +42,12 @@ def local_files(name: str) -> Path:
         TokenizerError: The hub does not have it or cannot be reached, or its library is missing.
     """
     if not is_hub_name(name):
-        raise _not_found(name, None)
+        raise _not_found(name, "no such file or directory")
     if find_spec("huggingface_hub") is None:
         raise _not_found(
             name,
-            "no such file; the hub cannot be asked without the package huggingface_hub",
+            "no such file or directory; the hub cannot be asked without the package "
+            "huggingface_hub",
             fix='correct it, or for a name on the hub: pip install "megatron-ext[huggingface]"',
         )
     cached = _cached_folder(name)
@@ -58,7 +60,7 @@ def local_files(name: str) -> Path:
         if cached is not None and _vocabulary_in([file.name for file in cached.iterdir()]):
             return cached
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise _not_found(name, reason) from error
+        raise _not_found(name, f"no such file or directory; the hub: {reason}") from error
 
 
 def _cached_folder(name: str) -> Path | None:
@@ -102,7 +104,7 @@ def _not_found(name: str, reason: object, *, fix: str | None = None) -> Tokenize
         got=reason,
         expected="a file or a directory on this machine, or a name on the HuggingFace hub",
         where=name,
-        fix=fix,
+        fix=with_near_path(fix, name),
     )
 
 

@@ -10,6 +10,7 @@ import torch
 
 from megatron_ext.data.sampled_text import stop_tokens_of
 from megatron_ext.distributed.context_parallel import ContextRank
+from megatron_ext.errors import ProjectionError
 from megatron_ext.huggingface.checkpoint_files import generation_stops
 from megatron_ext.losses import LOSS_REGISTRY, LearnedProjection, Objective, StopSet
 from megatron_ext.losses.objective import ModelPair
@@ -132,7 +133,14 @@ def run_projection(teacher: TeacherPlan, run: StudentParts) -> SparseProjection 
             SparseProjection.from_tokenizers(tokenizer, read.tokenizer, method).save(path)
 
     run.groups.on_main(build)
-    return SparseProjection.load(path, student=tokenizer, teacher=read.tokenizer)
+    try:
+        return SparseProjection.load(path, student=tokenizer, teacher=read.tokenizer)
+    except ProjectionError as error:
+        # Of another pair only where the run was started with it: else it was built here.
+        raise ProjectionError(
+            f"the run was started with other tokenizers, or its projection is damaged: {error}; "
+            "use another run_dir, or the tokenizers that the run was started with"
+        ) from error
 
 
 def _constants(run: StudentParts, teacher: LoadedTeacher, objective: Objective) -> RunConstants:

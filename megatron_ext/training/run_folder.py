@@ -16,6 +16,7 @@ import yaml
 
 from megatron_ext.errors import ConfigError, refused_input
 from megatron_ext.files import disown, is_owned, own, read_json, write_text
+from megatron_ext.huggingface.checkpoint_files import is_checkpoint_folder
 from megatron_ext.training.checkpoints.folder import CHECKPOINTS as CHECKPOINTS
 from megatron_ext.training.checkpoints.folder import find_checkpoint, latest_checkpoint
 from megatron_ext.training.configuration.config import TEACHER, DistillConfig
@@ -133,6 +134,14 @@ def check_run_folder(config: DistillConfig) -> None:
     """
     folder = Path(config.run_dir)
     _check_writable(folder)
+    if is_checkpoint_folder(folder):
+        raise ConfigError(
+            "the run folder is the folder of a model",
+            where="run_dir",
+            got=f"{folder}, which has a config.json",
+            expected="a new folder, or one of an earlier start of this run",
+            fix="change run_dir",
+        )
     stored = folder / CONFIG_FILE
     if latest_checkpoint(folder / CHECKPOINTS) is not None and stored.exists():
         _check_same_run(read_config_file(stored)[0], _record(config), stored)

@@ -8,7 +8,7 @@ tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -67,7 +67,8 @@ def row_surprise(
     if row is None:
         return None
     labels = batch.student.labels[row]
-    student = _log_probs(output[row], labels, shard, head_weight)
+    of_hidden = None if head_weight is None else lambda rows: rows @ head_weight.t()
+    student = _log_probs(output[row], labels, shard, of_hidden)
     return Surprise(
         _whole(student, labels, batch, batch.row_length),
         {name: _of_teacher(microbatch.targets[name], batch, row, name) for name in teachers},
@@ -82,7 +83,7 @@ def _of_teacher(targets: TeacherTargets, batch: Microbatch, row: int, name: str)
     elif targets.logits is not None:
         values = _log_probs(targets.logits[row], labels, targets.shard)
     elif targets.hidden is not None:
-        values = _log_probs(targets.hidden[row], labels, targets.shard, targets.head_weight)
+        values = _log_probs(targets.hidden[row], labels, targets.shard, targets.logits_of)
     if values is not None:
         length = batch.sides.teachers[name].labels.shape[1]
         values = _whole(values, labels, batch, length)
@@ -94,13 +95,14 @@ def _log_probs(
     rows: torch.Tensor,
     labels: torch.Tensor,
     shard: VocabShard,
-    head_weight: torch.Tensor | None = None,
+    of_hidden: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """[S] of the labels, of logits [S, Vp] or of hidden states [S, D]."""
-    if head_weight is None:
+    """[S] of the labels, of logits [S, Vp] or of hidden states [S, D] that ``of_hidden`` makes
+    logits of."""
+    if of_hidden is None:
         return token_log_prob(rows.detach(), labels, shard)
     parts = [
-        token_log_prob(rows[part] @ head_weight.t(), labels[part], shard)
+        token_log_prob(of_hidden(rows[part]), labels[part], shard)
         for part in row_slices(len(rows), shard.width, device=rows.device)
     ]
     return torch.cat(parts)

@@ -170,7 +170,7 @@ class TeacherTerm:
         rows = is_sampled[alignment.teacher_chunk_id]
         if batch.context is not None:
             rows = batch.context.cut(rows)
-        return stops.merged(targets, batch.teachers[name].labels, rows)
+        return targets.merging(stops, batch.teachers[name].labels, rows)
 
     def compared(self, batch: Microbatch) -> dict[str, int] | None:
         """Counts by name of a batch on the host; None where they depend on a teacher's predictions,

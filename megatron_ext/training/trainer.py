@@ -169,7 +169,7 @@ class Trainer:
         writers = open_writers(self.plan, last_iteration=done)
         with (
             MetricsLog(self.run_dir, last_iteration=done, writers=writers) as log,
-            progress_bar("distil" if self.step.term else "train", total=total, done=done) as bar,
+            progress_bar("distill" if self.step.term else "train", total=total, done=done) as bar,
         ):
             self._loop(saved, done, measure, log, bar)
         self._close(total)

@@ -18,7 +18,7 @@ B rows, T positions, S those of this rank, Vp local columns, Vs of the student's
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -168,11 +168,11 @@ class TextNats:
     def of_hidden(
         self,
         hidden: torch.Tensor,
-        head_weight: torch.Tensor,
+        logits_of: Callable[[torch.Tensor], torch.Tensor],
         labels: torch.Tensor,
         shard: VocabShard,
     ) -> TextScore:
-        """The score for logits ``hidden`` [B, T, D] @ ``head_weight`` [Vp, D] transposed, by tiles.
+        """The score for hidden states [B, T, D] that ``logits_of`` makes logits of, by tiles.
 
         Collectives: those of ``of_logits`` in each of the B T / ``tile_rows`` tiles.
         """
@@ -181,7 +181,7 @@ class TextNats:
         tiles = [slice(start, start + step) for start in range(0, len(rows), step)]
         with torch.no_grad():
             scores = [
-                self.of_logits((rows[tile] @ head_weight.t())[None], flat_labels[None, tile], shard)
+                self.of_logits(logits_of(rows[tile])[None], flat_labels[None, tile], shard)
                 for tile in tiles
             ]
         nats = torch.stack([score.nats for score in scores]).sum()
@@ -193,9 +193,9 @@ class TextNats:
         if targets.label_log_probs is not None:
             log_probs = targets.label_log_probs.masked_fill(labels < 0, 0.0)
             return TextScore(-log_probs.float().sum(), None, None)
-        hidden, weight = targets.hidden, targets.head_weight
-        if self.tile_rows is not None and hidden is not None and weight is not None:
-            return self.of_hidden(hidden, weight, labels, targets.shard)
+        hidden = targets.hidden
+        if self.tile_rows is not None and hidden is not None:
+            return self.of_hidden(hidden, targets.logits_of, labels, targets.shard)
         return self.of_logits(targets.to_logits(), labels, targets.shard)
 
 
@@ -346,7 +346,8 @@ def _student_step(
 
     def of_hidden(hidden: torch.Tensor, *, non_loss_data: bool) -> TextScore:
         head = head_of(model)
-        return nats.of_hidden(head.whole(hidden, shard.group), head.weight, side.labels, shard)
+        whole = head.whole(hidden, shard.group)
+        return nats.of_hidden(whole, head.logits_of, side.labels, shard)
 
     return output, of_hidden if is_headless else of_logits
 

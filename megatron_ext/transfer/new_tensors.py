@@ -174,7 +174,7 @@ class NewTensors:
         return self._stored[name if name in self._stored else self._input]
 
     def _whole(self, name: str) -> torch.Tensor:
-        return self._reader.rows(name, slice(None), None)
+        return self._reader.whole(name)
 
 
 class _Donor:
@@ -226,7 +226,7 @@ class _Donor:
         if self._read is None or self._read[0] != name:
             self._read = None
             with TensorReader(self._files) as reader:
-                whole = reader.rows(name, slice(None), None)
+                whole = reader.whole(name)
             device = "cuda" if torch.cuda.is_available() else "cpu"
             self._read = (name, whole.to(device))
         return self._read[1]

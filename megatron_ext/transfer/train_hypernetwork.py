@@ -243,4 +243,4 @@ def _fingerprint(folder: Path, ids: int, *, is_tied: bool) -> str:
     family = family_of(files)
     names = [family.embedding] if is_tied else [family.embedding, family.head]
     with TensorReader(files) as reader:
-        return rows_fingerprint([reader.rows(name, slice(None), None) for name in names], ids)
+        return rows_fingerprint([reader.whole(name) for name in names], ids)

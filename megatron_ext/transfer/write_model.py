@@ -165,7 +165,7 @@ def replace_rows(folder: Path, output: Path, rows: Mapping[str, torch.Tensor]) -
     with TensorReader(files) as reader:
 
         def read(plans: list[TensorPlan]) -> dict[str, torch.Tensor]:
-            read = {plan.name: reader.rows(plan.name, slice(None), None) for plan in plans}
+            read = {plan.name: reader.whole(plan.name) for plan in plans}
             for name in read.keys() & new.keys():
                 read[name] = read[name].clone()
                 read[name][ids - len(new[name]) : ids] = new[name].to(read[name].dtype)

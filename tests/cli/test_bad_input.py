@@ -289,6 +289,28 @@ def test_a_missing_teacher_checkpoint_is_refused(values, refused, tmp_path, exis
     assert str(tmp_path / "none") in line
 
 
+def test_a_misspelled_path_is_told_the_file_beside_it(values, refused, tmp_path):
+    (tmp_path / "teacher-model").mkdir()
+    values["teacher"]["checkpoint"] = str(tmp_path / "teacher-modle")
+    assert refused().endswith(f"; did you mean {str(tmp_path / 'teacher-model')!r}?")
+
+
+def test_a_folder_of_models_is_no_owner_on_the_hub(values, refused):
+    values["teacher"]["checkpoint"] = "models/Qwen3-4B"
+    line = refused()
+    assert "; got models/Qwen3-4B, which does not exist; expected" in line
+    assert line.endswith("hf download OWNER/NAME --local-dir models/Qwen3-4B")
+
+
+def test_the_folder_of_a_model_is_no_run_folder(values, refused, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    line = refused("--run-dir", str(folder))
+    assert line.startswith(f"run_dir: the run folder is the folder of a model; got {folder}, which")
+    assert [file.name for file in folder.iterdir()] == ["config.json"]
+
+
 @pytest.mark.parametrize(
     ("section", "key", "place"),
     [
@@ -339,8 +361,10 @@ def test_a_run_folder_of_another_configuration_is_refused(values, refused, tmp_p
         (["distill", "--learning-rate", "1"], "rate 1; did you mean '--lr'?; see megatron-ext dis"),
         (["distill", "--optimizer-lrr", "1"], "lrr 1; did you mean '--lr'?; see megatron-ext dis"),
         (["distill", "--teacher-model-num-layers=1"], "; did you mean '--teacher-num-layers'?"),
-        (["distill", "--max-steps", "2"], "unrecognized arguments: --max-steps 2; see megatron-e"),
-        (["distill", "--tp", "2"], "unrecognized arguments: --tp 2; see megatron-ext distill --h"),
+        (["distill", "--max-steps", "2"], "--max-steps 2; did you mean '--train-iters'?; see meg"),
+        (["distill", "--tp", "2"], "did you mean '--tensor-model-parallel-size'?; see megatron-e"),
+        (["distill", "--output_dir=x"], "did you mean '--run-dir'?; see megatron-ext distill --h"),
+        (["distill", "--zzz", "2"], "unrecognized arguments: --zzz 2; see megatron-ext distill -"),
         (["projection", "biuld"], "did you mean 'build'?"),
         (["projection", "inspect", "x", "--studnt", "y"], "did you mean '--student'?"),
         (["inspect", "hi"], "; set model, or pass --tokenizer-model"),
@@ -348,7 +372,8 @@ def test_a_run_folder_of_another_configuration_is_refused(values, refused, tmp_p
         (["distill", "--precision", "fp8"], "argument --precision: invalid choice: 'fp8'"),
         (["distill", "--learning-rate", "1"], "unrecognized arguments: --learning-rate 1"),
         (["distill", "--train-it", "5"], "unrecognized arguments: --train-it 5"),
-        (["distill"], "a required configuration key is missing; expected run_dir"),
+        (["distill"], "; expected run_dir, initial_checkpoint (or tokenizer and student), data.t"),
+        (["sft", "--run-dir", "r"], "or by --initial-checkpoint --data-train --train-iters"),
         (["distill", "--config", "/nowhere.yaml"], "/nowhere.yaml: the configuration file cannot"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

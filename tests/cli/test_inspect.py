@@ -71,6 +71,13 @@ def test_a_file_and_standard_input_are_read(capsys, tmp_path, monkeypatch):
     assert shown(capsys, "-", "--json") == wanted
 
 
+def test_a_file_that_is_not_there_is_shown_as_a_text_and_said(capsys):
+    main(["inspect", "nofile.jsonl", "--tokenizer-library", "byte-level"])
+    shown = capsys.readouterr()
+    assert "12 tokens" in shown.out
+    assert shown.err == "note: there is no file nofile.jsonl, so it is shown as a text\n"
+
+
 def test_a_file_that_is_not_text_is_refused_with_its_place(capsys, tmp_path):
     (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
     error = refusal(capsys, "inspect", tmp_path / "latin.txt", "--tokenizer-model", MODEL)

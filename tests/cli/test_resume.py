@@ -133,7 +133,7 @@ def _killed_run(folder):
     assert refused.exit_code() == 2
     assert f"the run folder belongs to a run that has not ended; got {owner};" in refused.text()
     ended.send(signal.SIGCONT)
-    _when(ended, lambda: "distil: " in ended.text() and _row_count(run) > SAVE_INTERVAL)
+    _when(ended, lambda: "distill: " in ended.text() and _row_count(run) > SAVE_INTERVAL)
     ended.send(signal.SIGTERM)
     assert ended.exit_code() == 128 + signal.SIGTERM
     (last,) = [line for line in ended.text().splitlines() if "was ended by SIGTERM" in line]

@@ -96,7 +96,11 @@ def test_a_shard_says_that_it_is_finished(tmp_path, corpus, capsys):
     [
         (["--input", "absent.jsonl"], "absent.jsonl: there is no such file"),
         (["--input", "a.jsonl", "--output-prefix", "out/"], "--output-prefix: the prefix names"),
-        (["--input", "a.jsonl", "--workers", "0"], "--workers: too few; got 0; expected >= 1"),
+        (
+            ["--input", "a.jsonl", "--workers", "0"],
+            "--workers: too few; got 0; expected 1 to 4,096",
+        ),
+        (["--input", "a.jsonl", "--workers", "9" * 30], "--workers: too many"),
         (["--input", "a.jsonl", "--shards", "0"], "--shards: too few"),
         (["--input", "a.jsonl", "--shard-index", "0"], "--shard-index: one shard of how many?"),
         (

@@ -69,8 +69,8 @@ def _groups(parallel):
 def gradients_of(rank, folders, parallel):
     """Gradients of the sum of weighed logits, by HuggingFace names of whole tensors, on rank 0.
 
-    Those of norms of queries and keys are summed over tensor-parallel ranks, as
-    ``finalize_model_grads`` does.
+    Those of norms of queries and keys, and of what has a part of each sequence, are summed over
+    tensor-parallel ranks, as ``finalize_model_grads`` does.
     """
     parallel = ParallelConfig(**parallel)
     groups = _groups(parallel)
@@ -85,7 +85,8 @@ def _gradients(rank, folder, parallel, groups):
     (logits[..., :VOCAB_SIZE] * weights_of_logits()).sum().backward()
     with torch.no_grad():
         for name, parameter in gpt.named_parameters():
-            if "q_layernorm" in name or "k_layernorm" in name:
+            is_of_part = getattr(parameter, "sequence_parallel", False)
+            if is_of_part or "q_layernorm" in name or "k_layernorm" in name:
                 dist.all_reduce(parameter.grad)
             parameter.copy_(parameter.grad)
     shards = [
@@ -103,17 +104,17 @@ def _gradients(rank, folder, parallel, groups):
         tensor, (row, *column) = tensors.tensor(key, *offset[:axes]), offset[axes:]
         first = -row
         for block in tensor.blocks:
-            _copy(found[block.name], block, data, first, *column)
-            first += block.stop - block.start
+            _copy(block.of(found[block.name]), data, first, *column)
+            first += block.rows
     return found
 
 
-def _copy(whole, block, shard, first, column=0):
-    """What a shard has of a block that begins in its row ``first``, into the whole tensor."""
-    start, stop = max(first, 0), min(first + block.stop - block.start, len(shard))
+def _copy(block, shard, first, column=0):
+    """What a shard has of a block that begins in its row ``first``, into the block."""
+    start, stop = max(first, 0), min(first + len(block), len(shard))
     if start < stop:
-        rows = slice(block.start + start - first, block.start + stop - first)
-        part = whole[rows] if shard.ndim == 1 else whole[rows, column : column + shard.shape[1]]
+        rows = slice(start - first, stop - first)
+        part = block[rows] if shard.ndim == 1 else block[rows, column : column + shard.shape[1]]
         part.copy_(shard[start:stop])
 
 

@@ -1,6 +1,8 @@
 """Adapters of a run are exported for peft, merged into an export, and into a run that follows."""
 
 import json
+import os
+import re
 
 import pytest
 import torch
@@ -10,36 +12,49 @@ from transformers import AutoModelForCausalLM
 from megatron_ext.errors import CheckpointError
 from megatron_ext.training.checkpoints.adapter_export import export_adapter
 from megatron_ext.training.checkpoints.huggingface_export import export_huggingface
+from megatron_ext.training.configuration.lora import LINEAR_LAYERS
 from megatron_ext.training.metrics import read_metrics
 from tests.huggingface.run_from_folders import train_runs, write_adapter_run
 from tests.huggingface.tiny_models import save_model, some_tokens, tensors_of
 from tests.process_group import run_ranks
+from tests.training.run_results import weights_of
 
 MODEL, OTHER = "gemma3", "qwen2"
 """With norms behind linear layers; and with biases of a fused layer, and norms that learn, too."""
+EXPERTS = "qwen2-moe"
+"""With a shared expert beside the others."""
 LORA = {"rank": 3, "alpha": 6.0, "targets": ["q_proj", "v_proj", "k_proj", "o_proj", "linear_fc1"]}
-TP2 = {"tensor_model_parallel_size": 2}
+OF_EXPERTS = {"rank": 2, "alpha": 6.0, "targets": [*LINEAR_LAYERS]}
+TP2, EP2 = {"tensor_model_parallel_size": 2}, {"expert_model_parallel_size": 2}
+ALL = bool(os.environ.get("MEGATRON_EXT_ALL_TEXT"))
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("adapters")
-    for name in (MODEL, OTHER):
+    for name in (MODEL, OTHER, EXPERTS):
         save_model(name, root / name)
     norms = {"train_iters": 1, "trainable": ["norms"]}
     write_adapter_run(root, "adapted", start=MODEL, lora=LORA, **TP2)
     write_adapter_run(root, "next", start="adapted", **TP2)
     write_adapter_run(root, "mixed", start=OTHER, lora=LORA, training=norms, **TP2)
-    run_ranks(2, train_runs, root, ["adapted", "next", "mixed"])
-    export_adapter(root / "adapted", root / "peft")
-    export_huggingface(root / "adapted", root / "merged")
-    export_huggingface(root / "next", root / "after")
+    write_adapter_run(root, "experts", start=EXPERTS, lora=OF_EXPERTS, **EP2)
+    write_adapter_run(root, "next-experts", start="experts", **EP2)
+    runs = ["adapted", "next", "mixed", "experts", "next-experts"]
+    if ALL:
+        write_adapter_run(root, "shared", start=EXPERTS, lora={"rank": 3}, **EP2)
+        runs.append("shared")
+    run_ranks(2, train_runs, root, runs)
+    for run in ("adapted", *(["shared"] if ALL else [])):
+        export_adapter(root / run, root / f"peft-{run}")
+    for run in runs:
+        export_huggingface(root / run, root / f"merged-{run}")
     return root
 
 
 def test_the_merged_export_is_the_start_with_the_adapters(root):
-    start, merged = tensors_of(root / MODEL), tensors_of(root / "merged")
-    adapters = load_file(root / "peft" / "adapter_model.safetensors")
+    start, merged = tensors_of(root / MODEL), tensors_of(root / "merged-adapted")
+    adapters = load_file(root / "peft-adapted" / "adapter_model.safetensors")
     stems = {key.removesuffix(".lora_A.weight") for key in adapters if ".lora_A." in key}
     assert {stem.rsplit(".", 1)[-1] for stem in stems} == {
         *(f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up"))
@@ -56,32 +71,62 @@ def test_the_merged_export_is_the_start_with_the_adapters(root):
     assert changed == stems
 
 
-def test_a_run_that_follows_starts_from_the_merged_weights(root):
-    merged, after = tensors_of(root / "merged"), tensors_of(root / "after")
+def test_every_expert_is_exported_with_adapters_of_its_own(root):
+    start, merged = tensors_of(root / EXPERTS), tensors_of(root / "merged-experts")
+    stored = weights_of(root / "experts", 3)
+    a, b = (stored[f"decoder.layers.mlp.experts.experts.linear_fc1.lora.{side}"] for side in "ab")
+    products = OF_EXPERTS["alpha"] / OF_EXPERTS["rank"] * b @ a
+    # Some experts had no token.
+    assert (products.abs().amax(dim=(2, 3)) > 1e-3).sum(dim=1).min() > 1
+    for layer, of_layer in enumerate(products):
+        for expert, product in enumerate(of_layer):
+            for name, delta in zip(("gate_proj", "up_proj"), product.chunk(2), strict=True):
+                key = f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight"
+                torch.testing.assert_close(merged[key], start[key] + delta, rtol=0, atol=1e-6)
+    moved = {key for key, weight in start.items() if not torch.equal(weight, merged[key])}
+    assert all(key.endswith("_proj.weight") for key in moved)
+    dense = {key for key in start if key.endswith("_proj.weight") and ".experts." not in key}
+    assert dense <= moved
+
+
+@pytest.mark.parametrize(("run", "next_run"), [("adapted", "next"), ("experts", "next-experts")])
+def test_a_run_that_follows_starts_from_the_merged_weights(root, run, next_run):
+    merged, after = (tensors_of(root / f"merged-{name}") for name in (run, next_run))
     assert merged.keys() == after.keys()
     for key, weight in merged.items():
         torch.testing.assert_close(after[key], weight, rtol=0, atol=1e-6)
-    adapted, following = (read_metrics(root / run) for run in ("adapted", "next"))
+    adapted, following = (read_metrics(root / name) for name in (run, next_run))
     assert adapted[-1]["loss"] < adapted[0]["loss"]
     assert following[-1]["student_bits_per_byte"] == pytest.approx(
         adapted[-1]["student_bits_per_byte"], rel=1e-5
     )
 
 
-def test_peft_gives_the_logits_of_the_merged_model(root):
+STARTS = {"adapted": MODEL, **({"shared": EXPERTS} if ALL else {})}
+
+
+@pytest.mark.parametrize("run", STARTS)
+def test_peft_gives_the_logits_of_the_merged_model(root, run):
+    start, exported = STARTS[run], root / f"peft-{run}"
     peft = pytest.importorskip("peft", reason="peft is not installed")
     base, merged = (
-        AutoModelForCausalLM.from_pretrained(root / folder) for folder in (MODEL, "merged")
+        AutoModelForCausalLM.from_pretrained(root / folder) for folder in (start, f"merged-{run}")
     )
-    settings = json.loads((root / "peft" / "adapter_config.json").read_text())
-    assert settings["base_model_name_or_path"] == str(root / MODEL)
-    adapted = peft.PeftModel.from_pretrained(base, root / "peft")
+    settings = json.loads((exported / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(root / start)
+    adapted = peft.PeftModel.from_pretrained(base, exported)
+    assert {name for name, _ in adapted.named_parameters() if ".lora_" in name} == {
+        re.sub(r"(lora_.)", r"\1.default", name)
+        for name in load_file(exported / "adapter_model.safetensors")
+    }
     with torch.no_grad():
         ours, theirs = (model(some_tokens()).logits for model in (merged, adapted))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_adapters_that_are_not_everything_are_not_exported_alone(root, tmp_path):
+def test_what_peft_cannot_have_is_not_exported_alone(root, tmp_path):
+    with pytest.raises(CheckpointError, match=r"lora.targets experts.linear_fc1"):
+        export_adapter(root / "experts", tmp_path / "out")
     with pytest.raises(CheckpointError, match=r"training.trainable norms"):
         export_adapter(root / "mixed", tmp_path / "out")
     with pytest.raises(CheckpointError, match="has no adapters"):

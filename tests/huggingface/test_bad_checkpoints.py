@@ -21,6 +21,7 @@ from megatron_ext.huggingface.tensor_files import TensorPlan, shards, write_chec
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.training.checkpoints.folder import find_checkpoint
 from megatron_ext.training.checkpoints.huggingface_check import checked, full_settings
+from megatron_ext.training.checkpoints.huggingface_export import family_config
 from megatron_ext.training.checkpoints.tokenizer import KeptTokenizer
 from megatron_ext.training.configuration.config import ModelConfig
 from megatron_ext.training.configuration.yaml_file import with_huggingface_models
@@ -83,14 +84,6 @@ FAULTS = {
         _edit("config.json", architectures=["FalconForCausalLM"]),
         r"config.json: this architecture is not read; got FalconForCausalLM; expected one of Llama",
     ),
-    "caps of logits": (
-        _edit("config.json", architectures=["Gemma2ForCausalLM"]),
-        r"config.json: this architecture is not read: it caps attention scores",
-    ),
-    "latent attention": (
-        _edit("config.json", architectures=["DeepseekV3ForCausalLM"]),
-        r"config.json: this architecture is not read: latent attention",
-    ),
     "state-space models": (
         _edit("config.json", architectures=["FalconH1ForCausalLM"]),
         r"config.json: this architecture is not read: layers of state-space.*library: huggingface",
@@ -102,10 +95,6 @@ FAULTS = {
             text_config={"model_type": "ministral3"},
         ),
         r"config.json: this architecture is not read: its text model, of type ministral3, is of no",
-    ),
-    "sinks": (
-        _edit("config.json", architectures=["GptOssForCausalLM"]),
-        r"config.json: this architecture is not read: sinks in attention",
     ),
     "dense layers among those of experts": (
         _edit(
@@ -131,8 +120,8 @@ FAULTS = {
         r"the weights are quantised; got gptq",
     ),
     "another scaling of rotary embeddings": (
-        _edit("config.json", rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
-        r"scaled in a way that megatron-core has not; got .*yarn",
+        _edit("config.json", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4}),
+        r"scaled in a way that megatron-core has not; got .*dynamic",
     ),
     "a missing key": (
         _edit("config.json", intermediate_size=None),
@@ -233,6 +222,47 @@ def test_settings_make_a_configuration_that_gives_them_again(name, tmp_path):
     config = model_config(settings, max_position_embeddings=64)
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert full_settings(_model(tmp_path)) == settings
+
+
+def test_a_model_with_sinks_that_is_not_stretched_says_so(tmp_path):
+    folder = save_model("gpt-oss", tmp_path)
+    plain = {"rotary_divisors": None, "rotary_magnitude": 1.0}
+    settings = full_settings(_model(folder)) | plain
+    config = model_config(settings, max_position_embeddings=64)
+    assert config["architectures"] == ["GptOssForCausalLM"]
+    # Where nothing is said, transformers stretches it.
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert full_settings(_model(tmp_path)) == settings
+    del config["rope_parameters"], config["rope_scaling"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert _model(tmp_path).rotary_divisors is not None
+
+
+def test_layers_that_predict_further_tokens_are_left_out_and_said_so(tmp_path):
+    folder = save_model("deepseek-v3", tmp_path / "whole")
+    _edit("config.json", num_nextn_predict_layers=1)(folder)
+    checked(CheckpointFiles(folder), _model(folder))
+    more = {
+        "model.layers.4.eh_proj.weight": torch.ones(3),
+        "model.layers.4.enorm.weight": torch.ones(2),
+    }
+    _change_tensors(lambda tensors: tensors.update(more))(folder)
+    with pytest.warns(UserWarning, match="num_nextn_predict_layers layers behind the last are"):
+        _, tensors = checked(CheckpointFiles(folder), _model(folder))
+    assert not more.keys() & tensors.shapes().keys()
+    kept = tmp_path / "checkpoint" / "huggingface"
+    shutil.copytree(folder, kept)
+    config, _ = family_config(kept.parent, _model(folder), full_settings(_model(folder)))
+    assert config["num_nextn_predict_layers"] == 0
+
+
+def test_experts_that_are_chosen_otherwise_are_refused(tmp_path):
+    folder = save_model("deepseek-v3", tmp_path)
+    _edit("config.json", num_experts_per_tok=6)(folder)
+    with pytest.raises(CheckpointError, match=r"groups of experts.*per_tok 6, topk_group 2; expe"):
+        _model(folder)
+    _edit("config.json", n_group=1, topk_group=1)(folder)
+    assert _model(folder).moe_router_num_groups is None
 
 
 def test_a_model_that_no_architecture_is_has_no_configuration(folder):

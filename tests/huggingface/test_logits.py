@@ -11,18 +11,15 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from megatron_ext.huggingface.checkpoint_files import CheckpointFiles
 from megatron_ext.huggingface.rotary import rotary_settings
 from tests.huggingface.model_ranks import RankLogits, gradients_of, logits_of
+from tests.huggingface.tiny_models import COMPARED as MODELS
 from tests.huggingface.tiny_models import (
     LLAMA3_ROPE,
-    MORE_MODELS,
     in_words_of_release,
     save_model,
     some_tokens,
     weights_of_logits,
 )
-from tests.huggingface.tiny_models import MODELS as FROM_SETTINGS
 from tests.process_group import run_ranks
-
-MODELS = {**FROM_SETTINGS, **MORE_MODELS}
 
 Ranks = dict[tuple[str, str], list[RankLogits]]
 """By model and layout."""
@@ -35,7 +32,17 @@ LAYOUTS = {
 }
 
 
-OF_OWN_LAYERS = ("gemma3", "phi3", "phi4-mini", "olmo2", "smollm3", "granite", "gpt-neox")
+OF_OWN_LAYERS = (
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "phi4-mini",
+    "olmo2",
+    "smollm3",
+    "granite",
+    "gpt-neox",
+    "gpt-oss",
+)
 """Models that megatron-core builds with layers, norms or hooks of ours."""
 
 
@@ -73,7 +80,8 @@ def test_logits_are_those_of_transformers(folders, ranks, name, layout):
 
 def test_gradients_under_tensor_parallelism_are_those_of_transformers(folders):
     asked = {name: folders[name] for name in OF_OWN_LAYERS}
-    found, _ = run_ranks(2, gradients_of, asked, LAYOUTS["tp2"])
+    layout = LAYOUTS["tp2"] | {"sequence_parallel": True}
+    found, _ = run_ranks(2, gradients_of, asked, layout)
     for name, folder in asked.items():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         (model(some_tokens()).logits * weights_of_logits()).sum().backward()
@@ -81,11 +89,28 @@ def test_gradients_under_tensor_parallelism_are_those_of_transformers(folders):
         if "gpt_neox.embed_in.weight" in expected and "lm_head.weight" in expected:
             # transformers 5 calls it so in memory alone.
             expected["embed_out.weight"] = expected.pop("lm_head.weight")
-        assert found[name].keys() == expected.keys()
-        for key, gradient in found[name].items():
+        expected = dict(_of_single_experts(expected, found[name]))
+        # Of no gradient.
+        biases = {key for key in found[name] if key.endswith("e_score_correction_bias")}
+        assert found[name].keys() - biases == expected.keys()
+        for key in expected:
+            gradient = found[name][key]
             # fp32 sums in another order, through the layers and back.
             atol = 1e-4 * float(expected[key].abs().max())
             torch.testing.assert_close(gradient, expected[key], rtol=0, atol=atol)
+
+
+def _of_single_experts(gradients, names):
+    """Gradients of experts, which transformers joins in memory, by the names in files."""
+    for key, gradient in gradients.items():
+        stem, _, part = key.partition(".experts.")
+        if not part or key in names:
+            yield key, gradient
+            continue
+        for expert, own in enumerate(gradient):
+            halves = {"down_proj": [own], "gate_up_proj": own.chunk(2)}[part]
+            for kind, half in zip(part.removesuffix("_proj").split("_"), halves, strict=True):
+                yield f"{stem}.experts.{expert}.{kind}_proj.weight", half
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -95,8 +120,8 @@ def test_a_rank_reads_what_it_has_and_no_more(folders, ranks, name):
     vocabulary = next(size for name, size in sizes.items() if "embed_" in name)
     norms = sum(size for name, size in sizes.items() if _is_of_every_rank(name))
     assert [rank.elements_read for rank in ranks[name, "alone"]] == [sum(sizes.values())]
-    # Norms, routers, biases of whole outputs and the padding of an odd vocabulary are all that two
-    # ranks do not halve.
+    # Norms, routers, biases of whole outputs, narrow products and the padding of an odd vocabulary
+    # are all that two ranks do not halve.
     tp2 = [rank.elements_read for rank in ranks[name, "tp2"]]
     assert sum(tp2) == sum(sizes.values()) + norms
     assert max(tp2) - min(tp2) < vocabulary / 10
@@ -109,9 +134,21 @@ def test_a_rank_reads_what_it_has_and_no_more(folders, ranks, name):
 
 
 def _is_of_every_rank(name):
-    routers = ("mlp.gate.weight", "moe.gate.weight", "shared_expert_gate.weight")
-    biases = ("attention.dense.bias", "dense_4h_to_h.bias")
-    return "norm" in name or name.endswith((*routers, *biases))
+    routers = (
+        "mlp.gate.weight",
+        "moe.gate.weight",
+        "shared_expert_gate.weight",
+        "mlp.router.weight",
+    )
+    narrow = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight", "e_score_correction_bias")
+    biases = (
+        "attention.dense.bias",
+        "dense_4h_to_h.bias",
+        "o_proj.bias",
+        "router.bias",
+        "down_proj_bias",
+    )
+    return "norm" in name or name.endswith((*routers, *narrow, *biases))
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])

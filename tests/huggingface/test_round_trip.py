@@ -6,11 +6,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_ext.huggingface.checkpoint_files import CheckpointFiles
 from tests.huggingface.round_trips import round_trips
-from tests.huggingface.tiny_models import MODELS as FROM_SETTINGS
-from tests.huggingface.tiny_models import MORE_MODELS, save_model, tensors_of
+from tests.huggingface.tiny_models import COMPARED as MODELS
+from tests.huggingface.tiny_models import save_model, tensors_of
 from tests.process_group import run_ranks
-
-MODELS = {**FROM_SETTINGS, **MORE_MODELS}
 
 BF16 = ("mistral",)
 """Saved in bf16; the others in fp32."""

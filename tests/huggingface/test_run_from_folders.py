@@ -28,10 +28,13 @@ PAIRS = {
     "imported": (STUDENT, "checkpoint"),
     "transformers": (STUDENT, TEACHER, "huggingface"),
     "experts": ("qwen2-moe", "mixtral"),
+    "sinks": ("gpt-oss", "deepseek-v2"),
+    "caps": ("gemma2", "gemma2"),
+    "latent": ("deepseek-v3", "qwen3-moe"),
     "residuals": ("gpt-neox", "olmo2"),
 }
 """Student and teacher of each run, what runs the teacher, and the objective."""
-SHARDED = ["run", "experts", "residuals"]
+SHARDED = ["run", "experts", "sinks", "latent", "residuals"]
 """Those that two ranks run, too; all of them with MEGATRON_EXT_ALL_TEXT."""
 if ALL_TEXT:
     PAIRS |= {
@@ -43,6 +46,21 @@ if ALL_TEXT:
         "norms": ("olmo2", "gpt-neox"),
     }
     SHARDED = list(PAIRS)
+
+SEQUENCE_TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+EP2 = {"expert_model_parallel_size": 2}
+WIDE = {
+    f"{name}-{layout}": (name, sizes)
+    for name in (("sinks", "latent") if ALL_TEXT else ())
+    for layout, sizes in {
+        "ep2-tp2": EP2 | SEQUENCE_TP2,
+        "ep4-tp2": SEQUENCE_TP2
+        | {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1},
+        "ep2-pp2": EP2 | {"pipeline_model_parallel_size": 2},
+        "cp2-tp2": SEQUENCE_TP2 | {"context_parallel_size": 2},
+    }.items()
+}
+"""Runs of experts of these over four ranks."""
 
 CUT = "cut"
 """The first run over context-parallel ranks, which share its windows and both rotary embeddings."""
@@ -62,10 +80,15 @@ def root(tmp_path_factory):
     for name, values in PAIRS.items():
         run = dict(zip(("student", "teacher", "library", "objective"), values, strict=False))
         write_run(root, f"{name}-alone", **run)
-        write_run(root, name, **run, tensor_model_parallel_size=2, sequence_parallel=True)
+        write_run(root, name, **run, **SEQUENCE_TP2)
+    for name, (pair, sizes) in WIDE.items():
+        run = dict(zip(("student", "teacher"), PAIRS[pair], strict=True))
+        write_run(root, name, **run, **sizes)
     write_run(root, CUT, student=STUDENT, teacher=TEACHER, context_parallel_size=2)
     run_ranks(1, train_runs, root, [f"{name}-alone" for name in PAIRS])
     run_ranks(2, train_runs, root, [*SHARDED, CUT])
+    if WIDE:
+        run_ranks(4, train_runs, root, list(WIDE), timeout_s=300)
     return root
 
 
@@ -88,15 +111,15 @@ def test_the_first_loss_is_that_of_transformers_over_the_ids_alone(root, name):
         assert measured["kd"] == pytest.approx(float(divergence), rel=1e-4)
 
 
-@pytest.mark.parametrize("name", [*SHARDED, CUT])
+@pytest.mark.parametrize("name", [*SHARDED, *WIDE, CUT])
 def test_the_gradient_is_that_of_one_process(root, name):
-    of_one = root / f"{'run' if name == CUT else name}-alone"
+    of_one = root / f"{'run' if name == CUT else WIDE.get(name, (name,))[0]}-alone"
     (alone,), (sharded,) = read_metrics(of_one), read_metrics(root / name)
     for number in ("kd", "grad_norm"):
         assert sharded[number] == pytest.approx(alone[number], rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["run", *OF_OTHERS])
+@pytest.mark.parametrize("name", ["run", *(name for name in OF_OTHERS if name in SHARDED)])
 def test_an_exported_run_is_the_student_with_all_its_rows(root, name):
     student, exported = PAIRS[name][0], root / f"exported-{name}"
     export_huggingface(root / name, exported)

@@ -1,5 +1,7 @@
 """Tiny models of each family, made by transformers' own classes with random weights."""
 
+import os
+
 import torch
 from safetensors.torch import load_file
 
@@ -32,6 +34,23 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 6,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "tie_word_embeddings": False,
+}
+OF_EXPERTS = (
+    *("n_routed_experts", "n_shared_experts", "moe_intermediate_size"),
+    *("first_k_dense_replace", "tie_word_embeddings"),
+)
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "tie_word_embeddings": False}
 
 MODELS = {
@@ -41,6 +60,16 @@ MODELS = {
     "qwen3": ("Qwen3", {"tie_word_embeddings": False, "head_dim": 16}),
     "mistral": ("Mistral", {"sliding_window": 7, "head_dim": 8}),
     "gemma": ("Gemma", {"head_dim": 16}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 8,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
     "gemma3": (
         "Gemma3",
         {
@@ -69,6 +98,23 @@ MODELS = {
         },
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek-v2": (
+        "DeepseekV2",
+        {**LATENT, "q_lora_rank": None, "num_experts_per_tok": 3, "routed_scaling_factor": 1.5},
+    ),
+    "glm4-moe": (
+        "Glm4Moe",
+        {
+            **{name: LATENT[name] for name in OF_EXPERTS},
+            "num_experts_per_tok": 3,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.5,
+            "num_mtp_layers": 0,
+        },
+    ),
     "phi3": ("Phi3", {"hidden_size": 64, "partial_rotary_factor": 0.75}),
     "olmo2": ("Olmo2", {}),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 8, "no_rope_layer_interval": 3}),
@@ -94,7 +140,28 @@ LONGROPE = {
     "short_factor": [1.0, 1.1, 1.3, 2.0, 3.5, 4.0],
     "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "beta_fast": 1.0,
+    "beta_slow": 0.01,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.7,
+    "original_max_position_embeddings": 8,
+}
 MORE_MODELS = {
+    "deepseek-v3": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": YARN,
+            "num_mtp_layers": 0,
+        },
+    ),
     "phi4-mini": (
         "Phi3",
         {
@@ -105,14 +172,45 @@ MORE_MODELS = {
             "tie_word_embeddings": True,
         },
     ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            "swiglu_limit": 1.5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 8.0,
+                "beta_fast": 1.0,
+                "beta_slow": 0.01,
+                "truncate": False,
+                "original_max_position_embeddings": 8,
+            },
+        },
+    ),
 }
 """Models that need their own config.json to be written."""
+
+
+OF_ALL_TEXT = ("deepseek-v2", "glm4-moe")
+"""Models whose parts others have, too, which are compared with MEGATRON_EXT_ALL_TEXT=1 alone."""
+COMPARED = {
+    name: model
+    for name, model in {**MODELS, **MORE_MODELS}.items()
+    if name not in OF_ALL_TEXT or os.environ.get("MEGATRON_EXT_ALL_TEXT") == "1"
+}
+"""Models whose logits and tensors are compared with those of transformers."""
 
 
 _BY_SEED = (
     *("gemma", "gemma3", "llama", "llama-tied", "mistral", "mixtral"),
     *("qwen2", "qwen2-moe", "qwen3", "qwen3-moe"),
     *("phi3", "olmo2", "smollm3", "granite", "gpt-neox", "phi4-mini"),
+    *("gpt-oss", "deepseek-v3", "deepseek-v2", "gemma2"),
+    "glm4-moe",
 )
 """Models by the seed of their weights; one that is added at the end changes no other."""
 
@@ -130,6 +228,9 @@ def hf_model(name, **sizes):
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name or parameter_name.endswith("bias"):
                 parameter.add_(0.3 * torch.randn_like(parameter))
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.add_(0.3 * torch.randn_like(buffer))
     return model.eval()
 
 

@@ -108,7 +108,7 @@ def test_a_file_that_is_cut_anywhere_is_refused(path):
     content = path.read_bytes()
     for kept in range(len(content)):
         path.write_bytes(content[:kept])
-        with pytest.raises(ProjectionError, match="not a whole safetensors file"):
+        with pytest.raises(ProjectionError, match="not a complete safetensors file"):
             SparseProjection.load(path)
 
 
@@ -133,7 +133,7 @@ def test_a_file_whose_end_was_never_written_is_refused(path):
 def test_a_foreign_file_is_refused(tmp_path, content):
     path = tmp_path / "foreign.pt"
     path.write_bytes(content)
-    with pytest.raises(ProjectionError, match=r"not a whole (safetensors|torch) file"):
+    with pytest.raises(ProjectionError, match=r"not a complete (safetensors|torch) file"):
         SparseProjection.load(path)
 
 
@@ -146,7 +146,7 @@ def test_what_is_ours_is_told_from_a_pickle_by_its_header(tmp_path, projection, 
 
 
 def test_a_directory_is_refused(tmp_path):
-    with pytest.raises(ProjectionError, match="not a whole safetensors file"):
+    with pytest.raises(ProjectionError, match="not a complete safetensors file"):
         SparseProjection.load(tmp_path)
 
 

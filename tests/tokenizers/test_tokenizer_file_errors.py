@@ -115,6 +115,15 @@ def test_a_slow_huggingface_vocabulary_is_no_tokenizer(tmp_path):
     refused("huggingface", tmp_path, "not a recognised tokenizer file")
 
 
+@pytest.mark.parametrize("token_id", [1 << 31, -1, 2.5])
+def test_an_id_that_no_vocabulary_has_is_refused(tokenizer_path, tmp_path, token_id):
+    document = json.loads(file_kind(tokenizer_path("huggingface-byte-level")).file.read_text())
+    token = next(iter(document["model"]["vocab"]))
+    document["model"]["vocab"][token] = token_id
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    refused("huggingface", tmp_path, "an id that no vocabulary has", str(token_id), repr(token))
+
+
 @pytest.mark.parametrize("broken", ["model", "vocab"])
 def test_a_tokenizer_json_without_a_part_is_refused(tmp_path, broken):
     file = byte_level(tmp_path) / "tokenizer.json"

@@ -73,6 +73,10 @@ def install():
         answers[name] = lambda *_: 0
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
+    # The loaders of main pin what they read.
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor
+    # torch's optimizers ask it for a stream that captures a graph.
+    torch.accelerator.is_available = lambda: False
     kernels = types.ModuleType("megatron.legacy.fused_kernels")
     kernels.load = lambda args: None
     sys.modules[kernels.__name__] = kernels

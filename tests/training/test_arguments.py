@@ -143,7 +143,8 @@ TEACHER_SECTION = FILE[FILE.index("teacher:") : FILE.index("data:")]
         pytest.param(
             "--teacher-num-layers 2",
             (TEACHER_SECTION, ""),
-            "required configuration key is missing",
+            r"expected teacher\.tokenizer, teacher\.model\.hidden_size, .*teacher\.checkpoint; "
+            r"give them in the file, or by --teacher-hidden-size --teacher-num-attention-heads",
             id="one-flag-of-a-section",
         ),
         pytest.param(
@@ -155,13 +156,13 @@ TEACHER_SECTION = FILE[FILE.index("teacher:") : FILE.index("data:")]
         pytest.param(
             "--lr 1",
             ("optimizer: {lr: 0.5}", "optimizer: fast"),
-            r"run\.yaml:12: optimizer: a section is not a mapping",
+            r"run\.yaml:12: optimizer, with --lr: a section is not a mapping",
             id="no-mapping",
         ),
         pytest.param(
             "--num-layers 0",
             ("optimizer", "optimizer"),
-            r"run\.yaml:6: student: num_layers must be positive",
+            r"run\.yaml:6: student, with --num-layers: num_layers must be positive",
             id="value-of-a-section",
         ),
     ],

@@ -39,6 +39,12 @@ class Case(NamedTuple):
     window: int | None = None
     """Tokens that a position sees, with itself."""
 
+    cap: float | None = None
+    """Cap of the scores."""
+
+    has_sinks: bool = False
+    """Whether every head has a learned number in its softmax."""
+
 
 CASES = (
     Case(24, 1, 1, 1, 2),
@@ -48,7 +54,15 @@ CASES = (
     Case(48, 1, 2, 1, 3, window=5),
     Case(24, 2, 2, 2, 2, packed=True, window=7),
     Case(24, 1, 1, 1, 2, window=24),
+    Case(24, 2, 6, 2, 5, cap=0.7),
+    Case(48, 2, 3, 1, 4, packed=True, scale=0.3, window=7, cap=1.5),
+    Case(24, 2, 6, 2, 5, has_sinks=True),
+    Case(48, 2, 3, 3, 4, packed=True, scale=0.3, window=7, has_sinks=True),
 )
+
+
+UNCAPPED = tuple(case for case in CASES if case.cap is None)
+"""Those that megatron-core's own attention has."""
 
 
 class Attended(NamedTuple):
@@ -58,6 +72,14 @@ class Attended(NamedTuple):
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
+
+    sinks: torch.Tensor
+    """[H] a rank's part of the gradient; empty without any."""
+
+
+def sinks_of(case):
+    """[H] numbers of the heads."""
+    return torch.linspace(-1.5, 2.5, case.heads)
 
 
 def whole(case):
@@ -98,16 +120,31 @@ def attention(case, group):
         attention_dropout=0.0,
         hidden_dropout=0.0,
         window_size=window(case),
+        softmax_type="learnable" if case.has_sinks else "vanilla",
         context_parallel_size=dist.get_world_size(group),
     )
-    return ContextAttention(
-        config=config,
-        layer_number=1,
-        attn_mask_type=AttnMaskType.causal,
-        attention_type="self",
-        softmax_scale=case.scale,
-        pg_collection=SimpleNamespace(cp=group),
+    return with_sinks(
+        case,
+        ContextAttention(
+            config=config,
+            layer_number=1,
+            attn_mask_type=AttnMaskType.causal,
+            attention_type="self",
+            softmax_scale=case.scale,
+            score_cap=case.cap,
+            pg_collection=SimpleNamespace(cp=group),
+        ),
     )
+
+
+def with_sinks(case, attend):
+    if case.has_sinks:
+        attend.softmax_offset.data.copy_(sinks_of(case))
+    return attend
+
+
+def gradient_of_sinks(case, attend):
+    return attend.softmax_offset.grad if case.has_sinks else torch.zeros(0)
 
 
 def on_a_rank(case, group):
@@ -118,9 +155,11 @@ def on_a_rank(case, group):
     for part in inputs:
         part.requires_grad_()
     seen = rank.cut(without_window(case)[:, 0])[:, None] if case.packed else None
-    output = attention(case, group)(*inputs, seen)
+    attend = attention(case, group)
+    output = attend(*inputs, seen)
     output.backward(grad)
-    return Attended(output.detach(), *(part.grad for part in inputs))
+    of_inputs = (part.grad for part in inputs)
+    return Attended(output.detach(), *of_inputs, gradient_of_sinks(case, attend))
 
 
 def of_one_rank(kind, case, group):
@@ -132,6 +171,7 @@ def of_one_rank(kind, case, group):
         num_query_groups=case.groups,
         attention_dropout=0.0,
         window_size=window(case) if kind is ContextAttention else None,
+        softmax_type="learnable" if case.has_sinks else "vanilla",
         masked_softmax_fusion=False,
     )
     attend = kind(
@@ -142,6 +182,7 @@ def of_one_rank(kind, case, group):
         softmax_scale=case.scale,
         pg_collection=SimpleNamespace(cp=group, tp=group),
     )
+    with_sinks(case, attend)
     *inputs, grad = whole(case)
     for part in inputs:
         part.requires_grad_()
@@ -150,7 +191,8 @@ def of_one_rank(kind, case, group):
         seen = mask(case)
     output = attend(*inputs, seen, attn_mask_type=AttnMaskType.causal)
     output.backward(grad)
-    return Attended(output.detach(), *(part.grad for part in inputs))
+    of_inputs = (part.grad for part in inputs)
+    return Attended(output.detach(), *of_inputs, gradient_of_sinks(case, attend))
 
 
 def every_size(rank):
@@ -168,7 +210,7 @@ def every_size(rank):
     parallel_state._set_global_memory_buffer()
     model_parallel_cuda_manual_seed(1, tp_rank=0, ep_rank=0, etp_rank=0)
     found["of one"] = [
-        [of_one_rank(kind, case, groups[rank]) for case in CASES]
+        [of_one_rank(kind, case, groups[rank]) for case in UNCAPPED]
         for kind in (ContextAttention, DotProductAttention)
     ]
     return found
@@ -185,13 +227,20 @@ def plain(case, dtype):
     query, key, value = (part.requires_grad_() for part in inputs)
     heads = case.heads // case.groups
     scores = torch.einsum("ibhd,jbhd->bhij", query, key.repeat_interleave(heads, dim=2))
-    scores = (scores * (case.scale or 1 / math.sqrt(case.width))).masked_fill(
-        mask(case), -torch.inf
-    )
+    scores = scores * (case.scale or 1 / math.sqrt(case.width))
+    if case.cap is not None:
+        scores = case.cap * torch.tanh(scores / case.cap)
+    scores = scores.masked_fill(mask(case), -torch.inf)
     values = value.repeat_interleave(heads, dim=2)
-    output = torch.einsum("bhij,jbhd->ibhd", scores.softmax(dim=-1), values).flatten(2)
+    sinks = sinks_of(case).to(dtype).requires_grad_()
+    if case.has_sinks:
+        own = sinks[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, own), dim=-1)
+    shares = scores.softmax(dim=-1)[..., : case.length]
+    output = torch.einsum("bhij,jbhd->ibhd", shares, values).flatten(2)
     output.backward(grad)
-    return Attended(output.detach(), query.grad, key.grad, value.grad)
+    of_sinks = sinks.grad if case.has_sinks else torch.zeros(0, dtype=dtype)
+    return Attended(output.detach(), query.grad, key.grad, value.grad, of_sinks)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -201,21 +250,24 @@ def test_output_and_gradients_are_those_of_whole_sequences(case, size, ranks):
     for first in range(0, 4 // size * size, size):
         parts = [ranks[first + rank][size][CASES.index(case)] for rank in range(size)]
         for name, expected, rounded in zip(Attended._fields, truth, single, strict=True):
-            joined = in_order(torch.cat([getattr(part, name) for part in parts]), size)
+            pieces = [getattr(part, name) for part in parts]
+            joined = sum(pieces) if name == "sinks" else in_order(torch.cat(pieces), size)
+            if not joined.numel():
+                continue
             # No worse than twice what the plain expression loses to fp32, and its last places.
             allowed = 2 * (rounded - expected).abs().max() + 1e-6 * expected.abs().max()
             assert (joined - expected).abs().max() <= allowed, name
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", UNCAPPED, ids=str)
 def test_values_and_gradients_are_those_of_megatron_core(case, ranks):
     for name, found, expected in zip(
-        Attended._fields, *(part[CASES.index(case)] for part in ranks[0]["of one"]), strict=True
+        Attended._fields, *(part[UNCAPPED.index(case)] for part in ranks[0]["of one"]), strict=True
     ):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("number", [2, 4], ids=["", "window"])
+@pytest.mark.parametrize("number", [2, 4, 7, 9, 10], ids=["", "window", "cap", "sinks", "both"])
 def test_the_last_positions_attend_to_a_cache_as_they_do_in_whole_rows(number, monkeypatch):
     monkeypatch.setattr("torch.distributed.get_rank", lambda _: 0)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda _: 1)
@@ -242,7 +294,7 @@ def test_parts_of_rows_are_put_in_order_again(size):
     [
         ({"attention_dropout": 0.1}, "attention_dropout"),
         ({"window_size": (8, 2)}, "window_size after a position"),
-        ({"softmax_type": "off-by-one"}, "softmax_type"),
+        ({"softmax_type": "off-by-one"}, "softmax_type off-by-one"),
     ],
 )
 def test_what_it_does_not_do_is_refused(options, where):

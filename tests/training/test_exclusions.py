@@ -102,6 +102,21 @@ ON = {
     "student.post_layernorms": {"student": {"post_layernorms": True}},
     "student.scale_embeddings": {"student": {"scale_embeddings": True}},
     "student.gate_activation other than silu": {"student": {"gate_activation": "gelu_tanh"}},
+    "student.gate_limit": {"student": {"gate_limit": 7.0}},
+    "student.gated_offset other than 0.0": {"student": {"gated_offset": 1.0}},
+    "student.kv_lora_rank": {
+        "student": {
+            "kv_lora_rank": 12,
+            "qk_head_dim": 10,
+            "qk_pos_emb_head_dim": 8,
+            "v_head_dim": 6,
+        }
+    },
+    "student.attention_cap": {"student": {"attention_cap": 50.0}},
+    "student.logit_cap": {"student": {"logit_cap": 30.0}},
+    "logit_cap of a teacher": {"teacher": {"model": MODEL | {"logit_cap": 30.0}}},
+    "an objective that reads heads: dskd": {"loss": {"objective": "dskd"}},
+    "student.attention_sinks": {"student": {"attention_sinks": True}},
     "student.softmax_scale": {"student": {"softmax_scale": 0.5}},
     "student.local_rotary_base": {
         "student": {"local_rotary_base": 10000, "full_attention_interval": 6}

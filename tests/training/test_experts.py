@@ -10,7 +10,9 @@ from torch.nn import functional
 from megatron_ext.distributed.layout import Layout
 from megatron_ext.errors import ConfigError
 from megatron_ext.training.configuration.config import ModelConfig, ParallelConfig, TrainingConfig
+from megatron_ext.training.configuration.lora import LINEAR_LAYERS, LoraConfig
 from megatron_ext.training.megatron_models.experts import loads, routers
+from megatron_ext.training.megatron_models.learning_parts import add_adapters, freeze_parts
 from megatron_ext.training.megatron_models.models import build_model_chunks
 from tests.process_group import run_ranks
 from tests.training.rank_functions import fresh_groups
@@ -40,6 +42,9 @@ KINDS = {
         "moe_router_topk_scaling_factor": 2.5,
     },
 }
+KINDS["adapted"] = KINDS["softmax"]
+KINDS["adapted-frozen"] = KINDS["sigmoid"]
+ADAPTERS = LoraConfig(rank=2, alpha=6.0, targets=tuple(LINEAR_LAYERS))
 
 
 def measure(rank, kinds):
@@ -55,6 +60,13 @@ def measure(rank, kinds):
             training=TrainingConfig(train_iters=1),
             groups=groups,
         )
+        if name.startswith("adapted"):
+            add_adapters(chunks, ADAPTERS, seed=3)
+            for parameter_name, parameter in gpt.named_parameters():
+                if parameter_name.endswith(".lora.b"):
+                    torch.nn.init.normal_(parameter, std=0.2)
+        if name.endswith("frozen"):
+            freeze_parts(chunks, None)
         found[name] = _pairs(chunks, gpt.decoder.layers[0].mlp)
     return found
 
@@ -78,7 +90,8 @@ def _pairs(chunks, layer):
     unseen = router.load.clone()
 
     output, _ = layer(hidden, padding_mask=padding)
-    weights = dict(layer.named_parameters())
+    learns = router.weight.requires_grad
+    weights = {name: it for name, it in layer.named_parameters() if it.requires_grad}
     inputs = [hidden, *weights.values()]
     found = torch.autograd.grad((output * upstream).sum(), inputs)
 
@@ -87,13 +100,15 @@ def _pairs(chunks, layer):
     balance, z_loss = _plain_losses(logits, router, padding)
     config = router.config
     total = (expected * upstream).sum()
-    total = total + (0.3 * balance + 0.07 * z_loss) / count
+    if learns:
+        total = total + (0.3 * balance + 0.07 * z_loss) / count
     gradients = torch.autograd.grad(total, inputs)
 
     tokens = chosen[~padding.T].sum(dim=0)
     metrics = loads(chunks, 1)
     bias = router.expert_bias
-    moved = None if bias is None else bias + 0.25 * torch.sign(tokens.float().mean() - tokens)
+    step = 0.25 * torch.sign(tokens.float().mean() - tokens) * learns
+    moved = None if bias is None else bias + step
     router.update_bias()
     pairs = {
         "a pass that does not learn": (unseen, torch.zeros_like(unseen)),
@@ -141,8 +156,14 @@ def _plain_output(hidden, logits, layer):
 
 
 def _feed_forward(hidden, mlp):
-    gate, up = (hidden @ mlp.linear_fc1.weight.T).chunk(2, dim=-1)
-    return (functional.silu(gate) * up) @ mlp.linear_fc2.weight.T
+    gate, up = (hidden @ _merged(mlp.linear_fc1).T).chunk(2, dim=-1)
+    return (functional.silu(gate) * up) @ _merged(mlp.linear_fc2).T
+
+
+def _merged(linear):
+    if linear.lora is None:
+        return linear.weight
+    return linear.weight + 3.0 * linear.lora.b @ linear.lora.a
 
 
 def _plain_losses(logits, router, padding):

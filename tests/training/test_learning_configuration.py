@@ -14,6 +14,7 @@ from tests.training.tiny_run import changed
         (("q_proj", "k_proj", "v_proj"), ("linear_qkv",)),
         (("down_proj", "o_proj"), ("linear_proj", "linear_fc2")),
         (("linear_fc1", "gate_proj", "up_proj"), ("linear_fc1",)),
+        (("experts.down_proj", "linear_fc2"), ("linear_fc2", "experts.linear_fc2")),
     ],
 )
 def test_targets_may_have_the_names_of_either_library(targets, layers):
@@ -53,6 +54,30 @@ def test_adapters_that_cannot_be_are_refused(options, message):
 def test_parts_that_cannot_learn_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         changed(planned_run(), **changes)
+
+
+EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 24}
+SHARED = {"moe_shared_expert_intermediate_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("student", "targets", "parts", "message"),
+    [
+        ({}, ("experts.linear_fc1",), None, "no experts.* got experts.linear_fc1"),
+        ({}, None, ("norms", "routers"), "no experts.* got routers"),
+        (EXPERTS, ("linear_qkv", "linear_fc2"), None, "none is shared.*experts.linear_fc2"),
+    ],
+)
+def test_layers_that_a_student_lacks_are_refused(student, targets, parts, message):
+    lora = LoraConfig(rank=2, targets=targets) if targets else None
+    with pytest.raises(ConfigError, match=message):
+        changed(planned_run(), student=student, training={"trainable": parts}, lora=lora)
+
+
+def test_adapters_of_a_student_with_experts_are_of_attention_and_of_what_is_shared():
+    changed(planned_run(), student=EXPERTS, lora=LoraConfig(rank=2))
+    shared = LoraConfig(rank=2, targets=("linear_fc1",))
+    changed(planned_run(), student=EXPERTS | SHARED, lora=shared)
 
 
 def test_an_untied_head_learns_alone_and_adapters_may_have_parts_beside_them():

@@ -156,10 +156,10 @@ def test_the_plot_is_a_png_that_shows_every_row_and_held_out_text_where_there_is
 
 
 def test_the_progress_line_starts_where_the_run_stands(capsys):
-    with progress_bar("distil", total=10, done=4) as bar:
+    with progress_bar("distill", total=10, done=4) as bar:
         bar.update()
     shown = capsys.readouterr().err
-    assert "distil" in shown
+    assert "distill" in shown
     assert "5/10" in shown
 
 

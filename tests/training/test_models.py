@@ -20,7 +20,7 @@ def test_a_gpu_without_transformer_engine_gets_torch_layers_and_a_torch_norm(mon
     monkeypatch.setattr(cpu_megatron, "is_installed", lambda: False)
     model = ModelConfig(num_layers=4, hidden_size=8, num_attention_heads=2)
     parallel = ParallelConfig(pipeline_model_parallel_size=2)
-    spec = models._layer_spec(model, parallel, has_adapters=False)
+    spec = models._layer_spec(model, parallel, stage=0, has_adapters=False)
     assert isinstance(spec, TransformerBlockSubmodules)
     assert len(spec.layer_specs) == 2
     assert spec.layer_norm is TorchNorm

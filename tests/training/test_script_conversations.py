@@ -175,11 +175,31 @@ def test_packing_without_an_attention_that_keeps_conversations_apart_is_refused(
         _built(records, tokenizer, monkeypatch, "--sft-packing", "best-fit", **arguments)
 
 
+def test_bounds_that_ranks_would_not_await_are_refused(records, tmp_path, monkeypatch):
+    tokenizer = _tokenizer("byte-level", tmp_path)
+    options = {"transformer_impl": "transformer_engine", "tensor_model_parallel_size": 2}
+    words = ("--sft-packing", "best-fit")
+    monkeypatch.setattr(megatron.core, "__version__", "0.17.0")
+    assert "max_seqlen" in _built(records, tokenizer, monkeypatch, *words, **options)[0]
+    monkeypatch.setattr(megatron.core, "__version__", "0.16.1")
+    with pytest.raises(ConfigError, match=r"--tensor-model-parallel-size: .*do not await"):
+        _built(records, tokenizer, monkeypatch, *words, **options)
+
+
 def test_a_tokenizer_of_the_old_system_is_refused(records):
     with pytest.raises(ConfigError, match=r"--sft: .*leave --legacy-tokenizer out"):
         ScriptConversations.build_low_level_dataset(
             str(records), SimpleNamespace(tokenizer=object())
         )
+
+
+def test_ranks_that_share_sequences_need_an_attention_for_it():
+    parser = release_parser(RELEASES[0])
+    add_sft_arguments(parser)
+    words = ("--sft", "--context-parallel-size", "2", "--transformer-impl")
+    check_sft_arguments(parser.parse_args([*words, "transformer_engine"]))
+    with pytest.raises(ConfigError, match=r"--context-parallel-size: .*whole sequences"):
+        check_sft_arguments(parser.parse_args([*words, "local"]))
 
 
 def test_a_flag_of_conversations_without_sft_is_refused():

@@ -65,8 +65,8 @@ error of a share of 5 % over 100 chunks is 2 %."""
 _LONG_NUMBERS: Final = ("digits-2", "digits-3", "digits-4+")
 
 _MEASURED: Final = (
-    "In short runs of small models a student learned more by it than by any other objective on the "
-    "pairs like this that were compared (docs/losses.md)."
+    "In short runs of small models, a student learned more from it than from any other objective, "
+    "on the pairs of this kind that were compared (docs/losses.md)."
 )
 _NOT_MEASURED: Final = "No objectives have been compared on such text: compare runs."
 

@@ -221,6 +221,8 @@ class _Text:
     def _recommendation(self) -> Iterator[str]:
         advice = self._report.recommendation
         yield f"\n{self._styled(BOLD, 'objective')}\n"
+        if advice.objective is not None:
+            yield f"  --loss-objective {advice.objective}\n"
         for sentence in (advice.title, *advice.reasons):
             yield (
                 textwrap.fill(sentence, _WIDTH, initial_indent="  ", subsequent_indent="  ") + "\n"

@@ -53,8 +53,7 @@ _KINDS: Final = (
     _Kind(
         "Loss",
         "The loss of a step and its terms before they are weighted: ce is next-token "
-        "cross-entropy, kd what the student learns by from its teachers, with a term for each "
-        "of several.",
+        "cross-entropy, kd the distillation term, with one more for each of several teachers.",
         lambda name, terms: name in {"loss", "ce", "kd"} or name in terms,
         is_together=True,
         unit="nats",

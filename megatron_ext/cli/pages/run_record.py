@@ -11,6 +11,7 @@ from typing import Any, Final
 from megatron_ext.cli.pages.token_view import with_short_paths
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import parse_json, read_json, whole_lines
+from megatron_ext.registry import with_near_path
 from megatron_ext.training.configuration.yaml_file import read_config_file
 from megatron_ext.training.run_folder import (
     CONFIG_FILE,
@@ -121,7 +122,10 @@ def read_run(folder: Path, *, name: str) -> RunRecord:
     """
     if not folder.is_dir():
         raise ConfigError(
-            "there is no such run", where=folder, expected="the run_dir of a configuration"
+            "there is no such run",
+            where=folder,
+            expected="the run_dir of a configuration",
+            fix=with_near_path(None, folder),
         )
     if not any((folder / file).exists() for file in (CONFIG_FILE, METRICS_FILE)):
         raise ConfigError(

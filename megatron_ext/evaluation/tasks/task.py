@@ -15,6 +15,7 @@ from megatron_ext.documents.records import whole_records
 from megatron_ext.documents.source_file import source_file, source_kind
 from megatron_ext.errors import DataError
 from megatron_ext.evaluation.language_model import LanguageModel, rolling_requests
+from megatron_ext.registry import with_near_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +112,7 @@ def read_records(path: Path) -> list[Row]:
             "this is a folder" if path.is_dir() else "there is no such file or folder",
             where=path,
             expected="a data file, or a folder of them where a task says so",
-            fix="correct the path",
+            fix=with_near_path("correct the path", path),
         )
     if kind in ("text", "text-gzip"):
         raise DataError(

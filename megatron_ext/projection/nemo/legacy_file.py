@@ -108,7 +108,7 @@ def _load(path: Path) -> Any:
     except Exception as error:
         # torch raises any error of its archive reader, its unpickler or its storages.
         raise ProjectionError(
-            "the file is not a whole torch file",
+            "the file is not a complete torch file",
             where=path,
             got=_first_line(error),
             expected=LEGACY_CONTENT,

@@ -34,6 +34,9 @@ _HIDDEN = f" {uuid4().hex} "
 """Random prefix of pieces that no text may spell: no text can contain it but by a guess."""
 
 
+MOST_IDS: Final = 1 << 24
+"""Ids that a vocabulary may have, holes among them: there are tables of all of them."""
+
 PINNED_KEY: Final = "megatron_ext_pinned_tokens"
 """Key of ``tokenizer_config.json``: added tokens that are in the model's vocabulary to keep their
 ids alone. The library tokenizers numbers added tokens anew where a vocabulary has grown."""
@@ -83,6 +86,7 @@ class HuggingFaceFile:
                 expected="a model with a vocabulary, and added_tokens",
                 where=file,
             ) from error
+        _check_ids(self._ids | self._added_ids, file)
         self._config = config
         self._roles = dict(roles or {})
         self._given = [name for name in special_tokens if name not in self._roles.values()]
@@ -288,6 +292,17 @@ def _without_names(model: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
             if left + right not in names and left not in names and right not in names
         ]
     return hidden
+
+
+def _check_ids(ids: Mapping[str, int], file: Path) -> None:
+    for name, token_id in ids.items():
+        if not isinstance(token_id, int) or not 0 <= token_id < MOST_IDS:
+            raise TokenizerError(
+                "a token has an id that no vocabulary has",
+                got=f"{token_id!r} for {name!r}",
+                expected=f"0 to {MOST_IDS - 1:,}",
+                where=file,
+            )
 
 
 def _with_special(

@@ -26,11 +26,14 @@ from megatron_ext.training.checkpoints.folder import find_checkpoint
 from megatron_ext.training.checkpoints.huggingface_check import full_settings
 from megatron_ext.training.checkpoints.huggingface_export import family_config
 from megatron_ext.training.checkpoints.slices import CheckpointSlices
-from megatron_ext.training.configuration.lora import LoraConfig
+from megatron_ext.training.configuration.lora import DENSE_LAYERS, LoraConfig
 
 CONFIG_FILE: Final = "adapter_config.json"
 WEIGHTS_FILE: Final = "adapter_model.safetensors"
 _PREFIX: Final = "base_model.model."
+_SHARED: Final = "shared_expert"
+"""Parent of layers whose names single experts of transformers 4 have, too."""
+
 _MERGED: Final = "export the merged model, without --adapter"
 
 
@@ -55,6 +58,16 @@ def export_adapter(
     run = checkpoint_config(checkpoint, verify=verify)
     if slices.lora is None:
         raise CheckpointError("the checkpoint has no adapters", where=checkpoint, fix=_MERGED)
+    of_experts = [name for name in slices.lora.targets if name.startswith("experts.")]
+    if of_experts:
+        raise CheckpointError(
+            "peft has adapters beside layers, and transformers has the experts of a layer in one "
+            "tensor",
+            where=checkpoint,
+            got=f"lora.targets {', '.join(of_experts)}",
+            expected=f"some of {', '.join(DENSE_LAYERS)}",
+            fix=_MERGED,
+        )
     parts = (run.get("training") or {}).get("trainable")
     if parts:
         raise CheckpointError(
@@ -82,7 +95,7 @@ def _of(
     tensor: MegatronTensor, slices: CheckpointSlices, dtype: torch.dtype | None
 ) -> dict[str, torch.Tensor]:
     """peft's tensors of one layer's adapter; none where it has none."""
-    adapter = slices.adapter(tensor.key, tensor.layer)
+    adapter = slices.adapter(tensor.key, tensor.place)
     if adapter is None:
         return {}
     a, b = (matrix.to(dtype or matrix.dtype) for matrix in adapter)
@@ -111,5 +124,11 @@ def _config(lora: LoraConfig | None, tensors: dict[str, torch.Tensor], run: Any)
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+        "target_modules": sorted(set(map(_module, tensors))),
     }
+
+
+def _module(name: str) -> str:
+    """The end of a layer's name that peft finds it by, which no layer without an adapter has."""
+    *_, parent, layer, _, _ = name.split(".")
+    return f"{parent}.{layer}" if parent == _SHARED else layer

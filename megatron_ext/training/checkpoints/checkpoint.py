@@ -201,9 +201,13 @@ def checkpoint_lora(checkpoint: Path, *, verify: bool = True) -> LoraConfig | No
 
 
 def _known(values: Mapping[str, Any], config_type: Any) -> dict[str, Any]:
-    """Values of the fields that a configuration has in this version."""
+    """Values of the fields that a configuration has in this version; lists of JSON as tuples."""
     names = {field.name for field in dataclasses.fields(config_type)}
-    return {name: value for name, value in values.items() if name in names}
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in values.items()
+        if name in names
+    }
 
 
 def checkpoint_config(checkpoint: Path, *, verify: bool = True) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.files import flush, write_text
 from megatron_ext.huggingface.checkpoint_files import is_checkpoint_folder
 from megatron_ext.huggingface.hub import hub_model
+from megatron_ext.registry import with_near_path
 from megatron_ext.training.checkpoints.manifest import write_manifest
 
 CHECKPOINTS: Final = "checkpoints"
@@ -137,8 +138,11 @@ def find_checkpoint(path: str, *, where: str) -> Path:
             got=f"{path}, {_described(folder)}",
             expected="a HuggingFace folder, a run, its checkpoints or one iteration in them, or "
             "OWNER/NAME of a model on the hub",
-            fix="correct the path, or train or download the model first: "
-            f"hf download OWNER/NAME --local-dir {path}",
+            fix=with_near_path(
+                "correct the path, or train or download the model first: "
+                f"hf download OWNER/NAME --local-dir {path}",
+                path,
+            ),
         )
     return checkpoint
 

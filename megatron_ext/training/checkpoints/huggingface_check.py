@@ -87,6 +87,7 @@ def full_settings(model: ModelConfig) -> dict[str, Any]:
     return dataclasses.asdict(model) | {
         "num_query_groups": model.query_groups,
         "kv_channels": model.head_width,
+        "moe_router_expert_bias": model.has_expert_bias,
         "ffn_hidden_size": model.ffn_width,
         "moe_ffn_hidden_size": None if model.num_experts is None else model.expert_width,
     }

@@ -19,6 +19,7 @@ from megatron_ext.huggingface.checkpoint_files import (
     kept_folder,
     side_files,
 )
+from megatron_ext.huggingface.deepseek import NEXT
 from megatron_ext.huggingface.families import FAMILIES
 from megatron_ext.huggingface.family import Family
 from megatron_ext.huggingface.model_settings import model_config, settings_of, tensor_map
@@ -93,9 +94,10 @@ class _ExportedTensors:
     def __init__(self, slices: CheckpointSlices, tensors: TensorMap, *, where: Path) -> None:
         self._slices = slices
         self._shapes = tensors.shapes()
-        self._homes = {
-            block.name: tensor for tensor in tensors.megatron_tensors() for block in tensor.blocks
-        }
+        self._homes: dict[str, dict[MegatronTensor, None]] = {}
+        for tensor in tensors.megatron_tensors():
+            for block in tensor.blocks:
+                self._homes.setdefault(block.name, {})[tensor] = None
         missing = [key for key in tensors.keys_of_checkpoint if key not in slices.tensors]
         if missing:
             raise CheckpointError(
@@ -111,29 +113,30 @@ class _ExportedTensors:
             TensorPlan(
                 name=name,
                 shape=shape,
-                dtype=dtype or stored[self._homes[name].key].properties.dtype,
+                dtype=dtype or stored[next(iter(homes)).key].properties.dtype,
             )
             for name, shape in self._shapes.items()
+            for homes in [self._homes[name]]
         ]
 
     def tensors(self, plans: list[TensorPlan]) -> dict[str, torch.Tensor]:
         """The tensors of one file."""
-        homes = {plan.name: self._homes[plan.name] for plan in plans}
-        keys = list({(home.key, home.place): None for home in homes.values()})
+        homes = {home: None for plan in plans for home in self._homes[plan.name]}
+        keys = list({(home.key, home.place): None for home in homes})
         loaded = dict(zip(keys, self._slices.read(keys), strict=True))
-        return {
-            plan.name: _part(plan, home, loaded[home.key, home.place])
-            for plan in plans
-            for home in [homes[plan.name]]
-        }
+        found = {}
+        for plan in plans:
+            tensor = torch.empty(plan.shape, dtype=plan.dtype)
+            for home in self._homes[plan.name]:
+                _fill(tensor, plan.name, home, loaded[home.key, home.place])
+            found[plan.name] = tensor
+        return found
 
 
-def _part(plan: TensorPlan, home: MegatronTensor, loaded: torch.Tensor) -> torch.Tensor:
-    """A HuggingFace tensor, from the megatron-core tensor that contains its rows."""
-    tensor = torch.empty(plan.shape, dtype=plan.dtype)
-    for block, row in home.rows_of(plan.name):
-        tensor[block.start : block.stop] = loaded[row : row + block.stop - block.start]
-    return tensor
+def _fill(tensor: torch.Tensor, name: str, home: MegatronTensor, loaded: torch.Tensor) -> None:
+    """Copy the rows of a HuggingFace tensor that a megatron-core tensor contains."""
+    for block, row in home.rows_of(name):
+        block.of(tensor).copy_(loaded[row : row + block.rows])
 
 
 def _rows(slices: CheckpointSlices, model: ModelConfig, tokenizer: KeptTokenizer) -> int:
@@ -165,6 +168,11 @@ def family_config(
     where = (kept or checkpoint) / CONFIG_FILE
     check_same_model(settings_of(family, config, where=where), model, where=where)
     config.pop("dtype", None)
+    # Weights are written without groups and exponents.
+    config.pop("quantization_config", None)
+    if config.get(NEXT):
+        # These layers were left out.
+        config[NEXT] = 0
     return config | {"vocab_size": settings["vocab_size"]}, family
 
 

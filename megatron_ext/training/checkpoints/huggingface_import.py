@@ -25,6 +25,7 @@ from megatron_ext.distributed.layout import Layout, launched_processes
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import CheckpointError, DistributedError
 from megatron_ext.huggingface.checkpoint_files import (
+    MXFP4,
     SIDE_FOLDER,
     TOKENIZER_FILES,
     CheckpointFiles,
@@ -73,7 +74,12 @@ def lone_process() -> Iterator[ProcessGroups]:
             dist.destroy_process_group()
 
 
-_DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES: Final = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    MXFP4: torch.bfloat16,
+}
 
 
 def import_huggingface(folder: Path, output: Path) -> Path:

@@ -58,11 +58,9 @@ class CheckpointSlices:
         self.lora: LoraConfig | None = checkpoint_lora(checkpoint, verify=False)
         """Adapters of the checkpoint."""
 
-    def adapter(
-        self, name: str, layer: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def adapter(self, name: str, place: Place = ()) -> tuple[torch.Tensor, torch.Tensor] | None:
         """A [R, in] and B [out, R] beside the weight ``name``, of every layer [layers, ...] where
-        none is given; None where it has no adapter.
+        no place is given; None where it has no adapter.
 
         Raises:
             CheckpointError: As ``read``.
@@ -70,7 +68,6 @@ class CheckpointSlices:
         stem = name.removesuffix("weight")
         if self.lora is None or f"{stem}lora.a" not in self.tensors:
             return None
-        place = () if layer is None else (layer,)
         a, b = self._read([(f"{stem}lora.a", place), (f"{stem}lora.b", place)])
         return a, b
 
@@ -84,7 +81,7 @@ class CheckpointSlices:
         """
         tensors = self._read(wanted)
         for tensor, (name, place) in zip(tensors, wanted, strict=True):
-            adapter = None if len(place) > 1 else self.adapter(name, *place)
+            adapter = self.adapter(name, place)
             if adapter is not None and self.lora is not None:
                 add_product(tensor, *adapter, scale=self.lora.scale)
         return tensors

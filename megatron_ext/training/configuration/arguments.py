@@ -170,7 +170,9 @@ def config_from_arguments(namespace: argparse.Namespace) -> DistillConfig:
         CheckpointError: A model is to be taken from a folder that is not there, or cannot be read.
     """
     file_values, file_where = (
-        read_config_file(namespace.config) if namespace.config else ({}, lambda keys: "flags")
+        read_config_file(namespace.config)
+        if namespace.config
+        else ({}, lambda keys: "command line")
     )
     flag_of = {flag.keys: flag.name for flag in config_flags()}
     given = {tuple(name.split(_SEPARATOR)): value for name, value in vars(namespace).items()}
@@ -180,9 +182,13 @@ def config_from_arguments(namespace: argparse.Namespace) -> DistillConfig:
         values = _with(values, keys, value)
 
     def where(keys: tuple[str, ...]) -> str:
-        return flag_of[keys] if keys in overrides else file_where(keys)
+        if keys in overrides:
+            return flag_of[keys]
+        inner = [flag_of[path] for path in overrides if keys and path[: len(keys)] == keys]
+        return f"{file_where(keys)}, with {' '.join(inner)}" if inner else file_where(keys)
 
-    return build_config(DistillConfig, with_huggingface_models(values, where), where)
+    filled = with_huggingface_models(values, where)
+    return build_config(DistillConfig, filled, where, flags=flag_of)
 
 
 def is_given(namespace: argparse.Namespace, *keys: str) -> bool:

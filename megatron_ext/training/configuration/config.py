@@ -20,7 +20,7 @@ from megatron_ext.training.configuration.exclusions import check_exclusions
 from megatron_ext.training.configuration.loop import OptimizerConfig as OptimizerConfig
 from megatron_ext.training.configuration.loop import ParallelConfig as ParallelConfig
 from megatron_ext.training.configuration.loop import TrainingConfig as TrainingConfig
-from megatron_ext.training.configuration.lora import LoraConfig, check_tied
+from megatron_ext.training.configuration.lora import LoraConfig, check_experts, check_tied
 from megatron_ext.training.configuration.model import ModelConfig as ModelConfig
 from megatron_ext.training.configuration.model import check_not_negative, check_positive
 from megatron_ext.training.configuration.rollouts import RolloutConfig
@@ -272,9 +272,12 @@ class DistillConfig:
     run_dir: str
     """Folder for checkpoints, metrics, plot and projection; a run in the folder is resumed."""
 
-    tokenizer: TokenizerConfig = field(metadata={"prefix": "tokenizer-"})
+    # Both are those of the checkpoint's folder where they are not given.
+    tokenizer: TokenizerConfig = field(
+        metadata={"prefix": "tokenizer-", "from": "initial_checkpoint"}
+    )
 
-    student: ModelConfig = field(metadata={"prefix": ""})
+    student: ModelConfig = field(metadata={"prefix": "", "from": "initial_checkpoint"})
 
     data: DataConfig = field(metadata={"prefix": "data-"})
 
@@ -348,6 +351,12 @@ class DistillConfig:
         self._check_rollouts()
         is_tied = not self.student.untie_embeddings_and_output_weights
         check_tied(self.training.trainable, is_tied=is_tied)
+        check_experts(
+            self.lora,
+            self.training.trainable,
+            has_experts=self.student.num_experts is not None,
+            has_dense=self.student.has_dense_layers,
+        )
         if self.parallel.sequence_parallel and self.training.variable_seq_lengths:
             multiple = self.training.seq_length_multiple
             _check_layout("run", "seq_length_multiple", multiple, tp, "tensor_model_parallel_size")
@@ -485,8 +494,13 @@ def _check_model(
     """Check that a model divides over tensor-parallel ranks and over stages."""
     _check_layout(name, "num_layers", model.num_layers, stages, axes[1])
     _check_layout(name, "attention heads", model.query_groups, tp, axes[0])
-    if model.num_experts is None:
+    if model.num_experts is None or model.moe_first_dense_layers:
         _check_layout(name, "ffn_hidden_size", model.ffn_width, tp, axes[0])
+    if model.is_latent:
+        # megatron-core makes them cut before they are replaced by whole ones.
+        narrow = (model.kv_lora_rank or 0) + model.rotary_width
+        _check_layout(name, "kv_lora_rank and qk_pos_emb_head_dim", narrow, tp, axes[0])
+        _check_layout(name, "q_lora_rank", model.q_lora_rank or 0, tp, axes[0])
 
 
 def _check_experts(name: str, model: ModelConfig, parallel: ParallelConfig) -> None:

@@ -215,6 +215,21 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "take another weighting, or leave loss.linear out",
     ),
     Exclusion(
+        features.STUDENT_CAP,
+        features.LINEAR,
+        "the linear form makes logits of the head alone",
+        "leave loss.linear out",
+    ),
+    *(
+        Exclusion(
+            capped,
+            features.READS_HEADS,
+            "it makes logits of the heads alone",
+            "take another objective, or a model without a cap",
+        )
+        for capped in (features.STUDENT_CAP, features.TEACHER_CAP)
+    ),
+    Exclusion(
         features.LINEAR,
         features.LATE_GATHER,
         "the linear form reads the head before overlap_param_gather has gathered it",
@@ -292,8 +307,8 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
     # Experts.
     Exclusion(
         features.LORA,
-        features.STUDENT_EXPERTS,
-        "adapters beside experts are not supported",
+        features.LATENT,
+        "adapters are of other attention",
         "leave lora out",
     ),
     Exclusion(
@@ -369,6 +384,12 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
             key_feature("student.post_layernorms"),
             key_feature("student.scale_embeddings"),
             key_feature("student.gate_activation", off="silu"),
+            key_feature("student.gate_limit", off=None),
+            key_feature("student.gated_offset", off=0.0),
+            key_feature("student.attention_sinks"),
+            key_feature("student.attention_cap", off=None),
+            features.STUDENT_CAP,
+            features.LATENT,
             key_feature("student.softmax_scale", off=None),
             key_feature("student.local_rotary_base", off=None),
             key_feature("student.rotary_divisors", off=None),

@@ -213,6 +213,18 @@ def _starts_from_heads(setting: Setting) -> str | None:
     return "projectors heads" if is_dskd and loss.options.get("projectors") == "heads" else None
 
 
+def _reads_heads(setting: Setting) -> str | None:
+    teacher = setting.teacher
+    if teacher is None or not setting.config.distils:
+        return None
+    is_dskd = setting.config.loss.of_teacher(teacher).objective == "dskd"
+    return "loss.objective dskd" if is_dskd else None
+
+
+def _teacher_cap(setting: Setting) -> float | None:
+    return None if setting.teacher is None else setting.teacher.model.logit_cap
+
+
 def _fraction(setting: Setting) -> float | None:
     factor = setting.config.student.rotary_seq_len_interpolation_factor
     return None if factor is None or factor.is_integer() else factor
@@ -344,6 +356,12 @@ WHOLE_SEQUENCES: Final = Feature(
     off="without it",
     value=_whole_sequences,
 )
+STUDENT_CAP: Final = key_feature("student.logit_cap", off=None)
+TEACHER_CAP: Final = Feature(
+    name="`logit_cap` of a teacher", key="{teacher}.model.logit_cap", value=_teacher_cap
+)
+READS_HEADS: Final = Feature(name="an objective that reads heads: `dskd`", value=_reads_heads)
+LATENT: Final = key_feature("student.kv_lora_rank", off=None)
 STUDENT_EXPERTS: Final = key_feature("student.num_experts", off=None)
 TEACHER_EXPERTS: Final = Feature(
     name="`num_experts` of a teacher on the student's ranks",

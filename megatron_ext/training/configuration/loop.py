@@ -47,7 +47,8 @@ class TrainingConfig:
 
     trainable: tuple[str, ...] | None = None
     """Parts of the student that learn: ``embeddings``, ``layers``, ``norms`` (those of layers and
-    the last), ``head``. All when not given; beside adapters (``lora``) none."""
+    the last), ``experts`` (without shared ones), ``routers``, ``head``. All when not given; beside
+    adapters (``lora``) none."""
 
     recompute_granularity: Literal["full", "selective"] | None = None
     """Activations of the student that the backward pass computes again instead of keeping: those of
@@ -79,8 +80,9 @@ class TrainingConfig:
     """Folder for TensorBoard's event files; none when not given."""
 
     wandb_project: str | None = None
-    """Project of Weights & Biases that the run is logged to; ``WANDB_MODE=offline`` in the
-    environment keeps it on this machine."""
+    """Project of Weights & Biases that the run is logged to, by the name of its folder; of the
+    environment, ``WANDB_ENTITY`` and ``WANDB_TAGS`` are read, and ``WANDB_MODE=offline`` keeps the
+    run on this machine."""
 
     async_save: bool = False
     """Write checkpoints in the background while training goes on."""

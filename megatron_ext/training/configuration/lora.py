@@ -10,16 +10,26 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.registry import did_you_mean
 from megatron_ext.training.configuration.model import check_positive
 
-PARTS: Final = ("embeddings", "layers", "norms", "head")
+PARTS: Final = ("embeddings", "layers", "norms", "experts", "routers", "head")
 """Names of ``training.trainable``."""
+
+_OF_EXPERTS: Final = frozenset(("experts", "routers"))
+"""Those of them that a dense student does not have."""
 
 LINEAR_LAYERS: Final[dict[str, tuple[str, ...]]] = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "linear_proj": ("o_proj",),
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
+    "experts.linear_fc1": ("experts.gate_proj", "experts.up_proj"),
+    "experts.linear_fc2": ("experts.down_proj",),
 }
 """megatron-core's linear layers, with the layers of HuggingFace models that each one is."""
+
+DENSE_LAYERS: Final = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+"""Those that every token passes: of a model with experts, of attention and of shared experts."""
+
+_FEED_FORWARD: Final = frozenset(("linear_fc1", "linear_fc2"))
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -36,9 +46,11 @@ class LoraConfig:
     alpha: float = 32.0
     """Strength of the adapters: their product is multiplied by ``alpha / rank``."""
 
-    targets: tuple[str, ...] = tuple(LINEAR_LAYERS)
+    targets: tuple[str, ...] = DENSE_LAYERS
     """Linear layers with adapters: ``linear_qkv``, ``linear_proj``, ``linear_fc1`` and
-    ``linear_fc2``, or HuggingFace's names; of names that are one layer here, give all."""
+    ``linear_fc2``, or HuggingFace's names; of names that are one layer here, give all. In a student
+    with experts the last two are of shared experts; ``experts.linear_fc1`` and
+    ``experts.linear_fc2`` give every expert adapters of its own."""
 
     def __post_init__(self) -> None:
         check_positive(self, "rank", "alpha")
@@ -76,6 +88,45 @@ def _linear_layers(targets: Iterable[str]) -> tuple[str, ...]:
     if not chosen:
         raise ConfigError("there are no targets for adapters", where="targets", got="none")
     return tuple(chosen)
+
+
+def check_experts(
+    lora: LoraConfig | None, parts: Iterable[str] | None, *, has_experts: bool, has_dense: bool
+) -> None:
+    """Refuse adapters and parts beside layers that a student does not have.
+
+    The targets that are the default are those of them that there are.
+
+    Args:
+        parts: ``training.trainable``.
+        has_experts: Whether the student's layers have experts.
+        has_dense: Whether they have feed-forward layers that every token passes.
+
+    Raises:
+        ConfigError: A target or a part is of layers that the student lacks.
+    """
+    targets = lora.targets if lora else ()
+    of_experts = [name for name in targets if name.startswith("experts.")]
+    named = [("lora.targets", name) for name in of_experts]
+    named += [
+        ("training.trainable", name) for name in sorted(_OF_EXPERTS.intersection(parts or ()))
+    ]
+    if named and not has_experts:
+        where, name = named[0]
+        raise ConfigError(
+            "the student has no experts",
+            where=where,
+            got=name,
+            fix="leave it out, or set student.num_experts",
+        )
+    missing = [name for name in targets if name in _FEED_FORWARD and not has_dense]
+    if missing and targets != DENSE_LAYERS:
+        raise ConfigError(
+            "the feed-forward layers of this student are experts, and none is shared",
+            where="lora.targets",
+            got=missing[0],
+            expected=f"experts.{missing[0]}, or the layers of attention alone",
+        )
 
 
 def check_parts(parts: Iterable[str] | None) -> None:

@@ -36,6 +36,24 @@ class ModelConfig:
     kv_channels: int | None = None
     """Width of an attention head; hidden_size / num_attention_heads when not given."""
 
+    kv_lora_rank: int | None = None
+    """Width of the narrow product that keys and values are made from in latent attention (MLA,
+    DeepSeek); other attention when not given."""
+
+    q_lora_rank: int | None = None
+    """Width of the narrow product that queries are made from in latent attention; they are made
+    from the hidden states when not given."""
+
+    qk_head_dim: int | None = None
+    """Numbers of a query and of a key that are not rotated, in latent attention."""
+
+    qk_pos_emb_head_dim: int | None = None
+    """Numbers of a query and of a key that are rotated, in latent attention; those of keys are the
+    same in every head."""
+
+    v_head_dim: int | None = None
+    """Width of a value in latent attention."""
+
     ffn_hidden_size: int | None = None
     """Inner width of the feed-forward layers; 4 x hidden_size when not given."""
 
@@ -66,10 +84,10 @@ class ModelConfig:
 
     rotary_divisors: tuple[float, ...] | None = None
     """Divisor of the frequency of each pair of numbers that rotary embeddings turn: the short
-    factors of LongRoPE (Phi-3.5, Phi-4-mini)."""
+    factors of LongRoPE (Phi-3.5, Phi-4-mini), or those of YaRN (gpt-oss)."""
 
     rotary_magnitude: float = 1.0
-    """Factor of the numbers of queries and keys that rotary embeddings turn (LongRoPE)."""
+    """Factor of the numbers of queries and keys that rotary embeddings turn (LongRoPE, YaRN)."""
 
     rotary_longest: int | None = None
     """Longest ``seq_length`` that ``rotary_divisors`` are of; LongRoPE has others for longer
@@ -80,8 +98,8 @@ class ModelConfig:
     given."""
 
     full_attention_interval: int | None = None
-    """Interval of layers with full attention among those with a window (Gemma 3); every layer has
-    the window when not given."""
+    """Interval of layers with full attention among those with a window (Gemma 3, gpt-oss); every
+    layer has the window when not given."""
 
     local_rotary_base: int | None = None
     """Base period of rotary embeddings in the layers with a window (Gemma 3)."""
@@ -117,18 +135,33 @@ class ModelConfig:
     softmax_scale: float | None = None
     """Factor of attention scores; 1 / sqrt(kv_channels) when not given."""
 
+    attention_cap: float | None = None
+    """Cap of attention scores: ``cap tanh(score / cap)`` (Gemma 2); none when not given."""
+
+    attention_sinks: bool = False
+    """Give every head a learned number, whose exponential is one more term of the sum that the
+    softmax of its scores divides by (gpt-oss)."""
+
     add_qkv_bias: bool = False
     """Biases of query, key and value (Qwen2)."""
 
     add_bias_linear: bool = False
-    """Biases of every linear layer of attention and feed-forward layers, those included
-    (Pythia)."""
+    """Biases of every linear layer of attention and feed-forward layers, those included, and of
+    routers (Pythia, gpt-oss)."""
 
     swiglu: bool = True
     """Gated SiLU feed-forward layers; GELU otherwise."""
 
-    gate_activation: Literal["silu", "gelu_tanh"] = "silu"
-    """Activation of the gate in ``swiglu`` layers: SiLU, or GELU in its tanh form (Gemma)."""
+    gate_activation: Literal["silu", "gelu_tanh", "quick_gelu"] = "silu"
+    """Activation of the gate in ``swiglu`` layers: SiLU, GELU in its tanh form (Gemma), or
+    x sigmoid(1.702 x) (gpt-oss)."""
+
+    gate_limit: float | None = None
+    """Largest input of the gate in ``swiglu`` layers, and largest magnitude of what it is
+    multiplied with (gpt-oss); no limit when not given."""
+
+    gated_offset: float = 0.0
+    """Added to what the gate is multiplied with in ``swiglu`` layers (gpt-oss)."""
 
     scale_embeddings: bool = False
     """Multiply embeddings by the square root of hidden_size (Gemma)."""
@@ -139,8 +172,14 @@ class ModelConfig:
     logits_scaling: float = 1.0
     """Divide logits by this (Granite), which is done to the hidden states that the head reads."""
 
+    logit_cap: float | None = None
+    """Cap of logits: ``cap tanh(logit / cap)`` (Gemma 2); none when not given."""
+
     num_experts: int | None = None
     """Experts of every feed-forward layer; dense layers when not given."""
+
+    moe_first_dense_layers: int = 0
+    """Layers before those of experts, which are dense (DeepSeek-V3)."""
 
     moe_router_topk: int = 2
     """Experts that a token goes to."""
@@ -165,16 +204,28 @@ class ModelConfig:
     moe_router_topk_scaling_factor: float | None = None
     """Factor of the chosen experts' weights."""
 
+    moe_router_num_groups: int | None = None
+    """Groups of experts, of which a token goes to some (DeepSeek-V3); no groups when not given."""
+
+    moe_router_group_topk: int | None = None
+    """Groups that a token goes to: those with the largest sums of scores of as many experts as a
+    token has in each, on average."""
+
+    moe_router_expert_bias: bool = False
+    """Add a bias to the score of every expert when experts are chosen (DeepSeek-V3), which has no
+    gradient; it stays as it is without ``moe_router_bias_update_rate``."""
+
     moe_router_bias_update_rate: float | None = None
     """Step of loss-free balancing (sigmoid scores only): every expert has a bias, added to its
     score when experts are chosen, which an update raises for experts with fewer tokens than the
-    mean and lowers for others; no bias when not given."""
+    mean and lowers for others, unless routers are frozen; no bias when not given."""
 
     moe_aux_loss_coeff: float = 0.0
-    """Weight of the load-balancing loss."""
+    """Weight of the load-balancing loss, which has no gradient where routers are frozen."""
 
     moe_z_loss_coeff: float = 0.0
-    """Weight of the z-loss, the mean square of the logarithm of the router's normaliser."""
+    """Weight of the z-loss, the mean square of the logarithm of the router's normaliser; likewise
+    without a gradient."""
 
     untie_embeddings_and_output_weights: bool = False
     """Give the head weights of its own."""
@@ -213,6 +264,9 @@ class ModelConfig:
             "residual_multiplier",
             "embedding_multiplier",
             "logits_scaling",
+            "gate_limit",
+            "attention_cap",
+            "logit_cap",
             "layernorm_epsilon",
             "vocab_size",
             "make_vocab_size_divisible_by",
@@ -221,11 +275,20 @@ class ModelConfig:
             "moe_ffn_hidden_size",
             "moe_shared_expert_intermediate_size",
             "moe_router_topk_scaling_factor",
+            "moe_router_num_groups",
+            "moe_router_group_topk",
+            "kv_lora_rank",
+            "q_lora_rank",
+            "qk_head_dim",
+            "qk_pos_emb_head_dim",
+            "v_head_dim",
             "moe_router_bias_update_rate",
         )
         check_not_negative(self, "init_method_std", "moe_aux_loss_coeff", "moe_z_loss_coeff")
+        check_not_negative(self, "moe_first_dense_layers")
         _check_experts(self)
-        if self.kv_channels is None:
+        _check_latent(self)
+        if self.kv_channels is None and not self.is_latent:
             check_divides(self, "hidden_size", "num_attention_heads")
         if self.local_rotary_base is not None and self.full_attention_interval is None:
             raise ConfigError(
@@ -235,8 +298,9 @@ class ModelConfig:
             raise ConfigError(
                 "layernorm_zero_centered_gamma is of RMSNorm alone", got=self.normalization
             )
-        if self.gate_activation != "silu" and not self.swiglu:
-            raise ConfigError("gate_activation needs a gate", got="swiglu false")
+        for name, off in (("gate_activation", "silu"), ("gate_limit", None), ("gated_offset", 0.0)):
+            if getattr(self, name) != off and not self.swiglu:
+                raise ConfigError(f"{name} needs a gate", got="swiglu false")
         _check_rotation(self)
         _check_layer(self)
         if self.num_query_groups is not None:
@@ -244,8 +308,20 @@ class ModelConfig:
 
     @property
     def head_width(self) -> int:
-        """Width of an attention head."""
+        """Width of an attention head's query."""
+        if self.qk_head_dim is not None and self.qk_pos_emb_head_dim is not None:
+            return self.qk_head_dim + self.qk_pos_emb_head_dim
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether attention is latent."""
+        return self.kv_lora_rank is not None
+
+    @property
+    def has_expert_bias(self) -> bool:
+        """Whether experts have a bias when they are chosen."""
+        return self.moe_router_expert_bias or self.moe_router_bias_update_rate is not None
 
     @property
     def has_window(self) -> bool:
@@ -255,6 +331,8 @@ class ModelConfig:
     @property
     def rotary_width(self) -> int:
         """Numbers of a head that rotary embeddings turn."""
+        if self.qk_pos_emb_head_dim is not None:
+            return self.qk_pos_emb_head_dim
         return int(self.head_width * self.rotary_percent)
 
     @property
@@ -266,6 +344,12 @@ class ModelConfig:
     def ffn_width(self) -> int:
         """Inner width of the feed-forward layers."""
         return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether there are feed-forward layers that every token passes."""
+        shared = self.moe_shared_expert_intermediate_size is not None
+        return self.num_experts is None or self.moe_first_dense_layers > 0 or shared
 
     @property
     def expert_width(self) -> int:
@@ -325,6 +409,8 @@ def _check_rotation(model: ModelConfig) -> None:
 
 def _check_layer(model: ModelConfig) -> None:
     """Refuse parts of a layer that do not go together."""
+    if model.attention_cap is not None and model.attention_sinks:
+        raise ConfigError("attention_cap does not go with attention_sinks", got="both")
     if model.qk_layernorm_over == "heads" and not (
         model.qk_layernorm
         and model.normalization == "RMSNorm"
@@ -351,6 +437,39 @@ def _check_layer(model: ModelConfig) -> None:
         raise ConfigError(
             "embeddings have one factor: scale_embeddings, or embedding_multiplier", got="both"
         )
+
+
+def _check_latent(model: ModelConfig) -> None:
+    """Refuse latent attention that is not whole, and what does not go with it."""
+    sizes = ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    if not model.is_latent:
+        for name in ("q_lora_rank", *sizes):
+            if getattr(model, name) is not None:
+                raise ConfigError(f"{name} is of latent attention", fix="set kv_lora_rank")
+        return
+    for name in sizes:
+        if getattr(model, name) is None:
+            raise ConfigError(f"latent attention needs {name}", got="none")
+    for name, off in (
+        ("num_query_groups", (None, model.num_attention_heads)),
+        ("kv_channels", (None, model.head_width)),
+        ("window_size", (None,)),
+        ("unrotated_interval", (None,)),
+        ("rotary_magnitude", (1.0,)),
+        ("rotary_percent", (1.0,)),
+        ("position_embedding_type", ("rope",)),
+        ("use_rope_scaling", (False,)),
+        ("rotary_seq_len_interpolation_factor", (None,)),
+        ("local_rotary_base", (None,)),
+        ("attention_cap", (None,)),
+        ("normalization", ("RMSNorm",)),
+        ("layernorm_zero_centered_gamma", (False,)),
+        *((name, (False,)) for name in ("qk_layernorm", "attention_sinks", "add_qkv_bias")),
+        *((name, (False,)) for name in ("add_bias_linear", "post_layernorms")),
+        ("pre_layernorms", (True,)),
+    ):
+        if getattr(model, name) not in off:
+            raise ConfigError(f"latent attention does not go with {name}", got=getattr(model, name))
 
 
 OF_EXPERTS: Final = (
@@ -384,21 +503,43 @@ def _check_experts(model: ModelConfig) -> None:
             got="moe_router_topk 1",
             fix="set moe_router_pre_softmax",
         )
-    if softmax and model.moe_router_bias_update_rate is not None:
+    if softmax and model.has_expert_bias:
         raise ConfigError(
-            "moe_router_bias_update_rate needs sigmoid scores",
+            "a bias of experts needs sigmoid scores",
             got="moe_router_score_function softmax",
             fix="set it to sigmoid, or balance by moe_aux_loss_coeff",
         )
     if not softmax and model.moe_router_pre_softmax:
         raise ConfigError("moe_router_pre_softmax needs softmax scores", got="sigmoid")
+    _check_groups(model)
+    if model.moe_first_dense_layers >= model.num_layers:
+        raise ConfigError(
+            "a model with experts has a layer of them",
+            got=f"moe_first_dense_layers {model.moe_first_dense_layers} of {model.num_layers}",
+        )
     if model.moe_shared_expert_gate and model.moe_shared_expert_intermediate_size is None:
         raise ConfigError(
             "moe_shared_expert_gate needs moe_shared_expert_intermediate_size", got="none"
         )
-    for name in ("post_layernorms", "add_bias_linear", "parallel_residual"):
+    for name in ("post_layernorms", "parallel_residual"):
         if getattr(model, name):
             raise ConfigError(f"layers with {name} have no experts", got=model.num_experts)
+    if model.add_bias_linear and model.moe_shared_expert_intermediate_size is not None:
+        raise ConfigError("shared experts have no biases", got="add_bias_linear")
+
+
+def _check_groups(model: ModelConfig) -> None:
+    """Refuse groups of experts that cannot be."""
+    groups, chosen = model.moe_router_num_groups, model.moe_router_group_topk
+    if groups is None and chosen is None:
+        return
+    if groups is None or chosen is None or chosen > groups:
+        raise ConfigError(
+            "groups of experts need moe_router_num_groups, and as many chosen at most",
+            got=f"moe_router_num_groups {groups}, moe_router_group_topk {chosen}",
+        )
+    check_divides(model, "num_experts", "moe_router_num_groups")
+    check_divides(model, "moe_router_topk", "moe_router_group_topk")
 
 
 def check_positive(config: object, *names: str) -> None:

@@ -19,6 +19,7 @@ from megatron_ext.huggingface.checkpoint_files import (
 )
 from megatron_ext.huggingface.hub import hub_model
 from megatron_ext.huggingface.model_settings import any_model_settings, model_settings
+from megatron_ext.registry import with_near_path
 from megatron_ext.tokenizers import TOKENIZER_LIBRARIES
 from megatron_ext.training.checkpoints.folder import find_checkpoint, newest_checkpoint
 from megatron_ext.typed_mapping import Where
@@ -180,7 +181,10 @@ def read_config_file(path: str | Path) -> tuple[dict[str, Any], Where]:
         values = yaml.safe_load(text)
     except OSError as error:
         raise ConfigError(
-            "the configuration file cannot be read", where=path, got=error.strerror
+            "the configuration file cannot be read",
+            where=path,
+            got=error.strerror,
+            fix=with_near_path(None, path) if isinstance(error, FileNotFoundError) else None,
         ) from error
     except RecursionError as error:
         raise ConfigError("the configuration file is nested too deeply", where=path) from error

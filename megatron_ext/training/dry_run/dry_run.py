@@ -36,6 +36,12 @@ _SHAPES: Final = (
     "hidden_size",
     "num_attention_heads",
     "num_query_groups",
+    "kv_lora_rank",
+    "q_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "moe_first_dense_layers",
     "ffn_hidden_size",
     "position_embedding_type",
     "normalization",
@@ -50,6 +56,11 @@ _SHAPES: Final = (
     "add_bias_linear",
     "swiglu",
     "gate_activation",
+    "gate_limit",
+    "gated_offset",
+    "attention_sinks",
+    "attention_cap",
+    "logit_cap",
     "scale_embeddings",
     "embedding_multiplier",
     "residual_multiplier",
@@ -78,13 +89,18 @@ def check_checkpoint(checkpoint: Path, model: ModelConfig, *, where: str) -> boo
     if check_if_huggingface(checkpoint, model):
         return True
     trained = checkpoint_record(checkpoint).get("config", {}).get("student", {})
+    configured = dataclasses.asdict(model)
     for name in _SHAPES:
-        if name in trained and trained[name] != getattr(model, name):
+        if name not in trained:
+            continue
+        value = trained[name]
+        # JSON has no tuples.
+        if (tuple(value) if isinstance(value, list) else value) != configured[name]:
             raise CheckpointError(
                 f"the checkpoint is of a model with another {name}",
                 where=f"{where}.{name}",
-                got=getattr(model, name),
-                expected=f"{trained[name]}, as {checkpoint} was trained with",
+                got=configured[name],
+                expected=f"{value}, as {checkpoint} was trained with",
                 fix="configure the model of the checkpoint",
             )
     return bool(trained)
@@ -134,7 +150,7 @@ def start_summary(config: DistillConfig, inputs: Inputs, *, world_size: int) -> 
     has_flash = find_spec("transformer_engine") is not None
     plan = _plan(config, inputs, world_size=world_size, has_flash=has_flash)
     latest = latest_checkpoint(plan.run.run_dir / CHECKPOINTS)
-    start = config.initial_checkpoint if latest is None else f"{latest}, where the run goes on"
+    start = config.initial_checkpoint if latest is None else f"{latest}, to resume the run"
     return summary(plan, inputs.data.summary(), start=start)
 
 

@@ -14,6 +14,9 @@ rank's attention width ``q``, its heads ``a`` of width ``d``, its feed-forward w
     packed      2 e n q + e B T^2            keys and values of every head; the mask
     rotary      4 e T d                      sines and cosines
     MLP         5 e n f, with GELU 2 e n f   both halves, one of them shifted, the gate, the product
+                e n f, e n f                 the sigmoid of quick GELU; a gate that has a limit
+    sinks       e B (T + 1) (a + 2 g / d)    one more number a head of query, key, value and context
+                e B T q                      the context without it
 
 Over ``c`` context-parallel ranks ``n`` is a rank's ``B T / c``. Then attention keeps the keys and
 values that its two slices of queries, of ``s = T / 2c`` positions, are compared with:
@@ -22,6 +25,9 @@ values that its two slices of queries, of ``s = T / 2c`` positions, are compared
                 2 e n q more                 without rotary embeddings and as many key-value heads
     gathered    2 e B (T + s) q + e n q      keys and values of every head; each slice's context
                 4 a n + e s (T + s)          normalisers; the masks, of every row where it has one
+
+Latent attention is taken to keep queries, keys and values of its heads at the width of a query, and
+its dense layers as those of experts, without a measurement.
 
 These are the tensors that autograd saves under megatron-core's local layers on a CPU; a test
 records them. Transformer Engine's layers are taken to keep query, key, value and context at their
@@ -44,13 +50,16 @@ from megatron_ext.training.dry_run.plan import FP32, ModelShape, Plan
 def layer_activations(plan: Plan, shape: ModelShape) -> int:
     """Bytes of one layer for one microbatch of full rows."""
     attention = _attention(plan, shape) + _scores(plan, shape)
+    if shape.model.attention_sinks and plan.cp == 1:
+        attention = _with_sinks(plan, shape)
     return 2 * norm_activations(plan, shape) + attention + _feed_forward(plan, shape)
 
 
 def _feed_forward(plan: Plan, shape: ModelShape) -> int:
     """Bytes of a feed-forward layer without its norm."""
     model, tokens, element = shape.model, plan.tokens(shape), plan.element
-    width = 5 if model.swiglu else 2
+    of_gate = (model.gate_activation == "quick_gelu") + (model.gate_limit is not None)
+    width = 5 + of_gate if model.swiglu else 2
     if model.num_experts is None:
         return width * element * tokens * shape.ffn
     ranks = shape.tp if plan.run.parallel.sequence_parallel else 1
@@ -127,6 +136,22 @@ def _attention(plan: Plan, shape: ModelShape) -> int:
     if is_joint:
         return context + product
     return context + own_query + (0 if _is_masked(plan, shape) else product)
+
+
+def _with_sinks(plan: Plan, shape: ModelShape) -> int:
+    """Bytes of an attention with sinks, which makes queries, keys and values wider by a number and
+    longer by a row; of one with a mask every head has its keys and values."""
+    is_masked, width = _is_masked(plan, shape), shape.model.head_width + 1
+    rows = plan.tokens(shape) + plan.batch
+    queries = plan.tokens(shape) if is_masked else rows
+    groups = shape.heads if is_masked else shape.query_groups
+    kept = 2 * queries * shape.heads * width + 2 * rows * groups * width
+    context = plan.tokens(shape) * shape.heads * shape.model.head_width
+    length = plan.row_length(shape)
+    masks = (queries if plan.run.data.packing else length) * (length + 1) if is_masked else 0
+    rotary = 4 * length * shape.model.head_width
+    normalisers = FP32 * shape.heads * queries
+    return plan.element * (kept + context + masks + rotary) + normalisers
 
 
 def _is_masked(plan: Plan, shape: ModelShape) -> bool:
@@ -243,7 +268,7 @@ def rank_memory(plan: Plan, stage: int) -> RankMemory:
     return RankMemory(
         student_weights=plan.student_parameters(stage) * plan.element,
         gradients=learning * FP32,
-        optimizer_state=_optimizer_state(plan, learning),
+        optimizer_state=_optimizer_state(plan, stage),
         teacher_weights=sum(_weights(plan, name, stage) for name in plan.models)
         + (_heads(plan) * plan.element if is_last else 0),
         teacher_targets=sum(_targets(plan, name) for name in plan.models) if is_last else 0,
@@ -272,12 +297,13 @@ def _weights(plan: Plan, name: str, stage: int) -> int:
     return weights - teacher.layers * teacher.layer_products * (plan.element - 1)
 
 
-def _optimizer_state(plan: Plan, parameters: int) -> int:
+def _optimizer_state(plan: Plan, stage: int) -> int:
+    parameters = plan.learning(stage)
     # In fp32 the weights are their own main copy.
     each = FP32 * (2 if plan.element == FP32 else 3)
     if not plan.run.parallel.use_distributed_optimizer:
         return parameters * each
-    experts = plan.expert_learning
+    experts = plan.expert_learning(stage)
     dense = parameters - experts
     return -(-dense * each // plan.gradient_ranks) - (-experts * each // plan.expert_ranks)
 

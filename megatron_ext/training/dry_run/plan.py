@@ -39,6 +39,9 @@ class ModelShape:
     etp: int = 1
     """Ranks that share an expert."""
 
+    chunks: int = 1
+    """Chunks of a pipeline rank."""
+
     @property
     def layers(self) -> int:
         """Layers of a stage."""
@@ -71,12 +74,34 @@ class ModelShape:
 
     @property
     def layer_products(self) -> int:
-        """Weights of a layer in matrix products, on a rank."""
-        hidden, width = self.model.hidden_size, self.model.head_width
-        attention = hidden * width * (2 * self.heads + 2 * self.query_groups)
+        """Weights of a layer in matrix products, on a rank; of one with experts where some are."""
         if self.model.num_experts is None:
-            return attention + hidden * self.ffn * self.matrices
-        return attention + self._router + self._shared_expert + self.expert_products
+            return self.dense_products
+        return self._attention + self._router + self._shared_expert + self.expert_products
+
+    @property
+    def dense_products(self) -> int:
+        """``layer_products`` of a layer without experts."""
+        return self._attention + self.model.hidden_size * self.ffn * self.matrices
+
+    def dense_layers(self, stage: int) -> int:
+        """Layers of a stage that are dense where others have experts."""
+        each = self.layers // self.chunks
+        first = [(chunk * self.pp + stage) * each for chunk in range(self.chunks)]
+        return sum(min(max(self.model.moe_first_dense_layers - start, 0), each) for start in first)
+
+    @property
+    def _attention(self) -> int:
+        model, hidden = self.model, self.model.hidden_size
+        if not model.is_latent:
+            return hidden * model.head_width * (2 * self.heads + 2 * self.query_groups)
+        narrow, values = model.kv_lora_rank or 0, model.v_head_dim or 0
+        keys = hidden * (narrow + model.rotary_width)
+        keys += narrow * self.heads * ((model.qk_head_dim or 0) + values)
+        queries = hidden * self.heads * model.head_width
+        if model.q_lora_rank is not None:
+            queries = model.q_lora_rank * (hidden + self.heads * model.head_width)
+        return keys + queries + self.heads * values * hidden
 
     @property
     def matrices(self) -> int:
@@ -124,15 +149,29 @@ class ModelShape:
         product = model.head_width * (self.heads + 2 * self.query_groups)
         if not model.add_bias_linear:
             return product * model.add_qkv_bias
-        opened = self.ffn * (2 if model.swiglu else 1)
         # Every rank has those of whole outputs.
-        return product + opened + 2 * model.hidden_size
+        if model.num_experts is not None:
+            return product + model.hidden_size + model.num_experts + self.expert_biases
+        return product + model.hidden_size + self.ffn * self.opened + model.hidden_size
+
+    @property
+    def opened(self) -> int:
+        """Halves of what the first matrix of a feed-forward layer gives."""
+        return 2 if self.model.swiglu else 1
+
+    @property
+    def expert_biases(self) -> int:
+        """Biases of a layer's experts on a rank."""
+        experts = (self.model.num_experts or 0) // self.ep * self.model.add_bias_linear
+        return experts * (self.expert_ffn * self.opened + self.model.hidden_size)
 
     @property
     def _other_norms(self) -> int:
         """Norms that only some families' layers have, on a rank."""
         model = self.model
         behind = 2 * model.hidden_size * model.post_layernorms
+        if model.is_latent:
+            return (model.kv_lora_rank or 0) + (model.q_lora_rank or 0)
         if not model.qk_layernorm:
             return behind
         heads = 2 * (2 if model.normalization == "LayerNorm" else 1)
@@ -152,9 +191,17 @@ class ModelShape:
         """Parameters of a stage on one rank that belong to ``parts`` (``training.trainable``)."""
         norm = self.model.hidden_size * (2 if self.model.normalization == "LayerNorm" else 1)
         norms = self.layers * (2 * norm * self.model.pre_layernorms + self._other_norms)
-        layers = self.layers * (self.layer_products + self._biases) + norms
+        sinks = self.heads * self.model.attention_sinks
+        layers = self.layers * (self.layer_products + self._biases + sinks) + norms
+        layers -= self.dense_layers(stage) * (self.layer_products - self.dense_products)
         vocabulary = self.head_rows * self.model.hidden_size
-        total = layers if "layers" in parts else norms if "norms" in parts else 0
+        total = layers
+        if "layers" not in parts:
+            experts = (self.expert_products + self.expert_biases) * ("experts" in parts)
+            routers = self._router + (self.model.num_experts or 0) * self.model.add_bias_linear
+            of_experts = self.layers - self.dense_layers(stage)
+            total = norms * ("norms" in parts)
+            total += of_experts * (experts + routers * ("routers" in parts))
         if stage == 0 and "embeddings" in parts:
             total += vocabulary
             if self.model.position_embedding_type == "learned_absolute":
@@ -166,18 +213,30 @@ class ModelShape:
                 total += vocabulary
         return total
 
-    def adapters(self, lora: LoraConfig) -> int:
+    def adapters(self, stage: int, lora: LoraConfig) -> int:
         """Parameters of a stage's adapters on one rank."""
         hidden, width = self.model.hidden_size, self.model.head_width
-        product = width * (self.heads + 2 * self.query_groups)
-        opened = self.ffn * (2 if self.model.swiglu else 1)
-        sides = {
-            "linear_qkv": hidden + product,
+        attention = {
+            "linear_qkv": hidden + width * (self.heads + 2 * self.query_groups),
             "linear_proj": width * self.heads + hidden,
-            "linear_fc1": hidden + opened,
-            "linear_fc2": self.ffn + hidden,
         }
-        return self.layers * lora.rank * sum(sides[name] for name in lora.targets)
+        total = self.layers * sum(attention.get(name, 0) for name in lora.targets)
+        dense = self.layers if self.model.num_experts is None else self.dense_layers(stage)
+        total += dense * self._fed(lora, self.ffn, "linear_fc")
+        if self.shared_ffn:
+            total += (self.layers - dense) * self._fed(lora, self.shared_ffn, "linear_fc")
+        return lora.rank * total + (self.layers - dense) * self.expert_adapters(lora)
+
+    def expert_adapters(self, lora: LoraConfig) -> int:
+        """Parameters of the adapters of a layer's experts on one rank."""
+        experts = (self.model.num_experts or 0) // self.ep
+        return experts * lora.rank * self._fed(lora, self.expert_ffn, "experts.linear_fc")
+
+    def _fed(self, lora: LoraConfig, inner: int, name: str) -> int:
+        """Inputs and outputs of a feed-forward layer's matrices with adapters."""
+        hidden = self.model.hidden_size
+        sides = {f"{name}1": hidden + inner * self.opened, f"{name}2": inner + hidden}
+        return sum(sides.get(target, 0) for target in lora.targets)
 
 
 FP32: Final = 4
@@ -268,14 +327,16 @@ class Plan:
 
     def learning(self, stage: int) -> int:
         """Parameters of the student's stage on one rank that learn."""
-        adapters = self.student.adapters(self.run.lora) if self.run.lora else 0
+        adapters = self.student.adapters(stage, self.run.lora) if self.run.lora else 0
         return adapters + self.student.learning(stage, self.learning_parts)
 
-    @property
-    def expert_learning(self) -> int:
+    def expert_learning(self, stage: int) -> int:
         """Those of ``learning`` that are of experts."""
-        student = self.student
-        return student.layers * student.expert_products * ("layers" in self.learning_parts)
+        student, lora = self.student, self.run.lora
+        layers = student.layers - student.dense_layers(stage)
+        learn = not {"layers", "experts"}.isdisjoint(self.learning_parts)
+        own = (student.expert_products + student.expert_biases) * learn
+        return layers * (own + (student.expert_adapters(lora) if lora else 0))
 
     @property
     def expert_ranks(self) -> int:
@@ -286,7 +347,7 @@ class Plan:
     def student_parameters(self, stage: int) -> int:
         """Parameters of the student's stage on one rank, adapters included."""
         lora = self.run.lora
-        return self.student.parameters(stage) + (self.student.adapters(lora) if lora else 0)
+        return self.student.parameters(stage) + (self.student.adapters(stage, lora) if lora else 0)
 
     @property
     def models(self) -> list[str]:
@@ -367,6 +428,7 @@ def _shape(model: ModelConfig, rows: int, layout: Layout) -> ModelShape:
         pp=layout.pipeline_model_parallel_size,
         ep=1 if model.num_experts is None else layout.expert_model_parallel_size,
         etp=layout.expert_tensor_ranks,
+        chunks=layout.virtual_pipeline_model_parallel_size,
     )
 
 

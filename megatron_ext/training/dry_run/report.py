@@ -153,8 +153,8 @@ def _model(shape: ModelShape) -> str:
     # Of all stages and ranks; a tied head is counted where it is kept.
     parameters = shape.tp * sum(shape.parameters(stage) for stage in range(shape.pp))
     return (
-        f"{parameters:,} parameters on the ranks of a replica, "
-        f"{shape.padded_vocab_size:,} rows of the head, rows of {shape.model.seq_length:,} tokens"
+        f"{parameters:,} parameters on the ranks of a replica, vocabulary padded to "
+        f"{shape.padded_vocab_size:,}, rows of {shape.model.seq_length:,} tokens"
     )
 
 
@@ -196,7 +196,7 @@ def _arithmetic(plan: Plan) -> str:
     rows = _shares(parts, work.operations)
     return "\n".join(
         [
-            f"operations of a step, all ranks: {work.operations:.3g}",
+            f"FLOPs of a step, all ranks: {work.operations:.3g}",
             *rows,
             f"  bytes of logits moved by the loss: {_bytes(work.loss_bytes)}",
         ]

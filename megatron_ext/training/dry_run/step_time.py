@@ -144,7 +144,7 @@ def all_reduced(message: int, ranks: int) -> int:
 
 
 def _data_parallel(plan: Plan, stage: int) -> int:
-    experts = plan.expert_learning
+    experts = plan.expert_learning(stage)
     dense = plan.learning(stage) - experts
     parts = ((dense, plan.gradient_ranks), (experts, plan.expert_ranks))
     if plan.run.parallel.use_distributed_optimizer:

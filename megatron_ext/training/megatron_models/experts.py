@@ -24,14 +24,19 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import (
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch.nn import functional
 
 from megatron_ext.distributed.process_groups import ProcessGroups
+from megatron_ext.training.megatron_models.layers import RowLinear
 from megatron_ext.training.microbatch import Microbatch
 
 
@@ -39,11 +44,14 @@ class Router(TopKRouter):  # type: ignore[misc]
     """megatron-core's router, with the losses above, and loads of the tokens that it trains on.
 
     Neither losses nor loads come from a model in evaluation mode or from a pass without gradients.
+    A router whose weights are frozen measures both, but its losses have no gradient, which would
+    change the layers below it instead, and its bias stays.
 
     Args:
         config: Configuration of the model.
         pg_collection: Process groups of the layer.
-        bias_update_rate: Step of the experts' bias; None for no bias.
+        has_bias: Whether experts have a bias when they are chosen.
+        bias_update_rate: Step of that bias; None where it stays as it is.
         of_later_releases: What releases after 0.16 give.
     """
 
@@ -52,12 +60,13 @@ class Router(TopKRouter):  # type: ignore[misc]
         config: TransformerConfig,
         pg_collection: ProcessGroupCollection | None = None,
         *,
+        has_bias: bool = False,
         bias_update_rate: float | None = None,
         **of_later_releases: Any,
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection, **of_later_releases)
         self.bias_update_rate = bias_update_rate
-        if bias_update_rate is not None:
+        if has_bias:
             # Not megatron-core's flag, which moves the bias before the gradient is known.
             del self.expert_bias
             self.register_buffer("expert_bias", torch.zeros(config.num_moe_experts))
@@ -73,7 +82,8 @@ class Router(TopKRouter):  # type: ignore[misc]
 
         megatron-core 0.16's own cannot do without Transformer Engine.
         """
-        return functional.linear(input.float(), self.weight.float())
+        bias = None if self.bias is None else self.bias.float()
+        return functional.linear(input.float(), self.weight.float(), bias)
 
     @property
     def learns(self) -> bool:
@@ -127,6 +137,8 @@ class Router(TopKRouter):  # type: ignore[misc]
     ) -> torch.Tensor:
         assert self.token_count is not None
         self.load[place] += loss.detach()
+        if not self.weight.requires_grad:
+            return carrier
         carried: torch.Tensor = MoEAuxLossAutoScaler.apply(
             carrier, loss * (coefficient / self.token_count)
         )
@@ -144,10 +156,37 @@ class Router(TopKRouter):  # type: ignore[misc]
 
     def update_bias(self) -> None:
         """Move the bias by the load of the step, which ``loads`` has summed over all ranks."""
-        if self.bias_update_rate is not None:
+        if self.bias_update_rate is not None and self.weight.requires_grad:
             tokens = self.load[:-2]
             step = self.bias_update_rate * torch.sign(tokens.mean() - tokens)
             self.expert_bias += step.to(self.expert_bias)
+
+
+class ExpertRowLinear(RowLinear):
+    """The second matrix of an expert, whose bias every rank that shares the expert has.
+
+    The ranks' outputs are summed with their share of the bias, of which each has the whole
+    gradient: the tokens of all of them. megatron-core adds it once for each rank, and sums its
+    gradient over tensor-parallel ranks as if these were the replicas of an expert.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if self.bias is None:
+            return
+        self.bias.sequence_parallel = False
+        # Outputs are summed by the dispatcher; a sum over one rank would forbid adding to it.
+        self.explicit_expert_comm = True
+        if self.tp_group.rank() == 0:
+            # Counted once in the norm of the gradient, whichever tensor-parallel rank this is.
+            set_tensor_model_parallel_attributes(self.bias, True, 0, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[N, D] of this rank's part of the inner width, and its share of the bias."""
+        output, bias = super().forward(x)
+        if bias is not None:
+            bias = bias.detach() / self.tp_group.size() + (bias - bias.detach())
+        return output, bias
 
 
 class Experts(SequentialMLP):  # type: ignore[misc]
@@ -191,6 +230,18 @@ def routers(chunks: Sequence[GPTModel]) -> Iterator[Router]:
             yield from (module for module in chunk.modules() if isinstance(module, Router))
 
 
+def sum_over_replicas(chunk: GPTModel) -> None:
+    """Have gradients of experts summed over the replicas of the experts.
+
+    megatron-core sums them over those of the model where one rank has all experts, which are others
+    where an expert has other ranks than the layers around it.
+    """
+    for module in chunk.modules():
+        if isinstance(module, MoELayer):
+            for weight in module.experts.parameters():
+                weight.allreduce = False
+
+
 def begin_step(
     chunks: Sequence[GPTModel], batches: Sequence[Microbatch], groups: ProcessGroups
 ) -> None:
@@ -215,7 +266,7 @@ def loads(chunks: Sequence[GPTModel], layers: int) -> Mapping[str, float]:
 
     Args:
         chunks: This rank's part of the student.
-        layers: Layers of the whole student.
+        layers: Layers of the whole student, dense ones included.
     """
     of_chunks = list(routers(chunks))
     if not of_chunks:
@@ -227,6 +278,8 @@ def loads(chunks: Sequence[GPTModel], layers: int) -> Mapping[str, float]:
     dist.all_reduce(summed)
     for router in of_chunks:
         router.load = summed[router.layer_number - 1]
+    frequency = first.config.moe_layer_freq
+    summed = summed[frequency.index(1) if isinstance(frequency, list) else 0 :]
     assert first.token_count is not None
     tokens = summed[:, :-2]
     relative = tokens / tokens.mean(dim=1, keepdim=True).clamp(min=1.0)

@@ -115,8 +115,7 @@ def _merge_adapters(checkpoint: Path, chunks: ModelChunks) -> None:
     assert slices.lora is not None
     for chunk in chunks:
         for shard in sharded_tensors(chunk.sharded_state_dict()):
-            layer = shard.global_offset[0] if shard.prepend_axis_num else None
-            adapter = slices.adapter(shard.key, layer)
+            adapter = slices.adapter(shard.key, shard.global_offset[: shard.prepend_axis_num])
             if adapter is None:
                 continue
             (a, b), (row, column) = adapter, corner_of(shard)

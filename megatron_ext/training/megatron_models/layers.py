@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.parallel_state import get_data_parallel_group
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -90,7 +91,8 @@ class ColumnLinear(ColumnParallelLinear):  # type: ignore[misc]
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
         """The weights for ``dist_checkpointing``, those of an adapter cut as the layer is."""
-        state = _sharded(self, {"weight": 0, "bias": 0, "lora.b": 0}, prefix, sharded_offsets)
+        axes = {"weight": 0, "bias": 0, "lora.b": 0}
+        state = _sharded(self, axes, prefix, sharded_offsets)
         if self.lora is not None and self._is_gated:
             # Rows of a gate and those that it opens are cut apart, as megatron-core's MLP does.
             name = f"{prefix}lora.b"
@@ -121,8 +123,15 @@ def _sharded(
     linear: ColumnLinear | RowLinear, axes: dict[str, int], prefix: str, offsets: Any
 ) -> dict[str, Any]:
     """A linear layer's tensors, each cut along its axis or whole on every rank."""
-    state = linear.state_dict(prefix="", keep_vars=True)
-    sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(state, prefix, axes, offsets)
+    sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+        linear.state_dict(prefix="", keep_vars=True),
+        prefix,
+        axes,
+        offsets,
+        # That of experts is another than the model's.
+        tp_group=linear.tp_group,
+        dp_cp_group=get_data_parallel_group(with_context_parallel=True),
+    )
     return sharded
 
 
@@ -144,6 +153,11 @@ class PostNormLinear(RowLinear):
         output, bias = super().forward(x)
         assert bias is None, "these models have no biases"
         return self.post_layernorm(output), None
+
+
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """``x sigmoid(1.702 x)``; that of megatron-core is compiled where it is first called."""
+    return x * torch.sigmoid(1.702 * x)
 
 
 def magnified(width: int, factor: float) -> type[torch.nn.Module]:
@@ -226,6 +240,16 @@ def scale_embeddings(embedding: torch.nn.Module, factor: float) -> None:
         return embeddings * factor
 
     embedding.register_forward_hook(scaled)
+
+
+def cap_logits(output_layer: torch.nn.Module, cap: float) -> None:
+    """Have an output layer give ``cap tanh(logits / cap)``, [T, B, Vp]; Gemma 2's."""
+
+    def capped(_: torch.nn.Module, inputs: object, output: Any) -> Any:
+        logits, bias = output
+        return torch.tanh(logits / cap) * cap, bias
+
+    output_layer.register_forward_hook(capped)
 
 
 def scale_logits(final_norm: torch.nn.Module, divisor: float) -> None:

@@ -4,7 +4,8 @@ The other parts are frozen before DDP and the optimizer see them.
 
 T positions, B rows, R rank; a rank of the tensor-parallel group has a share of the wide side of an
 adapter, as it has of its layer: the output of a column-parallel one, the input of a row-parallel
-one. Matrices are drawn whole and cut, so that a layout does not change them.
+one; of an expert's, a rank of the group that shares the expert has. Matrices are drawn whole and
+cut, so that a layout does not change them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from megatron.core.tensor_parallel import (
     reduce_scatter_to_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch.nn import functional
 
 from megatron_ext.distributed.shard_collectives import copy_to_shards
@@ -37,6 +39,9 @@ ADAPTER: Final = "lora"
 class Adapter(torch.nn.Module):
     """``scale * B A x`` for one linear layer; A [R, in] is drawn, B [out, R] is zero.
 
+    Beside an expert's layer it is the expert's: its gradient is summed over the ranks that the
+    gradient of the layer is summed over.
+
     Args:
         linear: The layer, whose share of the weights on this rank decides that of A and B.
         rank: R
@@ -50,6 +55,7 @@ class Adapter(torch.nn.Module):
         super().__init__()
         self.scale = scale
         self._group = linear.tp_group
+        self._is_of_expert = bool(linear.is_expert)
         self._is_cut_by_sequence = bool(linear.config.sequence_parallel)
         outputs, inputs = linear.weight.shape
         size, place = self._group.size(), self._group.rank()
@@ -63,19 +69,34 @@ class Adapter(torch.nn.Module):
         like = {"dtype": linear.weight.dtype, "device": linear.weight.device}
         self.a = torch.nn.Parameter(own.to(**like).contiguous())
         self.b = torch.nn.Parameter(torch.zeros(outputs, rank, **like))
-        self._mark(*((self.b, 0, self.a) if self._is_of_columns else (self.a, 1, self.b)))
-
-    def _mark(self, cut: torch.nn.Parameter, axis: int, whole: torch.nn.Parameter) -> None:
-        """Say which matrix ranks share, and which has a part of its gradient on each."""
+        cut, axis, whole = (self.b, 0, self.a) if self._is_of_columns else (self.a, 1, self.b)
         set_tensor_model_parallel_attributes(cut, is_parallel=True, dim=axis, stride=1)
-        whole.sequence_parallel = self._is_cut_by_sequence  # type: ignore[attr-defined]
+        if self._is_of_expert:
+            self._mark_expert(whole, allreduce=linear.weight.allreduce)
+        else:
+            # Each rank has a part of its gradient.
+            whole.sequence_parallel = self._is_cut_by_sequence  # type: ignore[attr-defined]
+
+    def _mark_expert(self, whole: torch.nn.Parameter, *, allreduce: bool) -> None:
+        """Say which ranks have a gradient of an expert's matrices, and which has the norm of it.
+
+        Tensor-parallel ranks have different experts, so that a rank of theirs says nothing here.
+        """
+        set_tensor_model_parallel_attributes(whole, is_parallel=True, dim=0, stride=1)
+        whole.shared = self._group.rank() > 0  # type: ignore[attr-defined]
+        for matrix in (self.a, self.b):
+            matrix.allreduce = allreduce  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """What is added to the layer's output, [T, B, out], of its input [T, B, in].
+        """What is added to the layer's output, [T, B, out], of its input [T, B, in]; of an expert
+        [T, out] of [T, in].
 
         Collectives over the tensor-parallel group, R wide: column-parallel an all-reduce backward,
         row-parallel one forward; under sequence parallelism an all-gather and a reduce-scatter.
+        Over the ranks that share an expert, an all-reduce backward of the matrix that all have.
         """
+        if self._is_of_expert:
+            return self._of_expert(x)
         narrow = functional.linear(x, self.a)
         if self._is_of_columns and self._is_cut_by_sequence:
             narrow = gather_from_sequence_parallel_region(
@@ -89,6 +110,15 @@ class Adapter(torch.nn.Module):
             narrow = reduce_from_tensor_model_parallel_region(narrow, group=self._group)
         return functional.linear(narrow * self.scale, self.b)
 
+    def _of_expert(self, x: torch.Tensor) -> torch.Tensor:
+        """``forward`` between the collectives of the experts' dispatcher, which sums outputs, and
+        gradients of inputs, over the ranks that share an expert."""
+        narrow = functional.linear(x, self._of_all(self.a, self._is_of_columns))
+        return functional.linear(narrow * self.scale, self._of_all(self.b, not self._is_of_columns))
+
+    def _of_all(self, matrix: torch.Tensor, is_whole: bool) -> torch.Tensor:
+        return copy_to_shards(matrix, self._group) if is_whole else matrix
+
 
 def add_adapters(chunks: ModelChunks, lora: LoraConfig, *, seed: int) -> None:
     """Give the linear layers of a student their adapters; before it is wrapped.
@@ -98,28 +128,40 @@ def add_adapters(chunks: ModelChunks, lora: LoraConfig, *, seed: int) -> None:
         seed: Seed of the run.
     """
     for chunk in chunks:
-        for name, linear in _linear_layers(chunk):
-            if name.rsplit(".", 1)[-1] in lora.targets:
+        for target, name, linear in _linear_layers(chunk):
+            if target in lora.targets:
                 own_seed = zlib.crc32(f"{seed} {name}".encode())
                 linear.lora = Adapter(linear, rank=lora.rank, scale=lora.scale, seed=own_seed)
 
 
-def _linear_layers(chunk: GPTModel) -> Iterator[tuple[str, Any]]:
-    """Linear layers of a chunk, named by the number of their layer over all stages."""
+def _linear_layers(chunk: GPTModel) -> Iterator[tuple[str, str, Any]]:
+    """Linear layers of a chunk, each with its name among targets and one of its own, by the numbers
+    of its layer over all stages and of its expert over all ranks."""
     for layer in chunk.decoder.layers:
+        number = layer.layer_number
         for name in ("linear_qkv", "linear_proj"):
-            yield f"{layer.layer_number}.{name}", getattr(layer.self_attention, name)
+            yield name, f"{number}.{name}", getattr(layer.self_attention, name)
+        has_experts = isinstance(layer.mlp, MoELayer)
+        dense = layer.mlp.shared_experts if has_experts else layer.mlp
+        experts = layer.mlp.experts.local_experts if has_experts else ()
         for name in ("linear_fc1", "linear_fc2"):
-            yield f"{layer.layer_number}.{name}", getattr(layer.mlp, name)
+            if dense is not None:
+                yield name, f"{number}.{name}", getattr(dense, name)
+            for place, expert in enumerate(experts):
+                own = f"{number}.{layer.mlp.local_expert_indices[place]}.{name}"
+                yield f"experts.{name}", own, getattr(expert, name)
 
 
 _NORM: Final = re.compile(r"layer_?norm")
+_PARTS_OF_LAYER: Final = {".mlp.experts.": "experts", ".mlp.router.": "routers"}
+"""By the place of a parameter in a layer."""
 
 
 def parts_of(name: str, *, is_tied: bool) -> set[str]:
     """Names of ``training.trainable`` that a parameter of a ``GPTModel`` belongs to.
 
-    A norm of a layer belongs to ``layers`` and to ``norms``; an adapter to none.
+    A norm of a layer belongs to ``layers`` and to ``norms``, and so do an expert and a router to
+    ``layers`` and to ``experts`` or ``routers``; an adapter belongs to none.
     """
     if _is_of_adapter(name):
         return set()
@@ -129,6 +171,7 @@ def parts_of(name: str, *, is_tied: bool) -> set[str]:
             return {"embeddings", "head"}
         return {"head"} if is_head else {"embeddings"}
     parts = {"layers"} if name.startswith("decoder.layers.") else set()
+    parts |= {part for place, part in _PARTS_OF_LAYER.items() if place in name}
     return parts | ({"norms"} if _NORM.search(name) else set())
 
 

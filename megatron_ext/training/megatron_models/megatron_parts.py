@@ -73,8 +73,8 @@ class Place(NamedTuple):
         return getattr(self.owner, self.name)
 
     @contextmanager
-    def replaced(self, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-        """Have another function there while entered, made from the one that is there."""
+    def replaced(self, make: Callable[[Any], Any]) -> Iterator[None]:
+        """Have something else there while entered, made from what is there."""
         # Of a static method ``value`` is the function alone.
         before = vars(self.owner)[self.name]
         self.put(make(self.value))
@@ -216,6 +216,10 @@ PARTS: Final[Mapping[str, Part]] = {
         "loads of experts without the tokens of teachers and of evaluation",
         {"0.16": f"{_EXPERTS}.router:TopKRouter._apply_expert_bias"},
         ("routing_map", "padding_mask"),
+    ),
+    "has_te_for_latent": Part(
+        "none: 0.16 takes Transformer Engine for installed, and asks whether a layer is one of its",
+        {"0.16": "megatron.core.transformer.multi_latent_attention:HAVE_TE"},
     ),
     "sample_tokens": Part(
         "the trained tokens of a GPT sample, through the indices of its tokens",

@@ -8,7 +8,7 @@ of the first rank embeds tokens, and the last chunk of the last rank has the hea
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,21 +24,31 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import HAVE_TE, TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch.nn import functional
 
 from megatron_ext.distributed.process_groups import ProcessGroups
+from megatron_ext.teachers.megatron_teacher import LOGIT_CAP
 from megatron_ext.training.configuration.config import ModelConfig, ParallelConfig, TrainingConfig
 from megatron_ext.training.megatron_models import cpu_megatron
 from megatron_ext.training.megatron_models.attention import ContextAttention
-from megatron_ext.training.megatron_models.experts import Experts, Router
+from megatron_ext.training.megatron_models.experts import (
+    ExpertRowLinear,
+    Experts,
+    Router,
+    sum_over_replicas,
+)
+from megatron_ext.training.megatron_models.latent_attention import LatentAttention
 from megatron_ext.training.megatron_models.layers import (
     ColumnLinear,
     ParallelLayer,
     PostNormLinear,
     RowLinear,
     WindowAttention,
+    cap_logits,
     divide_frequencies,
     magnified,
+    quick_gelu,
     scale_embeddings,
     scale_logits,
     scaled_addition,
@@ -85,6 +95,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _ACTIVATIONS = {
     "silu": functional.silu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "quick_gelu": quick_gelu,
 }
 
 
@@ -116,7 +127,9 @@ def build_gpt_model(
     model_parallel_cuda_manual_seed(stage_seed)
     gpt = GPTModel(
         config=transformer_config(model, parallel=parallel, training=training, is_loaded=is_loaded),
-        transformer_layer_spec=_layer_spec(model, parallel, has_adapters=has_adapters),
+        transformer_layer_spec=_layer_spec(
+            model, parallel, stage=vp_stage * stages + groups.pp_rank, has_adapters=has_adapters
+        ),
         vocab_size=padded_vocab_size,
         max_sequence_length=model.seq_length,
         pre_process=groups.is_first_stage and vp_stage == 0,
@@ -130,12 +143,18 @@ def build_gpt_model(
         seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
         vp_stage=vp_stage if chunks > 1 else None,
     )
+    if parallel.layout.expert_tensor_ranks != parallel.tensor_model_parallel_size:
+        sum_over_replicas(gpt)
     if gpt.pre_process:
         _scale_embeddings(gpt, model, DTYPES[training.precision])
-    if model.rotary_divisors is not None:
+    if model.rotary_divisors is not None and not model.is_latent:
         divide_frequencies(gpt.rotary_pos_emb, model.rotary_base, model.rotary_divisors)
     if model.logits_scaling != 1 and gpt.post_process:
         scale_logits(gpt.decoder.final_layernorm, model.logits_scaling)
+    if model.logit_cap is not None and gpt.post_process:
+        cap_logits(gpt.output_layer, model.logit_cap)
+        # For logits that are made of hidden states and the head's weights elsewhere.
+        setattr(gpt, LOGIT_CAP, model.logit_cap)
     return gpt.to(device=groups.device, dtype=DTYPES[training.precision])
 
 
@@ -192,7 +211,9 @@ def transformer_config(
     arrive divided by their global counts.
     """
     is_interleaved = parallel.virtual_pipeline_model_parallel_size > 1
-    return TransformerConfig(
+    kind = MLATransformerConfig if model.is_latent else TransformerConfig
+    config: TransformerConfig = kind(
+        **_latent_settings(model),
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
@@ -211,7 +232,10 @@ def transformer_config(
         softmax_scale=model.softmax_scale,
         gated_linear_unit=model.swiglu,
         activation_func=_ACTIVATIONS[model.gate_activation] if model.swiglu else functional.gelu,
-        add_bias_linear=model.add_bias_linear,
+        glu_linear_offset=model.gated_offset,
+        activation_func_clamp_value=model.gate_limit,
+        softmax_type="learnable" if model.attention_sinks else "vanilla",
+        add_bias_linear=model.add_bias_linear and not _shares_biases(model, parallel),
         add_qkv_bias=model.add_qkv_bias,
         init_method_std=model.init_method_std,
         hidden_dropout=0.0,
@@ -251,6 +275,33 @@ def transformer_config(
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
     )
+    # What megatron-core would refuse, and ``ExpertRowLinear`` can.
+    config.add_bias_linear = model.add_bias_linear
+    return config
+
+
+def _latent_settings(model: ModelConfig) -> dict[str, Any]:
+    """Settings of ``MLATransformerConfig`` beside those of ``TransformerConfig``; {} without latent
+    attention."""
+    if not model.is_latent:
+        return {}
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": model.q_lora_rank,
+        "kv_lora_rank": model.kv_lora_rank,
+        "qk_head_dim": model.qk_head_dim,
+        "qk_pos_emb_head_dim": model.qk_pos_emb_head_dim,
+        "v_head_dim": model.v_head_dim,
+        # Stretched ones are made of these, see ``LatentAttention``.
+        "rope_type": "rope",
+        "rotary_base": model.rotary_base,
+        "rotary_scaling_factor": 1.0,
+    }
+
+
+def _shares_biases(model: ModelConfig, parallel: ParallelConfig) -> bool:
+    """Whether several ranks share experts with biases."""
+    return model.num_experts is not None and parallel.layout.expert_tensor_ranks > 1
 
 
 def _without_rotation(model: ModelConfig) -> list[int] | None:
@@ -281,13 +332,24 @@ def _expert_settings(model: ModelConfig, parallel: ParallelConfig) -> dict[str, 
         "moe_router_score_function": model.moe_router_score_function,
         "moe_router_pre_softmax": model.moe_router_pre_softmax,
         "moe_router_topk_scaling_factor": model.moe_router_topk_scaling_factor,
+        "moe_router_num_groups": model.moe_router_num_groups,
+        "moe_router_group_topk": model.moe_router_group_topk,
+        **_kinds_of_layers(model),
         # Of these losses ``experts.Router`` has forms of its own.
         "moe_router_load_balancing_type": "seq_aux_loss",
         "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
         "moe_z_loss_coeff": model.moe_z_loss_coeff,
         "moe_router_dtype": "fp32",
-        "moe_grouped_gemm": _has_te(),
+        "moe_grouped_gemm": _has_te() and not _has_own_layers(model),
     }
+
+
+def _kinds_of_layers(model: ModelConfig) -> dict[str, list[int]]:
+    """0 for each dense layer, 1 for each of experts; {} where all are of experts."""
+    dense = model.moe_first_dense_layers
+    if not dense:
+        return {}
+    return {"moe_layer_freq": [0] * dense + [1] * (model.num_layers - dense)}
 
 
 def wrap_in_ddp(chunks: ModelChunks, *, parallel: ParallelConfig) -> list[DistributedDataParallel]:
@@ -315,7 +377,7 @@ def freeze(chunks: ModelChunks) -> list[GPTModel]:
 
 
 def _layer_spec(
-    model: ModelConfig, parallel: ParallelConfig, *, has_adapters: bool
+    model: ModelConfig, parallel: ParallelConfig, *, stage: int, has_adapters: bool
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """Transformer Engine's layers where it is installed and supports the model, else torch's.
 
@@ -323,12 +385,17 @@ def _layer_spec(
     Transformer Engine and Apex imports, and neither fits these layers. ``TorchNorm`` supports
     sequence parallelism, and ``ContextAttention`` context parallelism, which megatron-core's own
     norms and attention refuse; its attention would also keep the scores of every layer.
+
+    Args:
+        stage: Number of the chunk over all ranks of the pipeline.
     """
-    core_attention: type = ContextAttention
+    core_attention: Callable[..., Any] = ContextAttention
+    if model.attention_cap is not None:
+        core_attention = partial(ContextAttention, score_cap=model.attention_cap)
     if _has_te():
         from megatron_ext.training.megatron_models.te_attention import RowAttention
 
-        if not (_has_own_norms(model) or has_adapters):
+        if not (_has_own_layers(model) or has_adapters):
             layer = get_gpt_layer_with_transformer_engine_spec(
                 num_experts=model.num_experts,
                 moe_grouped_gemm=model.num_experts is not None,
@@ -340,9 +407,29 @@ def _layer_spec(
             _magnify(layer, model)
             _add_residuals(layer, model)
             return layer
-        core_attention = RowAttention if has_adapters else core_attention
+        if has_adapters and not model.attention_sinks and model.attention_cap is None:
+            core_attention = RowAttention
+    count = model.num_layers // (
+        parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
+    )
+    dense = min(max(model.moe_first_dense_layers - stage * count, 0), count)
+    layers = [
+        _local_layer(model, core_attention, has_experts=has_experts)
+        for has_experts in (False, model.num_experts is not None)
+    ]
+    return TransformerBlockSubmodules(
+        layer_specs=[layers[0]] * dense + [layers[1]] * (count - dense), layer_norm=TorchNorm
+    )
+
+
+def _local_layer(
+    model: ModelConfig, core_attention: Callable[..., Any], *, has_experts: bool
+) -> ModuleSpec:
+    """A layer of torch's products and norms, and of ours."""
     layer = get_gpt_layer_local_spec(
-        num_experts=model.num_experts, normalization=model.normalization
+        num_experts=model.num_experts if has_experts else None,
+        normalization=model.normalization,
+        multi_latent_attention=model.is_latent,
     )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchNorm
     attention = layer.submodules.self_attention.submodules
@@ -353,33 +440,58 @@ def _layer_spec(
         attention.q_layernorm = attention.k_layernorm = TorchNorm
     if model.qk_layernorm_over == "heads":
         attention.q_layernorm, attention.k_layernorm = HeadsNorm, KeyHeadsNorm
-    attention.core_attention = core_attention
-    attention.linear_qkv, attention.linear_proj = ColumnLinear, RowLinear
-    if model.num_experts is None:
-        mlp.linear_fc1, mlp.linear_fc2 = ColumnLinear, RowLinear
+    attention.core_attention, attention.linear_proj = core_attention, RowLinear
+    if model.is_latent:
+        _make_latent(layer, model)
     else:
-        _route(layer, model)
-        if isinstance(mlp.experts, ModuleSpec):
-            mlp.experts.module = Experts
-        else:
-            mlp.experts = partial(Experts, **mlp.experts.keywords)
-        # The name that Transformer Engine's layers have in files: no norm belongs to one expert.
-        del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
+        attention.linear_qkv = ColumnLinear
+    if has_experts:
+        _have_experts(layer, model)
+    else:
+        mlp.linear_fc1, mlp.linear_fc2 = ColumnLinear, RowLinear
     if model.post_layernorms:
         attention.linear_proj = mlp.linear_fc2 = PostNormLinear
     if model.local_rotary_base is not None:
         _rotate_by_kind(layer, model)
     _magnify(layer, model)
     _add_residuals(layer, model)
-    layers_of_chunk = model.num_layers // (
-        parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
+    return layer
+
+
+def _make_latent(layer: ModuleSpec, model: ModelConfig) -> None:
+    """Give a layer our form of latent attention."""
+    attention = layer.submodules.self_attention
+    parts = attention.submodules
+    attention.module = LatentAttention
+    attention.params = {**attention.params, "rotary_divisors": model.rotary_divisors}
+    parts.linear_q_proj = parts.linear_q_up_proj = parts.linear_kv_up_proj = ColumnLinear
+
+
+def _have_experts(layer: ModuleSpec, model: ModelConfig) -> None:
+    """Give a layer of experts our router and experts."""
+    _route(layer, model)
+    mlp = of_release(MLP_SUBMODULES)(layer.submodules.mlp)
+    if isinstance(mlp.experts, ModuleSpec):
+        mlp.experts.module, of_expert = Experts, mlp.experts.submodules
+    else:
+        of_expert = mlp.experts.keywords["submodules"]
+        mlp.experts = partial(Experts, **mlp.experts.keywords)
+    of_expert.linear_fc1, of_expert.linear_fc2 = ColumnLinear, ExpertRowLinear
+    shared = mlp.shared_experts
+    of_shared = (
+        shared.submodules if isinstance(shared, ModuleSpec) else shared.keywords["submodules"]
     )
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers_of_chunk, layer_norm=TorchNorm)
+    of_shared.linear_fc1, of_shared.linear_fc2 = ColumnLinear, RowLinear
+    # The name that Transformer Engine's layers have in files: no norm belongs to one expert.
+    layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
 
 
-def _has_own_norms(model: ModelConfig) -> bool:
-    """Whether norms are at places that Transformer Engine's layers do not have."""
-    return model.post_layernorms or model.qk_layernorm_over != "head"
+def _has_own_layers(model: ModelConfig) -> bool:
+    """Whether a model has parts that Transformer Engine's layers do not have."""
+    has_own_norms = model.post_layernorms or model.qk_layernorm_over != "head"
+    has_own_experts = model.gate_limit is not None or model.moe_first_dense_layers > 0
+    has_own_attention = model.attention_sinks or model.is_latent or model.attention_cap is not None
+    return has_own_norms or has_own_experts or has_own_attention
 
 
 def _magnify(layer: ModuleSpec, model: ModelConfig) -> None:
@@ -407,7 +519,9 @@ def _has_te() -> bool:
 def _route(layer: ModuleSpec, model: ModelConfig) -> None:
     """Give a layer of experts our router, in the spec of all layers."""
     of_release(MLP_SUBMODULES)(layer.submodules.mlp).router = partial(
-        Router, bias_update_rate=model.moe_router_bias_update_rate
+        Router,
+        has_bias=model.has_expert_bias,
+        bias_update_rate=model.moe_router_bias_update_rate,
     )
 
 

@@ -20,7 +20,13 @@ from megatron_ext.losses import CompletionTable, KnownAhead, Objective, PrefixTa
 from megatron_ext.losses.linear import LinearDistillation
 from megatron_ext.losses.microbatch_tiles import MicrobatchTiles
 from megatron_ext.losses.objective import LAST_LAYER
-from megatron_ext.teachers.megatron_teacher import head_weight, keep_states, whole_sequence
+from megatron_ext.losses.targets import capped_
+from megatron_ext.teachers.megatron_teacher import (
+    LOGIT_CAP,
+    head_weight,
+    keep_states,
+    whole_sequence,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -33,6 +39,14 @@ class Head(NamedTuple):
     """[Vp, D]"""
 
     sequence_parallel: bool
+
+    logit_cap: float | None = None
+    """Cap of the logits, see ``capped_``."""
+
+    @torch.no_grad()
+    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """This rank's logits [..., Vp] of hidden states [..., D], without a graph."""
+        return capped_(hidden @ self.weight.t(), self.logit_cap)
 
     def whole(self, hidden: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
         """[B, T, D] from a last stage's output [T, B, D], of which this rank may have a part of T.
@@ -54,7 +68,8 @@ class Head(NamedTuple):
 def head_of(model: Any) -> Head:
     """The head of a chunk that has one, wrapped or not."""
     gpt = _unwrapped(model)
-    return Head(head_weight(gpt), gpt.config.sequence_parallel)
+    cap = getattr(gpt, LOGIT_CAP, None)
+    return Head(head_weight(gpt), gpt.config.sequence_parallel, cap)
 
 
 @contextmanager

@@ -39,6 +39,9 @@ class CachedTeacher:
     """This rank's columns of the teacher's vocabulary."""
 
     head_weight: torch.Tensor | None = None
+
+    logit_cap: float | None = None
+    """Of the logits that the head makes of hidden states."""
     """[Vp, D] on this rank's device, for targets that are hidden states."""
 
     def recorded(
@@ -84,6 +87,7 @@ class CachedTeacher:
         if self.head_weight is not None:
             hidden = fields["hidden"].to(self.head_weight.dtype)
             fields |= {"hidden": hidden, "head_weight": self.head_weight}
+            fields["logit_cap"] = self.logit_cap
         if "topk_logits" in fields:
             fields["topk_logits"] = fields["topk_logits"].float()
         return TeacherTargets(kind=self.cache.form.kind, shard=self.shard, **fields)
@@ -121,4 +125,7 @@ def open_cached_teacher(
     if cache.form.kind == "hidden" and groups.is_last_stage:
         dtype = DTYPES[teacher.training.precision]
         head = cache.head(shard).to(device=groups.device, dtype=dtype)
-    return CachedTeacher(name=teacher.name, cache=cache, shard=shard, head_weight=head)
+    cap = teacher.config.model.logit_cap
+    return CachedTeacher(
+        name=teacher.name, cache=cache, shard=shard, head_weight=head, logit_cap=cap
+    )

@@ -165,6 +165,7 @@ def teacher_from_remote(teacher: TeacherPlan, run: StudentParts) -> LoadedTeache
         groups=groups,
         last_stage=parallel_state.get_tensor_and_context_parallel_group(),
         dtype=DTYPES[teacher.training.precision],
+        logit_cap=teacher.config.model.logit_cap,
         prefetch=teacher.config.serving.prefetch,
         finish=processes.finish,
         end=processes.end,

@@ -265,7 +265,7 @@ def test_split_numbers_are_named_but_not_a_few_or_those_of_one_digit():
 def test_what_has_not_been_measured_is_not_said_to_be(total, is_measured):
     advice = recommend(total, [], same_vocabulary=False)
     assert ("compare runs" in advice.reasons[-1]) is not is_measured
-    assert ("learned more by it" in advice.reasons[-1]) is is_measured
+    assert ("learned more from it" in advice.reasons[-1]) is is_measured
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_logits_and_hidden_states_give_the_label_the_mass_of_the_set():
     )
     given = TeacherTargets(kind="logits", shard=SHARD, logits=logits.clone())
     for targets in (given, hidden):
-        merged = stops.merged(targets, LABELS, ROWS).to_logits()
+        merged = targets.merging(stops, LABELS, ROWS).to_logits()
         torch.testing.assert_close(merged[..., :VOCAB].softmax(dim=-1), truth)
 
 
@@ -63,7 +63,7 @@ def test_the_top_tokens_merge_what_is_among_them_and_the_labels_own_probability(
         log_normaliser=top.log_normaliser,
         label_log_probs=label.clone(),
     )
-    merged = StopSet.of(STOPS, SHARD).merged(top, LABELS, ROWS)
+    merged = top.merging(StopSet.of(STOPS, SHARD), LABELS, ROWS)
     before = topk_log_probs(top).exp().unflatten(0, (2, 4))
     for row, column in ROWS.nonzero().tolist():
         own, ids = int(LABELS[row, column]), top.topk_ids[row, column].tolist()
@@ -79,7 +79,7 @@ def test_the_top_tokens_merge_what_is_among_them_and_the_labels_own_probability(
 
 def test_labels_alone_say_nothing_of_the_others():
     label = TeacherTargets(kind="label", shard=SHARD, label_log_probs=torch.zeros(2, 4))
-    assert StopSet.of(STOPS, SHARD).merged(label, LABELS, ROWS) is label
+    assert label.merging(StopSet.of(STOPS, SHARD), LABELS, ROWS) is label
 
 
 def _on_rank(rank: int) -> torch.Tensor:
@@ -88,12 +88,12 @@ def _on_rank(rank: int) -> torch.Tensor:
     shard = VocabShard(start=rank * 6, stop=rank * 6 + 6, vocab_size=VOCAB, group=dist.group.WORLD)
     logits = logits_of()[..., shard.start : shard.stop].clone()
     targets = TeacherTargets(kind="logits", shard=shard, logits=logits)
-    return StopSet.of(STOPS, shard).merged(targets, LABELS, ROWS).to_logits()
+    return targets.merging(StopSet.of(STOPS, shard), LABELS, ROWS).to_logits()
 
 
 def test_shards_give_what_one_rank_does():
     whole = TeacherTargets(kind="logits", shard=SHARD, logits=logits_of())
-    truth = StopSet.of(STOPS, SHARD).merged(whole, LABELS, ROWS).to_logits()
+    truth = whole.merging(StopSet.of(STOPS, SHARD), LABELS, ROWS).to_logits()
     torch.testing.assert_close(torch.cat(run_ranks(2, _on_rank), dim=-1), truth)
 
 

@@ -11,6 +11,8 @@ from megatron_ext.errors import LossError
 from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs, KnownAhead
 from megatron_ext.losses.linear import LinearDistillation, no_logits
 from megatron_ext.losses.objective import Objective
+from megatron_ext.teachers.formed_targets import FormedTargets
+from megatron_ext.teachers.target_form import TargetForm
 from tests.losses.linear.linear_case import (
     Numbers,
     by_logits,
@@ -100,6 +102,24 @@ def test_the_teacher_can_be_given_as_targets(name: str, kind: Any) -> None:
     objectives = objectives_of(name, with_ce=True)
     truth = by_logits(objectives, SCALES, inputs)
     assert_same(by_tiles(objectives, SCALES, inputs, 4), truth)
+
+
+def test_a_teacher_caps_its_logits_in_either_form() -> None:
+    inputs = inputs_of_case(CASES["vocab_kl"])
+    teacher = replace(inputs.teacher, logit_cap=2.0)
+    expected = 2 * torch.tanh(teacher.hidden @ teacher.head_weight.t() / 2)
+    torch.testing.assert_close(teacher.to_logits(), expected)
+    assert not torch.allclose(inputs.teacher.to_logits(), expected, atol=0.1)
+    inputs, objectives = replace(inputs, teacher=teacher), objectives_of("vocab_kl")
+    truth = by_logits(objectives, scales_of(objectives), inputs)
+    assert_same(by_tiles(objectives, scales_of(objectives), inputs, 3), truth)
+    size, capped = teacher.shard.vocab_size, replace(teacher, kind="logits", logits=expected)
+    form = TargetForm(kind="topk", precision="fp32", count=3, vocab_size=size)
+    sent, whole = (
+        FormedTargets(form=form, tile_rows=5)(each, inputs.teacher_labels)
+        for each in (teacher, replace(capped, hidden=None, head_weight=None, logit_cap=None))
+    )
+    torch.testing.assert_close(sent, whole)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -201,7 +201,7 @@ def test_a_file_with_one_wrong_bit_is_refused(path):
     content[content.index(indices.numpy().tobytes()) + 8 * 1000] ^= 1
     path.write_bytes(bytes(content))
     assert torch.load(path, weights_only=True)["indices"][1000].item() == 1001, "torch reads it"
-    with pytest.raises(ProjectionError, match=r"whole torch file; got .* by its checksum"):
+    with pytest.raises(ProjectionError, match=r"complete torch file; got .* by its checksum"):
         read_legacy_file(path)
 
 
@@ -215,7 +215,7 @@ def test_a_file_that_is_not_torchs_is_refused(path, content):
 def test_a_missing_file_and_a_folder_are_refused(path, tmp_path):
     with pytest.raises(ProjectionError, match="there is no projection file"):
         read_legacy_file(path)
-    with pytest.raises(ProjectionError, match="not a whole torch file"):
+    with pytest.raises(ProjectionError, match="not a complete torch file"):
         read_legacy_file(tmp_path)
 
 

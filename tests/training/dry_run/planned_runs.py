@@ -66,6 +66,39 @@ EXPERTS = [
     )
     for precision in ("fp32", "bf16")
 ]
+EXPERTS.append(
+    (
+        ModelConfig(
+            **SIZES,
+            num_query_groups=2,
+            num_experts=8,
+            moe_ffn_hidden_size=24,
+            add_bias_linear=True,
+            attention_sinks=True,
+            gate_activation="quick_gelu",
+            gate_limit=7.0,
+            gated_offset=1.0,
+        ),
+        "fp32",
+    )
+)
+
+
+LATENT = ModelConfig(
+    **SIZES,
+    q_lora_rank=20,
+    kv_lora_rank=12,
+    qk_head_dim=10,
+    qk_pos_emb_head_dim=8,
+    v_head_dim=6,
+    num_experts=4,
+    moe_first_dense_layers=1,
+    moe_ffn_hidden_size=24,
+    moe_shared_expert_intermediate_size=48,
+    moe_router_score_function="sigmoid",
+    moe_router_expert_bias=True,
+)
+"""One dense layer and one with experts."""
 
 
 def planned_run(

@@ -8,7 +8,7 @@ import torch
 
 from megatron_ext.distributed.layout import Layout
 from megatron_ext.training.configuration.config import ParallelConfig, TrainingConfig
-from megatron_ext.training.configuration.lora import LoraConfig
+from megatron_ext.training.configuration.lora import LINEAR_LAYERS, LoraConfig
 from megatron_ext.training.dry_run.memory import rank_memory, stage_activations
 from megatron_ext.training.dry_run.plan import ModelShape
 from megatron_ext.training.megatron_models.learning_parts import add_adapters, freeze_parts
@@ -19,6 +19,7 @@ from tests.process_group import run_ranks
 from tests.training.dry_run.planned_runs import (
     BATCH,
     EXPERTS,
+    LATENT,
     MODELS,
     OF_FAMILIES,
     PADDED_VOCABULARY,
@@ -36,11 +37,16 @@ class Kept(NamedTuple):
     use_distributed_optimizer: bool = False
     lora: LoraConfig | None = None
     parts: tuple[str, ...] | None = None
+    has_experts: bool = False
+    """Experts are over both ranks then."""
 
 
 def _run_of(case):
     config = planned_run(
-        precision=case.precision, use_distributed_optimizer=case.use_distributed_optimizer
+        EXPERTS[0][0] if case.has_experts else None,
+        precision=case.precision,
+        use_distributed_optimizer=case.use_distributed_optimizer,
+        expert_model_parallel_size=1 + case.has_experts,
     )
     return changed(config, lora=case.lora, training={"trainable": case.parts})
 
@@ -62,10 +68,10 @@ def measure_models(rank, layout, models):
 
 def measure_optimizer(rank, cases):
     """Bytes of what a student's training keeps on this rank, after a step."""
-    groups = fresh_groups(Layout())
     found = []
     for case in cases:
         config = _run_of(case)
+        groups = fresh_groups(config.parallel.layout)
         chunks = build_model_chunks(
             config.student,
             padded_vocab_size=PADDED_VOCABULARY,
@@ -81,7 +87,7 @@ def measure_optimizer(rank, cases):
             if weight.requires_grad:
                 weight.main_grad.fill_(1e-3)
         student.update()
-        buffers = [b for ddp in student.ddp for b in ddp.buffers]
+        buffers = [b for ddp in student.ddp for b in ddp.buffers + ddp.expert_parallel_buffers]
         found.append(
             {
                 "filled": 256 * sum(weight.requires_grad for weight in chunks[0].parameters()),
@@ -193,6 +199,18 @@ def test_layers_of_families_have_the_parameters_that_are_planned():
                 assert shape.parameters(found.stage) == found.parameters, (name, layout)
 
 
+def test_dense_layers_and_those_of_experts_have_the_parameters_that_are_planned():
+    sizes = [{"pp": 2}, {"tp": 2, "etp": 2}]
+    ranks = run_ranks(2, measure_layouts, [PP2, SEQUENCE_TP2], [(LATENT, "fp32")])
+    for number, split in enumerate(sizes):
+        shape = ModelShape(
+            model=LATENT, padded_vocab_size=PADDED_VOCABULARY, **{"tp": 1, "pp": 1, **split}
+        )
+        for rank in ranks:
+            (found,) = rank[number]
+            assert shape.parameters(found.stage) == found.parameters
+
+
 @pytest.fixture(scope="module")
 def measured_experts():
     ranks = run_ranks(2, measure_layouts, [*EXPERT_LAYOUTS.values()], EXPERTS)
@@ -200,7 +218,7 @@ def measured_experts():
 
 
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
-@pytest.mark.parametrize("number", range(len(EXPERTS)), ids=["fp32", "bf16"])
+@pytest.mark.parametrize("number", range(len(EXPERTS)), ids=["fp32", "bf16", "sinks"])
 def test_a_model_with_experts_has_the_parameters_and_activations_that_are_planned(
     measured_experts, layout, number
 ):
@@ -232,6 +250,9 @@ def test_weights_gradients_and_moments_take_what_is_planned():
     cases = [Kept(p, is_sharded) for p in ("fp32", "bf16") for is_sharded in (False, True)]
     cases += [Kept(lora=LoraConfig(rank=2)), Kept(parts=("embeddings", "head"))]
     cases.append(Kept("bf16", True, lora, ("norms",)))
+    everywhere = LoraConfig(rank=3, targets=tuple(LINEAR_LAYERS))
+    cases.append(Kept("bf16", True, everywhere, ("routers", "norms"), has_experts=True))
+    cases.append(Kept(lora=LoraConfig(rank=2), parts=("experts",), has_experts=True))
     ranks = run_ranks(2, measure_optimizer, cases)
     for number, case in enumerate(cases):
         plan = plan_of(_run_of(case), world_size=2)
