@@ -105,7 +105,7 @@ def _hits(rank):
     head = torch.linalg.qr(torch.randn(16, 16, generator=torch.Generator().manual_seed(5)))[0]
     scores = [
         nats.of_logits(logits, labels, shard),
-        nats.of_hidden(logits @ head, head, labels, shard),
+        nats.of_hidden(logits @ head, lambda rows: rows @ head.t(), labels, shard),
     ]
     return [accuracy([score.hits], dist.group.WORLD) for score in scores]
 
