@@ -47,7 +47,10 @@ def published(folder):
     return expected
 
 
-@pytest.mark.skipif(os.environ.get("MEGATRON_EXT_ALL_TEXT") != "1", reason="a run of everything")
+@pytest.mark.skipif(
+    not os.environ.get("MEGATRON_EXT_ALL_TEXT"),
+    reason="a run of everything: MEGATRON_EXT_ALL_TEXT=1",
+)
 def test_it_is_exported_in_bf16_bit_for_bit(tmp_path):
     expected = published(tmp_path / "oss")
     before = tensors_of(tmp_path / "oss")
