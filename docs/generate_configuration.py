@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,12 @@ from megatron_ext.training.configuration.config import DistillConfig
 from megatron_ext.training.configuration.exclusions import EXCLUSIONS
 
 PAGE = Path(__file__).with_name("configuration.md")
+LIKE = {"teacher.tokenizer": "tokenizer", "teacher.model": "student"}
+"""Section -> the one with its keys."""
+
+WITHOUT = ("student", "model", "training", "parallel", "optimizer")
+"""Sections that flags do not name."""
+
 INTRODUCTION = """\
 # Configuration
 
@@ -30,25 +36,24 @@ Every key of `megatron-ext distill`. The [quickstart](quickstart.md) shows a who
 
 - The YAML file given with `--config` nests by the dots: `teacher.model.num_layers` is `num_layers`
   in `model` in `teacher`.
-- Every key is also a flag. A flag wins over the file, and a run needs no file at all.
-- A Boolean key has two flags: `--swiglu` and `--no-swiglu`.
-- A list takes one or more values: `--data-train a.jsonl b.jsonl`.
-- A mapping is JSON: `--loss-options '{"top_k": 32}'`.
+- Every key is a flag, too, which wins over the file; a run needs no file at all. The flag is the
+  key with dashes for dots and underscores, without `student`, `model`, `training`, `parallel` and
+  `optimizer`: `--num-layers`, `--teacher-num-layers`, `--lr`, `--loss-kd-weight`.
+- A Boolean key has two flags: `--swiglu` and `--no-swiglu`. A list takes one or more values:
+  `--data-train a.jsonl b.jsonl`. A mapping is JSON: `--loss-options '{"top_k": 32}'`.
 - Paths are relative to the folder that the command is started in.
-- A key without a default is required. Keys of `teacher` are required only where there is a teacher.
-- A run reads texts, or with `data.conversations` conversations; each tokenizer then needs a
-  `prompt_format`, `auto` for its own chat template.
+- A blank default is none. Required keys of `teacher` are required only where there is a teacher.
+- With `data.conversations`, each tokenizer needs a `prompt_format`, `auto` for its own template.
 - An unknown key, a missing one and a value of the wrong type end the command with exit code 2 and
   one line that names the file, the line and the key, or the flag.
-- Editors complete and check keys by a JSON schema. `megatron-ext schema > megatron_ext.schema.json`
-  writes it, and the first line of a file names it to the YAML language server:
-  `# yaml-language-server: $schema=megatron_ext.schema.json`.
+- `megatron-ext schema > megatron_ext.schema.json` writes a JSON schema for editors. The first line
+  of a file names it: `# yaml-language-server: $schema=megatron_ext.schema.json`.
 """
 
 EXCLUDED = """\
 ## What does not go together
 
-Each of these is an error with both keys, before a model is built.
+Each of these pairs is an error with both keys, before a model is built.
 
 | feature | not with | because | instead |
 |---|---|---|---|"""
@@ -60,11 +65,23 @@ def configuration_page() -> str:
         _section(name, list(flags))
         for name, flags in groupby(_sections_together(), key=lambda flag: flag.section)
     ]
-    excluded = [
-        f"| {row.feature.name} | {row.other.name} | {row.why} | {row.remedy} |"
-        for row in EXCLUSIONS
-    ]
-    return "\n".join([INTRODUCTION, *sections, EXCLUDED, *excluded, ""])
+    return "\n".join([INTRODUCTION, *sections, EXCLUDED, *_excluded(), ""])
+
+
+def _excluded() -> Iterator[str]:
+    """Rows of exclusions; a feature that excludes several for one reason has one row."""
+    others: dict[tuple[str, str, str], list[str]] = {}
+    for row in EXCLUSIONS:
+        others.setdefault((row.feature.name, row.why, row.remedy), []).append(row.other.name)
+    features: dict[tuple[str, str, str], list[str]] = {}
+    for (feature, why, remedy), names in others.items():
+        features.setdefault((_listed(names), why, remedy), []).append(feature)
+    for (excluded, why, remedy), alike in features.items():
+        yield f"| {_listed(alike)} | {excluded} | {why} | {remedy} |"
+
+
+def _listed(names: list[str]) -> str:
+    return "; ".join(dict.fromkeys(names))
 
 
 def _sections_together() -> list[Flag]:
@@ -75,25 +92,33 @@ def _sections_together() -> list[Flag]:
 
 
 def _section(name: str, flags: list[Flag]) -> str:
-    owner = _owner(flags[0].keys)
-    lines = [
-        f"## {name if name != 'run' else 'Top level'}",
-        "",
-        (inspect.getdoc(owner) or "").splitlines()[0].replace("``", "`"),
-        "",
-        "| key | flag | value | default | meaning |",
-        "|---|---|---|---|---|",
-    ]
+    """Heading, summary and table; keys that another section has in full are left to that."""
+    owner, like = _owner(flags[0].keys), LIKE.get(name)
+    summary = (inspect.getdoc(owner) or "").splitlines()[0].replace("``", "`")
+    lines = [f"## {name if name != 'run' else 'Top level'}", ""]
+    if like is not None:
+        assert owner is _owner((like, ""))
+        lines += [f"The keys of [{like}](#{like}), of the teacher."]
+        return "\n".join([*lines, ""])
+    lines += [summary, "", "| key | value | default | meaning |", "|---|---|---|---|"]
     for flag in flags:
+        assert flag.name == _flag_of(flag.keys), f"{flag.name} does not follow the rule of the page"
+        only = _field(owner, flag.keys[-1]).metadata.get("only")
         cells = (
             f"`{'.'.join(flag.keys)}`",
-            f"`{flag.name}`",
             _value(flag.hint),
             _default(owner, flag.keys[-1]),
-            " ".join(flag.help.split()).replace("``", "`").replace("|", "\\|"),
+            " ".join(flag.help.split()).replace("``", "`").replace("|", "\\|")
+            + ("" if only is None else f" Only {', '.join(only)}."),
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
+
+
+def _flag_of(keys: Sequence[str]) -> str:
+    """The flag of a key, by the rule of the introduction."""
+    first = [key for key in keys[:-1] if key not in WITHOUT]
+    return "--" + "-".join((*first, keys[-1])).replace("_", "-")
 
 
 def _owner(keys: tuple[str, ...]) -> Any:
@@ -118,15 +143,19 @@ def _value(hint: Any) -> str:
     return {str: "text", int: "integer", float: "number", bool: "Boolean"}[hint]
 
 
+def _field(owner: Any, name: str) -> dataclasses.Field[Any]:
+    return next(field for field in dataclasses.fields(owner) if field.name == name)
+
+
 def _default(owner: Any, name: str) -> str:
-    field = next(field for field in dataclasses.fields(owner) if field.name == name)
+    field = _field(owner, name)
     default = field.default
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
     if default is dataclasses.MISSING:
         return "required"
     if default is None or default in ((), "", {}):
-        return "none"
+        return ""
     return f"`{str(default).lower() if isinstance(default, bool) else default}`"
 
 
