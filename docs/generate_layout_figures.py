@@ -24,7 +24,7 @@ PAGE = Path(__file__).with_name("projection.md")
 SHARED = Path(os.environ.get("MEGATRON_EXT_SHARED") or Path(__file__).parents[2] / "shared")
 REGION = re.compile(r"(<!-- layouts -->\n).*?(<!-- /layouts -->)", re.DOTALL)
 TEACHERS = {"qwen3": "Llama 3.2 to Qwen3", "gemma3": "Llama 3.2 to Gemma 3"}
-RANKS = (1, 2, 4, 8)
+RANKS = (2, 4, 8)
 
 
 def layout_page() -> str:
@@ -66,7 +66,6 @@ def rows_of(teacher: str, projection: SparseProjection, rank_counts: Sequence[in
             f"{before.share_within:.1%}",
             f"{found.crossing_columns:,}",
             f"{before.crossing_columns:,}",
-            f"{found.common_balance:.3f}, {found.residual_balance:.3f}",
         )
         rows.append(f"| {' | '.join(cells)} |")
     return rows
@@ -98,7 +97,6 @@ def _header() -> Iterator[str]:
         "in order of ids",
         "columns of several ranks",
         "in order of ids",
-        "most common pairs, entries of a rank over the mean",
     )
     yield f"| {' | '.join(header)} |"
     yield "|---" * len(header) + "|"
