@@ -1,6 +1,6 @@
 """Every layout of four processes against one process: objectives, teachers, packed and not.
 
-Run by hand, since it takes long; docs/parallelism.md records what it printed:
+Run by hand, since it takes long; docs/evidence.md records its largest numbers:
 
     python -m tests.training.layout_matrix --iterations 10
 
