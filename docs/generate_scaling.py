@@ -81,8 +81,9 @@ class Layout(NamedTuple):
     vp: int = 1
 
     def __str__(self) -> str:
-        chunks = f" x VP {self.vp}" if self.vp > 1 else ""
-        return f"TP {self.tp} x PP {self.pp}{chunks} x DP {self.gpus // (self.tp * self.pp)}"
+        axes = {"TP": self.tp, "PP": self.pp, "VP": self.vp}
+        axes["DP"] = self.gpus // (self.tp * self.pp)
+        return " ".join(f"{name}{size}" for name, size in axes.items() if size > 1) or "alone"
 
 
 LAYOUTS: Final = (
