@@ -9,7 +9,7 @@ this would write.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,37 +77,59 @@ def prompt_formats_page() -> str:
 
 
 def _needs() -> Iterator[str]:
-    yield from _table("format", "template", "tokens of the vocabulary", "pads with")
-    for row in ROWS:
-        roles = [f"the {ROLES[role]}" for role in row.special_tokens]
-        tokens = [_code(token) for token in row.tokens] + roles
-        pads = [ROLES[choice] if choice in ROLES else _code(choice) for choice in row.pad]
-        template = "the tokenizer's own"
-        if row.template is not None:
-            file = f"{row.template}.jinja"
-            template = f"[{file}](../megatron_ext/conversation/templates/{file})"
-        yield _row(_code(row.name), template, ", ".join(tokens) or "none", ", else ".join(pads))
+    yield from _table("format", "tokens of the vocabulary", "pads with")
+    yield from _together((_linked(row), _tokens(row), _padding(row)) for row in ROWS)
+
+
+def _tokens(row: PromptFormat) -> str:
+    roles = [f"the {ROLES[role]}" for role in row.special_tokens]
+    return ", ".join([*(_code(token) for token in row.tokens), *roles])
+
+
+def _padding(row: PromptFormat) -> str:
+    return ", else ".join(ROLES[c] if c in ROLES else _code(c) for c in row.pad)
 
 
 def _shows() -> Iterator[str]:
     yield from _table("format", "system message", "tools", "thinking", "prompt", "images")
-    for row in ROWS:
-        images = row.options.get("validate_no_image_in_assistant", False)
-        cells = ["its template's"] * 4
-        if row.template is not None:
-            config = row(AnyVocabulary())
-            cells = [_system(config), _tools(config), _thinking(config), _prompt(config)]
-        yield _row(_code(row.name), *cells, "not in answers" if images else "anywhere")
+    yield from _together((_code(row.name), *_shown(row)) for row in ROWS)
+
+
+def _shown(row: PromptFormat) -> Iterator[str]:
+    if row.template is None:
+        yield from ["its template's"] * 4
+    else:
+        config = row(AnyVocabulary())
+        yield from (_system(config), _tools(config), _thinking(config), _prompt(config))
+    is_refused = row.options.get("validate_no_image_in_assistant", False)
+    yield "not in answers" if is_refused else ""
 
 
 def _writes() -> Iterator[str]:
     yield from _table("format", "a conversation")
-    for row in ROWS:
-        if row.template is None:
-            continue
-        rendered = _rendered(row(AnyVocabulary()), SYSTEM, QUESTION, ANSWER)
-        assert rendered is not None
-        yield _row(_code(row.name), _code(_marked(rendered).replace("\n", "⏎")))
+    yield from _together((_code(row.name), _written(row)) for row in ROWS if row.template)
+
+
+def _written(row: PromptFormat) -> str:
+    rendered = _rendered(row(AnyVocabulary()), SYSTEM, QUESTION, ANSWER)
+    assert rendered is not None
+    return _code(_marked(rendered).replace("\n", "⏎"))
+
+
+def _together(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    """Rows; formats that differ in nothing else have one."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name, *cells in rows:
+        names.setdefault(tuple(cells), []).append(name)
+    for others, alike in names.items():
+        yield _row(", ".join(alike), *others)
+
+
+def _linked(row: PromptFormat) -> str:
+    """The format, with a link to its template where it has one."""
+    if row.template is None:
+        return _code(row.name)
+    return f"[{_code(row.name)}](../megatron_ext/conversation/templates/{row.template}.jinja)"
 
 
 def _system(config: PromptConfig) -> str:
