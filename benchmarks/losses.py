@@ -280,9 +280,9 @@ def write_measured(path: Path, checked: list[dict[str, Any]], seconds: float) ->
             # What is measured is kept if the time ends while something else is compiled.
             write_results(path, results)
             print(
-                f"{row['pair']}, {row.get('order', '')}, {row['ranks']} ranks, {row['rows']:,} rows,"
-                f" {row['objective']}, {row['implementation']}: {row['ms_median']:.2f} ms,"
-                f" peak {row['peak_bytes'] / 2**20:,.0f} MiB",
+                f"{row['pair']}, {row.get('order', '')}, {row['ranks']} ranks,"
+                f" {row['rows']:,} rows, {row['objective']}, {row['implementation']}:"
+                f" {row['ms_median']:.2f} ms, peak {row['peak_bytes'] / 2**20:,.0f} MiB",
                 flush=True,
             )
     write_results(path, results | {"finished": True})

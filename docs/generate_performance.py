@@ -41,7 +41,7 @@ def performance_page() -> str:
         "shards": _table(_shards(counted["rows"])),
         "measured": [NO_FIGURE] if measured is None else _measured(measured),
         "target": _target(counted["rows"], measured),
-        "designs": _table(_designs()),
+        "counters": _counters(),
         "instructions": _table(_instructions()),
         "chunks": _table(_chunks()),
         "cpu": _table(_on_cpu()),
@@ -151,8 +151,8 @@ def _measured(results: Row) -> list[str]:
 
 def _times(rows: list[Row], copied: float) -> Iterator[Sequence[str]]:
     yield (
-        "pair", "ranks", "rows", "objective", "implementation", "ms", "floor's bytes, of a copy",
-        "memory",
+        "pair", "ranks", "rows", "objective", "implementation", "ms", "queued by the host in",
+        "floor's bytes, of a copy", "memory",
     )  # fmt: skip
     bare = {row["pair"]: row["ms_median"] for row in rows if row["objective"] == "none"}
     for row in rows:
@@ -162,13 +162,15 @@ def _times(rows: list[Row], copied: float) -> Iterator[Sequence[str]]:
             share = f"{row['flops'] / (row['ms_median'] / 1e3) / 1e12:.0f} TFLOP/s"
         else:
             share = f"{row['ms_median'] / bare[row['pair']]:.2f} times the bare products"
+        order = ", original order" if row.get("order") == "original" else ""
         yield (
-            row["pair"],
+            row["pair"] + order,
             str(row["ranks"]),
             f"{row['rows']:,}",
             f"`{row['objective']}`" if row["objective"] != "none" else "",
             row["implementation"],
             f"{row['ms_median']:.2f}",
+            f"{row['host_ms']:.1f} ms",
             share,
             f"{row['peak_bytes'] / 1e9:.2f} GB",
         )
@@ -232,7 +234,7 @@ def _target(counted: list[Row], measured: Row | None) -> list[str]:
         row["implementation"]: row
         for row in measured["rows"]
         if (row["objective"], row["pair"]) == (kernels["objective"], kernels["pair"])
-        and (row["ranks"], row["rows"]) == (1, ROWS)
+        and (row["ranks"], row["rows"], row.get("order")) == (1, ROWS, "co_sharded")
     }
     if {"triton", "eager"} <= set(times):
         ours, theirs = times["triton"], times["eager"]
@@ -246,16 +248,36 @@ def _target(counted: list[Row], measured: Row | None) -> list[str]:
     return lines
 
 
-def _designs() -> Iterator[Sequence[str]]:
-    """Launches and bytes through a simulated cache of ``projected_kl + next_token``."""
-    results = _results("dram")
-    assert results is not None
-    named = {"before": "B", "joined": "C"}
-    yield ("pair", "design", "launches", "without a cache", "through the cache", "of the floor")
+def _counters() -> list[str]:
+    """Time, bytes and instructions of each kernel of ``projected_kl + next_token`` on a GPU."""
+    results = _results("device_counters")
+    if results is None:
+        return ["None have been read yet."]
+    rows: list[Sequence[str]] = [
+        ("pair", "kernel", "launches", "ms", "bytes", "of a second", "warps at once")
+    ]
     for row in results["rows"]:
-        floor, touched, moved = row["floor"], row["touched"], row["bytes"]
-        cells = (f"{touched / 1e9:.1f} GB", f"{moved / 1e9:.1f} GB", f"{moved / floor:.2f}x")
-        yield (row["pair"], named[row["schedule"]], str(row["launches"]), *cells)
+        for kernel in row["kernels"]:
+            moved = kernel["read"] + kernel["written"]
+            rows.append(
+                (
+                    row["pair"],
+                    f"`{kernel['kernel']}`" if kernel["kernel"] != "torch" else "torch",
+                    str(kernel["launches"]),
+                    f"{kernel['ms']:.2f}",
+                    f"{moved / 1e9:.2f} GB",
+                    f"{moved / kernel['ms'] / 1e9:.1f} TB",
+                    f"{kernel['warps_percent']:.0f}%",
+                )
+            )
+        whole = sum(kernel["read"] + kernel["written"] for kernel in row["kernels"])
+        time = sum(kernel["ms"] for kernel in row["kernels"])
+        count = str(sum(kernel["launches"] for kernel in row["kernels"]))
+        share = f"{whole / row['floor_b1']:.2f} times the floor"
+        rows.append((row["pair"], "all", count, f"{time:.2f}", f"{whole / 1e9:.2f} GB", share, ""))
+    machine = results["machine"]
+    named = f"{machine['gpu']['name']}, torch {machine['torch']}, triton {machine['triton']}."
+    return [named, "", *_table(rows)]
 
 
 def _on_cpu() -> Iterator[Sequence[str]]:
