@@ -41,7 +41,7 @@ def performance_page() -> str:
         "shards": _table(_shards(counted["rows"])),
         "measured": [NO_FIGURE] if measured is None else _measured(measured),
         "target": _target(counted["rows"], measured),
-        "counters": _counters(),
+        "designs": _table(_designs()),
         "instructions": _table(_instructions()),
         "chunks": _table(_chunks()),
         "cpu": _table(_on_cpu()),
@@ -131,12 +131,20 @@ def _measured(results: Row) -> list[str]:
     """What a GPU took: machine, then a table of the main setting and one of all others."""
     machine, copied = results["machine"], results["copy_bytes_per_second"]
     gpu = machine["gpu"]
+    # The main setting comes first.
+    main = next((row["rows"] for row in results["rows"]), ROWS)
+    of_main = [row for row in results["rows"] if row["rows"] == main]
+    others = [row for row in results["rows"] if row["rows"] != main]
     lines = [
         f"{gpu['name']}, {gpu['multiprocessors']} multiprocessors, torch {machine['torch']},"
         f" triton {machine['triton']}, commit `{str(results['commit'])[:12]}`. A device-to-device"
         f" copy moves {copied / 1e12:.2f} TB/s, which is 100 % below.",
         "",
-        *_table(_times(results["rows"], copied)),
+        *_table(_times(of_main, copied)),
+        "",
+        "Other lengths, by the kernels and by the eager recipe:",
+        "",
+        *_table(_other_lengths(others)),
     ]
     if not results["finished"]:
         lines += ["", "The run was stopped before its end."]
@@ -174,6 +182,19 @@ def _times(rows: list[Row], copied: float) -> Iterator[Sequence[str]]:
             share,
             f"{row['peak_bytes'] / 1e9:.2f} GB",
         )
+
+
+def _other_lengths(rows: list[Row]) -> Iterator[Sequence[str]]:
+    yield ("rows", "objective", "kernels", "in place", "eager recipe", "memory: kernels, eager")
+    chosen = [row for row in rows if row["ranks"] == 1 and row.get("order") == "co_sharded"]
+    for key in dict.fromkeys((row["rows"], row["objective"]) for row in chosen):
+        found = _by_implementation(chosen, rows=key[0], objective=key[1])
+        if "triton" not in found:
+            continue
+        names = ("triton", "triton, in place", "eager")
+        times = (f"{found[name]['ms_median']:.2f} ms" if name in found else "" for name in names)
+        peaks = (f"{found[name]['peak_bytes'] / 1e9:.1f}" for name in names[::2] if name in found)
+        yield (f"{key[0]:,}", f"`{key[1]}`", *times, ", ".join(peaks) + " GB")
 
 
 def _instructions() -> Iterator[Sequence[str]]:
@@ -248,36 +269,21 @@ def _target(counted: list[Row], measured: Row | None) -> list[str]:
     return lines
 
 
-def _counters() -> list[str]:
-    """Time, bytes and instructions of each kernel of ``projected_kl + next_token`` on a GPU."""
-    results = _results("device_counters")
-    if results is None:
-        return ["None have been read yet."]
-    rows: list[Sequence[str]] = [
-        ("pair", "kernel", "launches", "ms", "bytes", "of a second", "warps at once")
-    ]
+def _designs() -> Iterator[Sequence[str]]:
+    """Times of the kernels of ``projected_kl + next_token`` in two designs, on a GPU."""
+    results = _results("projected_kl_designs")
+    assert results is not None
+    yield ("pair", "heads", "design", "variant", "kernels", "the longest of them")
     for row in results["rows"]:
-        for kernel in row["kernels"]:
-            moved = kernel["read"] + kernel["written"]
-            rows.append(
-                (
-                    row["pair"],
-                    f"`{kernel['kernel']}`" if kernel["kernel"] != "torch" else "torch",
-                    str(kernel["launches"]),
-                    f"{kernel['ms']:.2f}",
-                    f"{moved / 1e9:.2f} GB",
-                    f"{moved / kernel['ms'] / 1e9:.1f} TB",
-                    f"{kernel['warps_percent']:.0f}%",
-                )
-            )
-        whole = sum(kernel["read"] + kernel["written"] for kernel in row["kernels"])
-        time = sum(kernel["ms"] for kernel in row["kernels"])
-        count = str(sum(kernel["launches"] for kernel in row["kernels"]))
-        share = f"{whole / row['floor_b1']:.2f} times the floor"
-        rows.append((row["pair"], "all", count, f"{time:.2f}", f"{whole / 1e9:.2f} GB", share, ""))
-    machine = results["machine"]
-    named = f"{machine['gpu']['name']}, torch {machine['torch']}, triton {machine['triton']}."
-    return [named, "", *_table(rows)]
+        longest = sorted(row["kernels"].items(), key=lambda item: -item[1]["ms"])[:3]
+        yield (
+            row["pair"],
+            row["order"].replace("_", "-"),
+            row["design"],
+            row["variant"],
+            f"{row['ms']:.1f} ms",
+            ", ".join(f"`{name}` {of['ms']:.1f}" for name, of in longest),
+        )
 
 
 def _on_cpu() -> Iterator[Sequence[str]]:
