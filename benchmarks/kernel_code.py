@@ -85,7 +85,6 @@ def report(launch: KernelLaunch, arch: int) -> dict[str, Any]:
     counts = counted(
         listing,
         columns,
-        read_columns=launch.read_blocks * columns,
         has_parts=launch.has_parts,
     )
     counts.pop("loops")

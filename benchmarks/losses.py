@@ -36,7 +36,7 @@ from loss_cost.counting import counted_rows
 from loss_cost.gate import check_kernels, small_vocabulary
 from loss_cost.heads import ONE_VOCABULARY, TILED, Heads, bare_products, linear_form
 from loss_cost.machine import commit, machine, write_results
-from loss_cost.microbatch import RankVocabulary, same_vocabulary
+from loss_cost.microbatch import Order, RankVocabulary, same_vocabulary
 from loss_cost.pairs import SIZES, load_pair
 from loss_cost.timing import copy_bandwidth, timed
 
@@ -59,6 +59,7 @@ class Setting:
     ranks: int
     rows: int
     objectives: tuple[str, ...]
+    order: Order = "co_sharded"
     compiled: bool = False
     """What needs minutes of compiling, and only that."""
 
@@ -73,7 +74,10 @@ def settings() -> list[Setting]:
     """The most telling first, since the time may end before the list does."""
     every = tuple(objective.name for objective in OBJECTIVES)
     main = every[:4]
-    found = [Setting(pair=QWEN, ranks=1, rows=MAIN_LENGTH, objectives=every)]
+    found = [
+        Setting(pair=QWEN, ranks=1, rows=MAIN_LENGTH, objectives=every),
+        Setting(pair=QWEN, ranks=1, rows=MAIN_LENGTH, objectives=main[:1], order="original"),
+    ]
     found += [
         Setting(pair=QWEN, ranks=1, rows=rows, objectives=main)
         for rows in LENGTHS
@@ -94,13 +98,14 @@ class Vocabularies:
     """Made when first asked for; one of several pairs at a time."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[str, int], RankVocabulary] = {}
+        self._made: dict[tuple[str, int, Order], RankVocabulary] = {}
 
-    def __call__(self, pair: str, ranks: int) -> RankVocabulary:
-        if (pair, ranks) not in self._made:
-            self._made = {key: value for key, value in self._made.items() if key[0] == pair}
-            self._made[pair, ranks] = RankVocabulary.of(load_pair(pair), ranks)
-        return self._made[pair, ranks]
+    def __call__(self, setting: Setting) -> RankVocabulary:
+        wanted = (setting.pair, setting.ranks, setting.order)
+        if wanted not in self._made:
+            self._made = {key: value for key, value in self._made.items() if key[0] == wanted[0]}
+            self._made[wanted] = RankVocabulary.of(load_pair(setting.pair), *wanted[1:])
+        return self._made[wanted]
 
 
 def measured(
@@ -124,10 +129,11 @@ def measured_rows(deadline: float, not_run: list[dict[str, Any]]) -> Iterator[di
     vocabularies = Vocabularies()
     for setting in settings():
         what = {"pair": setting.pair, "ranks": setting.ranks, "rows": setting.rows}
+        what["order"] = setting.order
         if time.monotonic() > deadline:
             not_run.append(what | {"why": "the time was up"})
             continue
-        vocabulary = vocabularies(setting.pair, setting.ranks)
+        vocabulary = vocabularies(setting)
         inputs = vocabulary.microbatch(setting.rows, device=DEVICE)
         for objective in OBJECTIVES:
             given = same_vocabulary(inputs) if objective.same_vocabulary else inputs
@@ -274,9 +280,9 @@ def write_measured(path: Path, checked: list[dict[str, Any]], seconds: float) ->
             # What is measured is kept if the time ends while something else is compiled.
             write_results(path, results)
             print(
-                f"{row['pair']}, {row['ranks']} ranks, {row['rows']:,} rows,"
-                f" {row['objective']}, {row['implementation']}: {row['ms_median']:.2f} ms,"
-                f" peak {row['peak_bytes'] / 2**20:,.0f} MiB",
+                f"{row['pair']}, {row.get('order', '')}, {row['ranks']} ranks,"
+                f" {row['rows']:,} rows, {row['objective']}, {row['implementation']}:"
+                f" {row['ms_median']:.2f} ms, peak {row['peak_bytes'] / 2**20:,.0f} MiB",
                 flush=True,
             )
     write_results(path, results | {"finished": True})

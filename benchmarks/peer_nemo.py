@@ -182,7 +182,7 @@ def write_projection(projection: SparseProjection, path: Path) -> None:
 def measured(args: argparse.Namespace, module: Any) -> tuple[str, list[dict[str, Any]]]:
     """Where the pair is from, and a row for each dtype and objective."""
     pair = load_pair(next(iter(SIZES)))
-    vocabulary, rows = RankVocabulary.of(pair, 1), []
+    vocabulary, rows = RankVocabulary.of(pair, 1, "original"), []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "projection.pt"
         write_projection(pair.projection, path)

@@ -131,12 +131,20 @@ def _measured(results: Row) -> list[str]:
     """What a GPU took: machine, then a table of the main setting and one of all others."""
     machine, copied = results["machine"], results["copy_bytes_per_second"]
     gpu = machine["gpu"]
+    # The main setting comes first.
+    main = next((row["rows"] for row in results["rows"]), ROWS)
+    of_main = [row for row in results["rows"] if row["rows"] == main]
+    others = [row for row in results["rows"] if row["rows"] != main]
     lines = [
         f"{gpu['name']}, {gpu['multiprocessors']} multiprocessors, torch {machine['torch']},"
         f" triton {machine['triton']}, commit `{str(results['commit'])[:12]}`. A device-to-device"
         f" copy moves {copied / 1e12:.2f} TB/s, which is 100 % below.",
         "",
-        *_table(_times(results["rows"], copied)),
+        *_table(_times(of_main, copied)),
+        "",
+        "Other lengths, by the kernels and by the eager recipe:",
+        "",
+        *_table(_other_lengths(others)),
     ]
     if not results["finished"]:
         lines += ["", "The run was stopped before its end."]
@@ -151,8 +159,8 @@ def _measured(results: Row) -> list[str]:
 
 def _times(rows: list[Row], copied: float) -> Iterator[Sequence[str]]:
     yield (
-        "pair", "ranks", "rows", "objective", "implementation", "ms", "floor's bytes, of a copy",
-        "memory",
+        "pair", "ranks", "rows", "objective", "implementation", "ms", "queued by the host in",
+        "floor's bytes, of a copy", "memory",
     )  # fmt: skip
     bare = {row["pair"]: row["ms_median"] for row in rows if row["objective"] == "none"}
     for row in rows:
@@ -162,16 +170,31 @@ def _times(rows: list[Row], copied: float) -> Iterator[Sequence[str]]:
             share = f"{row['flops'] / (row['ms_median'] / 1e3) / 1e12:.0f} TFLOP/s"
         else:
             share = f"{row['ms_median'] / bare[row['pair']]:.2f} times the bare products"
+        order = ", original order" if row.get("order") == "original" else ""
         yield (
-            row["pair"],
+            row["pair"] + order,
             str(row["ranks"]),
             f"{row['rows']:,}",
             f"`{row['objective']}`" if row["objective"] != "none" else "",
             row["implementation"],
             f"{row['ms_median']:.2f}",
+            f"{row['host_ms']:.1f} ms",
             share,
             f"{row['peak_bytes'] / 1e9:.2f} GB",
         )
+
+
+def _other_lengths(rows: list[Row]) -> Iterator[Sequence[str]]:
+    yield ("rows", "objective", "kernels", "in place", "eager recipe", "memory: kernels, eager")
+    chosen = [row for row in rows if row["ranks"] == 1 and row.get("order") == "co_sharded"]
+    for key in dict.fromkeys((row["rows"], row["objective"]) for row in chosen):
+        found = _by_implementation(chosen, rows=key[0], objective=key[1])
+        if "triton" not in found:
+            continue
+        names = ("triton", "triton, in place", "eager")
+        times = (f"{found[name]['ms_median']:.2f} ms" if name in found else "" for name in names)
+        peaks = (f"{found[name]['peak_bytes'] / 1e9:.1f}" for name in names[::2] if name in found)
+        yield (f"{key[0]:,}", f"`{key[1]}`", *times, ", ".join(peaks) + " GB")
 
 
 def _instructions() -> Iterator[Sequence[str]]:
@@ -232,7 +255,7 @@ def _target(counted: list[Row], measured: Row | None) -> list[str]:
         row["implementation"]: row
         for row in measured["rows"]
         if (row["objective"], row["pair"]) == (kernels["objective"], kernels["pair"])
-        and (row["ranks"], row["rows"]) == (1, ROWS)
+        and (row["ranks"], row["rows"], row.get("order")) == (1, ROWS, "co_sharded")
     }
     if {"triton", "eager"} <= set(times):
         ours, theirs = times["triton"], times["eager"]
@@ -247,15 +270,20 @@ def _target(counted: list[Row], measured: Row | None) -> list[str]:
 
 
 def _designs() -> Iterator[Sequence[str]]:
-    """Launches and bytes through a simulated cache of ``projected_kl + next_token``."""
-    results = _results("dram")
+    """Times of the kernels of ``projected_kl + next_token`` in two designs, on a GPU."""
+    results = _results("projected_kl_designs")
     assert results is not None
-    named = {"before": "B", "joined": "C"}
-    yield ("pair", "design", "launches", "without a cache", "through the cache", "of the floor")
+    yield ("pair", "heads", "design", "variant", "kernels", "the longest of them")
     for row in results["rows"]:
-        floor, touched, moved = row["floor"], row["touched"], row["bytes"]
-        cells = (f"{touched / 1e9:.1f} GB", f"{moved / 1e9:.1f} GB", f"{moved / floor:.2f}x")
-        yield (row["pair"], named[row["schedule"]], str(row["launches"]), *cells)
+        longest = sorted(row["kernels"].items(), key=lambda item: -item[1]["ms"])[:3]
+        yield (
+            row["pair"],
+            row["order"].replace("_", "-"),
+            row["design"],
+            row["variant"],
+            f"{row['ms']:.1f} ms",
+            ", ".join(f"`{name}` {of['ms']:.1f}" for name, of in longest),
+        )
 
 
 def _on_cpu() -> Iterator[Sequence[str]]:

@@ -8,7 +8,7 @@ on one rank. That says what one rank reads, writes and computes, and nothing of 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 import torch
@@ -26,9 +26,13 @@ from megatron_ext.losses import (
     VocabularyMatch,
 )
 from megatron_ext.projection import SparseProjection
+from megatron_ext.projection.layout import VocabularyLayout
 from megatron_ext.tokenizers.token_bytes import TokenBytes
 
 from .pairs import Ids, Pair
+
+Order = Literal["co_sharded", "original"]
+"""Of both heads: as a run on a GPU lays them out, or as the tokenizers have their ids."""
 
 PADDED_TO: Final = 128
 """Each rank's columns are a multiple of this, as in megatron-core."""
@@ -88,10 +92,10 @@ class RankVocabulary:
     tokens: tuple[TokenBytes, TokenBytes]
     shards: tuple[VocabShard, VocabShard]
     columns: tuple[Ids, Ids]
-    """Ids of the pair that this rank has, ascending."""
+    """Ids of the pair that this rank has, by column."""
 
     @classmethod
-    def of(cls, pair: Pair, ranks: int) -> RankVocabulary:
+    def of(cls, pair: Pair, ranks: int, order: Order = "co_sharded") -> RankVocabulary:
         """Every ``ranks``-th common pair, and of the other tokens too."""
         partition = pair.projection.partition()
         columns = (
@@ -99,6 +103,19 @@ class RankVocabulary:
             _every(partition.common_teacher, partition.uncommon_teacher, ranks),
         )
         projection = _cut(pair.projection, columns) if ranks > 1 else pair.projection
+        shards = (_shard(len(columns[0]), ranks), _shard(len(columns[1]), ranks))
+        if order == "co_sharded":
+            layout = VocabularyLayout.of(
+                projection,
+                rank_count=1,
+                student_size=shards[0].width,
+                teacher_size=shards[1].width,
+            )
+            projection = projection.permuted(layout)
+            student, teacher = (
+                side.ids[: side.vocab_size] for side in (layout.student, layout.teacher)
+            )
+            columns = (columns[0][student], columns[1][teacher])
         spellings = [
             [tokens[column] for column in side.tolist()]
             for tokens, side in zip(
@@ -111,7 +128,7 @@ class RankVocabulary:
             match=VocabularyMatch.from_partition(projection.partition()),
             table=CompletionTable.from_token_bytes(*spellings),
             tokens=(TokenBytes.from_tokens(spellings[0]), TokenBytes.from_tokens(spellings[1])),
-            shards=(_shard(len(columns[0]), ranks), _shard(len(columns[1]), ranks)),
+            shards=shards,
             columns=columns,
         )
 
@@ -235,7 +252,11 @@ def _every(common: Ids, others: Ids, ranks: int) -> Ids:
 
 
 def _cut(projection: SparseProjection, columns: tuple[Ids, Ids]) -> SparseProjection:
-    """The entries within a rank, rows normalised again."""
+    """The entries within a rank, rows normalised again.
+
+    A row of several entries of which one alone is within the rank is left out: it would look like a
+    token that both vocabularies have, out of order.
+    """
     onto = np.full(projection.shape[1], -1)
     onto[columns[1]] = np.arange(len(columns[1]))
     counts = np.diff(projection.indptr)
@@ -244,6 +265,8 @@ def _cut(projection: SparseProjection, columns: tuple[Ids, Ids]) -> SparseProjec
     place[columns[0]] = np.arange(len(columns[0]))
     rows, found = place[row_of], onto[projection.indices]
     inside = (rows >= 0) & (found >= 0)
+    left = np.bincount(rows[inside], minlength=len(columns[0]))
+    inside[inside] = (left[rows[inside]] > 1) | (counts[row_of[inside]] == 1)
     return SparseProjection.from_entries(
         rows[inside],
         found[inside],
@@ -259,5 +282,6 @@ def _shard(columns: int, ranks: int) -> VocabShard:
 
 
 def _local(ids: Ids, columns: Ids) -> NDArray[np.int64]:
-    place = np.searchsorted(columns, ids).clip(max=len(columns) - 1)
-    return np.where(columns[place] == ids, place, ids % len(columns))
+    places = np.arange(1 + max(int(columns.max()), int(ids.max()))) % len(columns)
+    places[columns] = np.arange(len(columns))
+    return places[ids]

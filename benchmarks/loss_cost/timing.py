@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -14,6 +15,10 @@ FLUSHED_BYTES: Final = 256 << 20
 
 COPIED_BYTES: Final = 4 << 30
 
+AHEAD_CYCLES: Final = 40_000_000
+"""For which the GPU waits before a timed run, some 20 ms: so its launches are queued, as those of a
+training step are, whose models keep the GPU busy meanwhile."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
@@ -22,6 +27,9 @@ class Timing:
     ms_median: float
     ms_min: float
     ms_max: float
+    host_ms: float
+    """Median time in which the host queues its launches."""
+
     repeats: int
     peak_bytes: int
     """Most memory beyond what was there before, the gradient included."""
@@ -41,7 +49,7 @@ def timed(run: Callable[[], object], *, clear: Callable[[], None], budget_ms: fl
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    first = _event_ms(run)
+    first = _event_ms(run)[0]
     peak = torch.cuda.max_memory_allocated() - before
     clear()
     repeats = int(min(30, max(3, budget_ms / max(first, 1e-3))))
@@ -49,12 +57,14 @@ def timed(run: Callable[[], object], *, clear: Callable[[], None], budget_ms: fl
     times = []
     for _ in range(repeats):
         flushed.zero_()
-        times.append(_event_ms(run))
+        times.append(_event_ms(run, ahead=True))
         clear()
+    on_gpu, on_host = zip(*times, strict=True)
     return Timing(
-        ms_median=statistics.median(times),
-        ms_min=min(times),
-        ms_max=max(times),
+        ms_median=statistics.median(on_gpu),
+        ms_min=min(on_gpu),
+        ms_max=max(on_gpu),
+        host_ms=statistics.median(on_host),
         repeats=repeats,
         peak_bytes=peak,
     )
@@ -64,14 +74,19 @@ def copy_bandwidth() -> float:
     """Bytes a second of a device-to-device copy, read and written both counted."""
     source = torch.empty(COPIED_BYTES, dtype=torch.int8, device="cuda")
     target = torch.empty_like(source)
-    times = [_event_ms(lambda: target.copy_(source)) for _ in range(12)]
+    times = [_event_ms(lambda: target.copy_(source))[0] for _ in range(12)]
     return 2 * COPIED_BYTES / statistics.median(times[2:]) * 1e3
 
 
-def _event_ms(run: Callable[[], object]) -> float:
+def _event_ms(run: Callable[[], object], *, ahead: bool = False) -> tuple[float, float]:
+    """Time between events around a run, and the host's until all is queued."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if ahead:
+        torch.cuda._sleep(AHEAD_CYCLES)
+    begun = time.perf_counter()
     start.record()
     run()
     stop.record()
+    queued = time.perf_counter() - begun
     stop.synchronize()
-    return float(start.elapsed_time(stop))
+    return float(start.elapsed_time(stop)), 1e3 * queued

@@ -31,8 +31,6 @@ class Loop(NamedTuple):
     height: int
     """1 where it has no loop inside."""
 
-    has_stores: bool
-
     is_inside: bool
     """Whether a loop of height 2 or less has it inside."""
 
@@ -106,7 +104,6 @@ def _loop(
         wide_loads=sum(map(bool, map(_WIDE.match, inside))),
         is_ahead=any(map(_AHEAD.match, inside)),
         height=height,
-        has_stores=any(text.startswith("STG") for text in inside),
         is_inside=bool(around),
     )
 
@@ -128,7 +125,6 @@ def counted(
     listing: list[tuple[int, str]],
     columns: int,
     *,
-    read_columns: int | None = None,
     has_parts: bool = False,
 ) -> dict[str, Any]:
     """Instructions a column of all passes over a row, or of the whole code where there is none.
@@ -138,14 +134,10 @@ def counted(
 
     Args:
         columns: Columns of a thread in one iteration.
-        read_columns: The same of a loop that stores nothing, if it is another number.
         has_parts: Each loop goes over a part of the columns: the longest counts, not their sum.
     """
     repeated = loops(listing)
-    lengths = [
-        loop.instructions / (columns if loop.has_stores else read_columns or columns)
-        for loop in passes(repeated)
-    ]
+    lengths = [loop.instructions / columns for loop in passes(repeated)]
     whole = max(lengths, default=0) if has_parts else sum(lengths)
     return {
         "instructions": len(listing),

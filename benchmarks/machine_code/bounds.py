@@ -7,9 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-BOUNDS: Final[dict[str, dict[str, float]]] = json.loads(
-    Path(__file__).with_name("bounds.json").read_text()
-)
+_COMMITTED: Final = json.loads(Path(__file__).with_name("bounds.json").read_text())
+
+TRITON: Final[str] = _COMMITTED["triton"]
+"""Version of Triton whose code the bounds are of: another one allocates other registers."""
+
+BOUNDS: Final[dict[str, dict[str, float]]] = _COMMITTED["bounds"]
 """By launch: most ``instructions_a_column``, ``registers``, ``spill_store_bytes`` and
 ``shared_bytes``, least ``occupancy`` and ``wide_loads``, on every architecture."""
 

@@ -28,7 +28,14 @@ _PADDED: Final = ("held_width", "padded_width", "padded_teacher_width")
 """Widths in memory; that of a vocabulary ends anywhere, and a row's stride is padded too."""
 
 
-_WITH_PARTS: Final = ("single_kernel", "sweep_kernel", "summed_kernel")
+_WITH_PARTS: Final = (
+    "single_kernel",
+    "sweep_kernel",
+    "residual_means_kernel",
+    "column_sums_kernel",
+    "summed_slopes_kernel",
+    "residual_gradients_kernel",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +56,6 @@ class KernelLaunch:
     def has_parts(self) -> bool:
         """Whether each of its loops goes over a part of the columns, or of the cases."""
         return self.kernel in _WITH_PARTS
-
-    @property
-    def read_blocks(self) -> int:
-        """Blocks that a loop which stores nothing reads at once: that over statistics reads two."""
-        return 2 if self.kernel == "single_kernel" else 1
 
     @property
     def options(self) -> dict[str, int]:
@@ -99,24 +101,40 @@ _PROJECTED: Final = {"HAS_DOTS": True, **_WHOLE}
 _SINGLE: Final = {"STORES_SUMS": True, "STORES_GRADIENT": True, "HAS_LABELS": True, **_PLAIN}
 _MATCHED: Final = {"moved_ptr": None, "MOVED": False, "DIRECTION": "forward", **_PLAIN}
 
-_SINGLE_CHUNK: Final = {"IS_JOINED": True, "PARTS": 16, **_WHOLE}
-_ONE: Final = (LaunchConfig(1024, 4),)
-_GROUP: Final = (LaunchConfig(32 * 32, 4),)
+_SINGLE_CHUNK: Final = {"PARTS": 16, **_WHOLE}
+_ONE: Final = (LaunchConfig(512, 2),)
+_GROUP: Final = 32 * 32
 """Columns of 32 chunks: the count is one a column and chunk."""
 
-_SUMMED: Final = {
-    "CHUNKS": 32,
-    "SUMS": 32,
-    "COLUMNS": 32,
-    "SLOTS": 8,
-    "SLOT_BLOCK": 64,
-    "ROW_BLOCK": 128,
-    "DIRECTION": "forward",
-    "IS_ALIGNED": True,
-    "HAS_CROSSING": False,
-    "HAS_DIAGNOSTICS": True,
-    **_WHOLE,
-}
+_SUMMED: Final[tuple[tuple[str, str, int, dict[str, Any]], ...]] = (
+    (
+        "residual_means_kernel",
+        "aligned",
+        4,
+        {"IS_ALIGNED": True, "COLUMNS": 32, "BLOCK": 128, **_PLAIN},
+    ),
+    ("column_sums_kernel", "short and long", 4, {"SUMS": 32, "ENTRIES": 64}),
+    (
+        "summed_slopes_kernel",
+        "forward",
+        4,
+        {
+            "DIRECTION": "forward",
+            "HAS_CROSSING": False,
+            "HAS_DIAGNOSTICS": True,
+            "COLUMNS": 8,
+            "BLOCK": 64,
+            **_PLAIN,
+        },
+    ),
+    (
+        "residual_gradients_kernel",
+        "aligned",
+        8,
+        {"IS_FORWARD": True, "IS_ALIGNED": True, "SUMS": 32, "BLOCK": 128, **_WHOLE},
+    ),
+)
+"""Kernels of summed columns: launch, number of warps, constants."""
 
 _ROWS: Final[tuple[tuple[str, str, str, dict[str, Any], tuple[LaunchConfig, ...]], ...]] = (
     (
@@ -145,13 +163,13 @@ _ROWS: Final[tuple[tuple[str, str, str, dict[str, Any], tuple[LaunchConfig, ...]
     ),
     *(
         (
-            "projected_kl.summed_kernel",
-            "summed_kernel",
-            f"of 32 chunks, {stages}",
-            {"STAGES": stages, **_SUMMED},
-            _GROUP,
+            "projected_kl.summed_kernels",
+            kernel,
+            label,
+            {"CHUNKS": 32, **constants},
+            (LaunchConfig(_GROUP, warps),),
         )
-        for stages in ("all", "means", "sums", "slopes", "rows")
+        for kernel, label, warps, constants in _SUMMED
     ),
     (
         "projected_kl.triton_kernels",
@@ -247,7 +265,7 @@ _ROWS: Final[tuple[tuple[str, str, str, dict[str, Any], tuple[LaunchConfig, ...]
 CORE: Final = (
     "row_statistics_kernel members 8192x16",
     "row_statistics_kernel plain 4096x8",
-    "single_kernel aligned with diagnostics 1024x4",
+    "single_kernel aligned with diagnostics 512x2",
     "vocab_kl_kernel forward 2048x8",
 )
 """Names of the launches that the tests compile each time."""

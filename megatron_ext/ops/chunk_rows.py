@@ -42,7 +42,8 @@ class ChunkRows(NamedTuple):
     def of(cls, chunk_id: torch.Tensor, chunk_count: int) -> ChunkRows:
         """Build from chunk ids int64 [T], negative for rows of no chunk."""
         slots = chunk_slots(chunk_id, chunk_count)
-        order = torch.argsort(slots, stable=True).int()
+        # A GPU sorts 4 bytes in half the passes of 8.
+        order = torch.argsort(slots.int(), stable=True).int()
         sizes = torch.zeros(chunk_count + 1, dtype=torch.int32, device=chunk_id.device)
         sizes.index_add_(0, slots, torch.ones_like(slots, dtype=torch.int32))
         offsets = torch.zeros_like(sizes)

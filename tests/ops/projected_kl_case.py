@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 import numpy as np
@@ -72,7 +72,8 @@ def aligned_projection(student_vocab, teacher_vocab):
 
 
 def column_plan(projection, student, teacher):
-    """The plan of a rank for a dense projection [Vs, Vt]."""
+    """The plan of a rank for a dense projection [Vs, Vt], on its device."""
+    device, projection = projection.device, projection.cpu()
     row, column = projection.nonzero(as_tuple=True)
     counts = np.bincount(row.numpy(), minlength=len(projection))
     return ColumnPlan.of(
@@ -81,6 +82,7 @@ def column_plan(projection, student, teacher):
         projection[row, column].float().numpy(),
         student_shard=student,
         teacher_shard=teacher,
+        device=device,
     )
 
 
@@ -139,7 +141,7 @@ class Case:
         in chunk 0 one row alone."""
         logits = self.student_logits.clone()
         token = int((self.projection.sum(dim=1) == 0).nonzero()[0])
-        rows = torch.arange(len(logits))
+        rows = torch.arange(len(logits), device=logits.device)
         first = int((self.student_chunk_id == 0).nonzero()[0])
         raised = (self.student_chunk_id != 0) | (rows == first)
         logits[:, token] += torch.where(raised, nats + rows % 3, 0.0)
@@ -152,6 +154,18 @@ class Case:
             student_logits=self.student_logits.to(dtype),
             teacher_logits=self.teacher_logits.to(dtype),
             projection=self.projection.to(dtype),
+        )
+
+    def on(self, device):
+        """The same case with its tensors on ``device``."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(
+            self,
+            **{
+                name: value.to(device)
+                for name, value in values.items()
+                if isinstance(value, torch.Tensor)
+            },
         )
 
     def truth(self, **options):

@@ -7,15 +7,14 @@ from tests.ops.kernel_case import DIRECTIONS
 
 triton_kernels = pytest.importorskip("megatron_ext.ops.projected_kl.triton_kernels")
 single_kernel = pytest.importorskip("megatron_ext.ops.projected_kl.single_kernel")
-summed_kernel = pytest.importorskip("megatron_ext.ops.projected_kl.summed_kernel")
+summed_kernels = pytest.importorskip("megatron_ext.ops.projected_kl.summed_kernels")
 
 LOGITS = ("*bf16", "*fp32")
 
 FLOATS = {"temperature": "fp32", "mixture": "fp32"}
 POINTERS = arguments(
     "lse student_lse carried_lse teacher_lse plain_lse weight out slope values scratch crossed "
-    "residual mass row_mass partial dots grad_scale label_weight means parts left_out: *fp32; "
-    "is_scaled is_compared student_members teacher_members: *i1; "
+    "value residual mass row_mass partial dots grad_scale label_weight: *fp32; is_scaled: *i1; "
     "label row column student_column teacher_column: *i64"
 )
 
@@ -24,7 +23,7 @@ def variant(name, logits, **constants):
     """Types of every argument of a kernel that ``constants`` does not name."""
     types = {}
     module = next(
-        each for each in (triton_kernels, single_kernel, summed_kernel) if name in vars(each)
+        each for each in (triton_kernels, single_kernel, summed_kernels) if name in vars(each)
     )
     for argument in getattr(module, name).arg_names:
         if argument in ("logits_ptr", "student_ptr", "teacher_ptr", "gradient_ptr"):
@@ -50,32 +49,38 @@ def other_variants():
 
 
 def summed_variants():
-    sizes = {"SUMS": 32, "COLUMNS": 32, "SLOTS": 8, "SLOT_BLOCK": 64, "ROW_BLOCK": 128}
-    sizes |= {"CHUNKS": 32, "HAS_TEMPERATURE": True}
-    flags = ("IS_ALIGNED", "HAS_GRADIENT", "HAS_DIAGNOSTICS", "HAS_LABELS")
-    whole, alone = (dict.fromkeys(flags, flag) for flag in (True, False))
-    nothing = ("gradient_ptr", "plain_lse_ptr", "label_ptr", "label_weight_ptr", "crossed_ptr")
-    chosen = {"DIRECTION": "jensen_shannon", "STAGES": "slopes", "HAS_CROSSING": True}
-    joined = {"STAGES": "all", "HAS_CROSSING": False, "DIRECTION": "forward", "crossed_ptr": None}
+    tempered = {"CHUNKS": 32, "HAS_TEMPERATURE": True}
+    means = tempered | {"COLUMNS": 32, "BLOCK": 128}
+    slopes = tempered | {"COLUMNS": 8, "BLOCK": 64}
+    rows = tempered | {"SUMS": 32, "BLOCK": 128}
+    flags = ("IS_FORWARD", "IS_ALIGNED", "HAS_GRADIENT", "HAS_LABELS")
+    nothing = ("gradient_ptr", "plain_lse_ptr", "label_ptr", "label_weight_ptr")
+    alone = dict.fromkeys(flags, False) | dict.fromkeys(nothing, None)
+    crossing = {"HAS_CROSSING": True, "HAS_DIAGNOSTICS": True, "DIRECTION": "jensen_shannon"}
+    own = {"HAS_CROSSING": False, "HAS_DIAGNOSTICS": False, "DIRECTION": "forward"}
+    own |= {"crossed_ptr": None}
     return [
-        variant("summed_kernel", "*fp32", **sizes, **whole, **joined),
-        variant("summed_kernel", "*bf16", **sizes, **whole, **chosen),
-        variant(
-            "summed_kernel", "*bf16", **sizes, **alone, **(joined | dict.fromkeys(nothing, None))
+        *(variant("residual_means_kernel", x, IS_ALIGNED=x == "*bf16", **means) for x in LOGITS),
+        variant("column_sums_kernel", "*bf16", CHUNKS=32, SUMS=32, ENTRIES=64),
+        variant("summed_slopes_kernel", "*fp32", **slopes, **crossing),
+        variant("summed_slopes_kernel", "*bf16", **slopes, **own),
+        *(
+            variant("residual_gradients_kernel", x, **rows, **dict.fromkeys(flags, True))
+            for x in LOGITS
         ),
-        variant("crossing_teacher_kernel", "*bf16", HAS_TEMPERATURE=True, CHUNKS=32, COLUMNS=32),
+        variant("residual_gradients_kernel", "*bf16", **rows, **alone),
+        variant("crossing_teacher_kernel", "*bf16", COLUMNS=32, **tempered),
     ]
 
 
 def single_variants():
-    flags = ("IS_JOINED", "IS_ALIGNED", "HAS_GRADIENT", "HAS_DIAGNOSTICS", "HAS_LABELS")
-    sizes = {"HAS_TEMPERATURE": True, "BLOCK": 1024, "PARTS": 16}
+    flags = ("IS_ALIGNED", "HAS_GRADIENT", "HAS_DIAGNOSTICS", "HAS_LABELS")
+    sizes = {"HAS_TEMPERATURE": True, "BLOCK": 512, "PARTS": 16}
     found = [
         variant("single_kernel", logits, **sizes, **dict.fromkeys(flags, True)) for logits in LOGITS
     ]
     nothing = ("gradient_ptr", "plain_lse_ptr", "label_ptr", "label_weight_ptr")
-    written = ("counter_ptr", "parts_ptr", "part_columns_ptr", "student_members_ptr")
-    alone = dict.fromkeys(flags, False) | dict.fromkeys((*nothing, *written), None)
+    alone = dict.fromkeys(flags, False) | dict.fromkeys(nothing, None)
     return [*found, variant("single_kernel", "*bf16", **sizes, **alone)]
 
 

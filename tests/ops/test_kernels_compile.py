@@ -198,7 +198,7 @@ def test_matched_divergence():
     [
         ("triton_kernels", other_variants),
         ("triton_kernels", sweep_variants),
-        ("summed_kernel", summed_variants),
+        ("summed_kernels", summed_variants),
         ("single_kernel", single_variants),
     ],
 )
@@ -222,7 +222,7 @@ def test_rows_are_read_16_bytes_at_once(module, variant):
         ("sorted_l1.triton_kernels", 4),
         ("matched_divergence.triton_kernels", 2),
         ("projected_kl.triton_kernels", 4),
-        ("projected_kl.summed_kernel", 2),
+        ("projected_kl.summed_kernels", 4),
         ("projected_kl.single_kernel", 1),
     ],
 )

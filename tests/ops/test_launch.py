@@ -15,6 +15,7 @@ from megatron_ext.ops.launch import (
     uses_compiled,
     uses_triton,
 )
+from tests.ops.kernel_case import DEVICE
 
 
 @pytest.mark.parametrize("width", [1, 17, 255, 256, 300, 1000, 4097, 200_000])
@@ -29,6 +30,7 @@ def test_no_two_warps_hold_one_element(config, width):
 
 
 def test_nothing_is_timed_where_torch_is_to_be_deterministic(monkeypatch):
+    monkeypatch.delenv("MEGATRON_EXT_AUTOTUNE", raising=False)
     monkeypatch.setattr(launch, "interpreted", lambda: False)
     monkeypatch.setattr(launch, "_CHOSEN", {"kernel": ROW_CONFIGS[3]})
 
@@ -48,8 +50,8 @@ pytest.importorskip("triton")
 
 
 def test_columns_that_are_apart_are_refused_by_kernels_alone():
-    logits = torch.zeros(8, 6)
-    turned = torch.zeros(6, 8).t()
+    logits = torch.zeros(8, 6, device=DEVICE)
+    turned = torch.zeros(6, 8, device=DEVICE).t()
     assert uses_triton("triton", logits)
     assert uses_triton("triton", logits[:, 1:4])
     assert uses_triton("triton", logits[::2])

@@ -268,7 +268,10 @@ def test_the_value_does_not_depend_on_how_chunks_are_sliced(monkeypatch):
     whole, whole_grad = case.run(options)
     monkeypatch.setitem(vocab_parallel.SLICE_ELEMENTS, DEVICE.type, 60)
     sliced, sliced_grad = case.run(options)
-    assert all(torch.equal(one, other) for one, other in zip(whole, sliced, strict=True))
+    # A GPU sums slices of another shape in another order.
+    slack = {"rtol": 0, "atol": 0} if DEVICE.type == "cpu" else {}
+    for one, other in zip(whole, sliced, strict=True):
+        torch.testing.assert_close(one, other, **slack)
     torch.testing.assert_close(whole_grad, sliced_grad)
 
 

@@ -20,6 +20,7 @@ from megatron_ext.ops.projected_kl.column_plan import SUMS
 from tests.ops.allocation_record import AllocationRecord
 from tests.ops.kernel_case import (
     BOTH,
+    DEVICE,
     DIRECTIONS,
     DTYPES,
     assert_as_exact,
@@ -42,7 +43,7 @@ CASES = {
 def paired(**options):
     vocabs = options.pop("vocabs", (47, 41))
     case = Case.random(vocabs=vocabs, **options)
-    return replace(case, projection=paired_projection(*vocabs))
+    return replace(case, projection=paired_projection(*vocabs)).on(DEVICE)
 
 
 def rounded(case, dtype):
@@ -179,10 +180,10 @@ def test_mapped_tokens_far_below_one_that_stands_for_nothing_are_compared_as_eve
 @pytest.mark.parametrize("direction", sampled(["jensen_shannon", "forward"]))
 def test_rows_that_count_for_nothing_may_hold_anything(by, direction):
     case = paired(lengths=(8, 7), chunk_count=4)
-    weights = torch.tensor([1.0, 0.5, 0.0, 2.0])
+    weights = torch.tensor([1.0, 0.5, 0.0, 2.0], device=DEVICE)
     options = {"dtype": torch.float32, "planned": True, "direction": direction, "weights": weights}
     _, expected = case.run(**options)
-    used = torch.isin(case.student_chunk_id, torch.tensor([0, 1, 3]))
+    used = torch.isin(case.student_chunk_id, torch.tensor([0, 1, 3], device=DEVICE))
     case.student_logits[~used] = torch.nan
     case.teacher_logits[(case.teacher_chunk_id < 0) | (case.teacher_chunk_id == 2)] = torch.nan
     for grad_scale in (None, weights):
@@ -208,9 +209,9 @@ def call(case, student, teacher, **options):
 def test_strided_rows_and_their_gradient_in_place(implementation):
     case = paired(lengths=(6, 5), chunk_count=3)
     _, expected = case.run(dtype=torch.float32, planned=True)
-    wide = torch.full((6, 60), 7.0)
+    wide = torch.full((6, 60), 7.0, device=DEVICE)
     wide[:, :47] = case.student_logits.float()
-    teacher = torch.full((5, 50), 7.0)
+    teacher = torch.full((5, 50), 7.0, device=DEVICE)
     teacher[:, :41] = case.teacher_logits.float()
     source = wide.clone().requires_grad_()
     logits = source * 1.0
@@ -236,11 +237,11 @@ def test_a_graph_that_is_kept_is_weighed_anew(implementation):
     case = paired(lengths=(6, 5), chunk_count=3)
     logits = case.student_logits.float().requires_grad_()
     out = call(case, logits, case.teacher_logits.float(), implementation=implementation)
-    first = torch.autograd.grad(
-        out.chunk_loss, logits, torch.tensor([1.0, 0.5, 0.0]), retain_graph=True
-    )[0].clone()
-    second = torch.autograd.grad(out.chunk_loss, logits, torch.tensor([2.0, 4.0, 0.0]))[0]
-    factor = torch.tensor([2.0, 8.0, 1.0, 1.0])[case.student_chunk_id][:, None]
+    arriving = torch.tensor([[1.0, 0.5, 0.0], [2.0, 4.0, 0.0]], device=DEVICE)
+    (grad,) = torch.autograd.grad(out.chunk_loss, logits, arriving[0], retain_graph=True)
+    first = grad.clone()
+    (second,) = torch.autograd.grad(out.chunk_loss, logits, arriving[1])
+    factor = torch.tensor([2.0, 8.0, 1.0, 1.0], device=DEVICE)[case.student_chunk_id][:, None]
     torch.testing.assert_close(second, first * factor)
 
 
@@ -249,7 +250,7 @@ def test_learned_entries_have_the_gradient_that_torch_gives_them(by, direction):
     case = paired(lengths=(7, 6), chunk_count=3)
     dense = case.projection.float()
     rows, columns = ((dense > 0) & ((dense > 0).sum(dim=1, keepdim=True) > 1)).nonzero().unbind(1)
-    weights = torch.tensor([1.0, 0.0, 3.0])
+    weights = torch.tensor([1.0, 0.0, 3.0], device=DEVICE)
     found = []
     for implementation in ("torch", by):
         value = dense[rows, columns].clone().requires_grad_()
@@ -297,12 +298,12 @@ def test_what_the_kernels_cannot_do_is_refused_when_they_are_asked_for():
 
 def test_torch_makes_no_fp32_tensor_of_more_rows_than_a_slice(monkeypatch):
     case = Case.random(vocabs=(500, 400), lengths=(64, 64), chunk_count=60)
-    case = replace(case, projection=torch.eye(500, 400, dtype=torch.float64))
+    case = replace(case, projection=torch.eye(500, 400, dtype=torch.float64)).on(DEVICE)
     logits = case.student_logits.bfloat16().requires_grad_()
     teacher = case.teacher_logits.bfloat16()
-    monkeypatch.setitem(vocab_parallel.SLICE_ELEMENTS, "cpu", 8 * 500)
+    monkeypatch.setitem(vocab_parallel.SLICE_ELEMENTS, DEVICE.type, 8 * 500)
     with AllocationRecord() as record:
-        call(case, logits, teacher).chunk_loss.sum().backward()
+        call(case, logits, teacher, implementation="torch").chunk_loss.sum().backward()
     # The test makes the projection itself, as a dense matrix.
     made = {found.shape for found in record.wide_tensors(rows=16, columns=400)}
     assert made <= {(500, 400), (400, 500)}

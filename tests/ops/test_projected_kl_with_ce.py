@@ -15,20 +15,20 @@ from megatron_ext.ops.projected_kl import (
     projected_kl_reference,
 )
 from megatron_ext.ops.unit_gradient import kept_gradient
-from tests.ops.kernel_case import ALL_THREE, assert_as_exact
+from tests.ops.kernel_case import ALL_THREE, DEVICE, assert_as_exact
 from tests.ops.projected_kl_case import Case, column_plan, paired_projection, sharded
 
 pytest.importorskip("triton")
 
 
-LABELS = torch.tensor([3, 46, 0, -100, 7, 20, 11, -100])
-WEIGHTS = torch.tensor([1.0, 0.5, 2.0, 1.0, 0.0, 1.0, 0.3, 1.0])
-GRAD_SCALE = torch.tensor([1.0, 0.0, 2.5])
+LABELS = torch.tensor([3, 46, 0, -100, 7, 20, 11, -100], device=DEVICE)
+WEIGHTS = torch.tensor([1.0, 0.5, 2.0, 1.0, 0.0, 1.0, 0.3, 1.0], device=DEVICE)
+GRAD_SCALE = torch.tensor([1.0, 0.0, 2.5], device=DEVICE)
 
 
 def paired():
     case = Case.random(vocabs=(47, 41), lengths=(8, 7), chunk_count=3)
-    return replace(case, projection=paired_projection(47, 41))
+    return replace(case, projection=paired_projection(47, 41)).on(DEVICE)
 
 
 def reference(case, dtype, **options):

@@ -13,7 +13,7 @@ from megatron_ext.ops.projected_kl import (
     projected_kl_reference,
 )
 from megatron_ext.ops.unit_gradient import kept_gradient
-from tests.ops.kernel_case import ALL_THREE, assert_as_exact, combinations, sampled
+from tests.ops.kernel_case import ALL_THREE, DEVICE, assert_as_exact, combinations, sampled
 from tests.ops.projected_kl_case import (
     aligned_projection,
     column_plan,
@@ -26,19 +26,19 @@ pytest.importorskip("triton")
 STUDENT, TEACHER = 47, 41
 PROJECTIONS = {"aligned": aligned_projection, "any order": paired_projection}
 
-STUDENT_CHUNK = torch.tensor([2, 0, -1, 1, 3, 4, 4, 5])
-TEACHER_CHUNK = torch.tensor([1, 0, 1, 2, 4, -1, 3, 3, 3, 5])
+STUDENT_CHUNK = torch.tensor([2, 0, -1, 1, 3, 4, 4, 5], device=DEVICE)
+TEACHER_CHUNK = torch.tensor([1, 0, 1, 2, 4, -1, 3, 3, 3, 5], device=DEVICE)
 """One row a chunk but for the student's in chunk 4, and the teacher's in 1 and 3."""
 
-LABELS = torch.tensor([3, 30, 0, 18, 46, 20, -100, 7])
-WEIGHTS = torch.tensor([1.0, 0.5, 2.0, 1.0, 0.3, 1.0, 1.0, 0.0])
-GRAD_SCALE = torch.tensor([1.0, 0.5, 2.5, 1.0, 2.0, 0.0])
+LABELS = torch.tensor([3, 30, 0, 18, 46, 20, -100, 7], device=DEVICE)
+WEIGHTS = torch.tensor([1.0, 0.5, 2.0, 1.0, 0.3, 1.0, 1.0, 0.0], device=DEVICE)
+GRAD_SCALE = torch.tensor([1.0, 0.5, 2.5, 1.0, 2.0, 0.0], device=DEVICE)
 
 
 def logits_of(seed, dtype):
     generator = torch.Generator().manual_seed(seed)
     shapes = ((len(STUDENT_CHUNK), STUDENT), (len(TEACHER_CHUNK), TEACHER))
-    return [(3 * torch.randn(shape, generator=generator)).to(dtype) for shape in shapes]
+    return [(3 * torch.randn(shape, generator=generator)).to(DEVICE, dtype) for shape in shapes]
 
 
 def reference(student, teacher, projection, dtype, temperature):
@@ -98,7 +98,7 @@ def evaluated(student, teacher, projection, *, padding=0, in_place=False, chosen
 def test_values_and_gradients_are_the_references(
     implementation, order, temperature, dtype, in_place
 ):
-    projection = PROJECTIONS[order](STUDENT, TEACHER)
+    projection = PROJECTIONS[order](STUDENT, TEACHER).to(DEVICE)
     student, teacher = logits_of(0, dtype)
     truth, true_grad = reference(student, teacher, projection, torch.float64, temperature)
     plain, plain_grad = reference(student, teacher, projection, torch.float32, temperature)
@@ -124,7 +124,7 @@ def test_values_and_gradients_are_the_references(
     combinations(tuple(PROJECTIONS), sampled(["direct", "residual", "nothing", "unmapped"], 2)),
 )
 def test_diagnostics_are_those_of_torch_wherever_the_largest_column_is(order, raised):
-    projection = PROJECTIONS[order](STUDENT, TEACHER)
+    projection = PROJECTIONS[order](STUDENT, TEACHER).to(DEVICE)
     counts = (projection > 0).sum(dim=1)
     rows = {"direct": counts == 1, "residual": counts > 1, "unmapped": counts == 0}
     students, teachers = [], []
@@ -154,7 +154,7 @@ def test_diagnostics_are_those_of_torch_wherever_the_largest_column_is(order, ra
 
 @pytest.mark.parametrize("raised", sampled(["residual", "direct", None]))
 def test_chunks_that_several_programs_share_are_those_of_one(monkeypatch, raised):
-    projection = aligned_projection(STUDENT, TEACHER)
+    projection = aligned_projection(STUDENT, TEACHER).to(DEVICE)
     student, teacher = logits_of(3, torch.float32)
     if raised is not None:
         # Each part looks for its own largest pair where the row's is none.

@@ -25,11 +25,14 @@ SMALL = [(1, 7), (0, 9)]
 
 
 def _case(rows, vocab, dtype):
-    """Logits with five columns of padding that would win and gaps between rows, and tokens."""
+    """Logits with five columns of padding that would win and gaps between rows, and tokens.
+
+    The numbers are those of a CPU's generator on every device.
+    """
     torch.manual_seed(rows)
     wide = torch.full((rows, vocab + 8), 1e4, dtype=dtype, device=DEVICE)
-    wide[:, :vocab] = 3 * torch.randn(rows, vocab, device=DEVICE)
-    token_id = torch.randint(0, vocab, (rows,), device=DEVICE)
+    wide[:, :vocab] = 3 * torch.randn(rows, vocab)
+    token_id = torch.randint(0, vocab, (rows,)).to(DEVICE)
     token_id[1::3] = -100
     return wide[:, : vocab + 5], token_id, VocabShard(start=0, stop=vocab + 5, vocab_size=vocab)
 
@@ -48,7 +51,7 @@ def test_cross_entropy_and_its_gradient_are_as_exact_as_torch(
     implementation, rows, vocab, dtype, temperature
 ):
     logits, token_id, shard = _case(rows, vocab, dtype)
-    weights = torch.rand(rows, device=DEVICE) + 0.1
+    weights = (torch.rand(rows) + 0.1).to(DEVICE)
     found = []
     for exact in (torch.float32, torch.float64):
         given = logits[:, :vocab].to(exact).requires_grad_()
@@ -134,7 +137,7 @@ def test_likelihoods_and_their_gradient_are_as_exact_as_torch(
     members[vocab:] = True
     # The set's mass: ordinary, then so small that its shares are no multiples of probabilities.
     logits[2:, :vocab][:, members[:vocab]] -= 40
-    weights = torch.rand(2, rows, device=DEVICE)
+    weights = torch.rand(2, rows).to(DEVICE)
     found = []
     for exact in (torch.float32, torch.float64):
         given = logits[:, :vocab].to(exact).requires_grad_()
@@ -190,7 +193,7 @@ def test_a_shard_writes_its_columns_of_the_gradient(implementation):
     whole = torch.empty_like(logits)
     rows = TokenRows(logits, token_id, members, shard)
     out = evaluate_token_likelihood(rows, implementation=implementation)
-    weights = torch.rand(2, 4, device=DEVICE)
+    weights = torch.rand(2, 4).to(DEVICE)
     known = (LogSumExp(*out.whole), LogSumExp(*out.members))
     write_likelihood_gradient(rows, *known, *weights, whole, implementation=implementation)
     for start in (0, 50):

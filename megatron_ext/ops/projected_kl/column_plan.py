@@ -76,20 +76,16 @@ NO_PARTNER: Final = -1
 """Partner of a student column without an entry."""
 
 _NARROW: Final = 1 << 13
-_MANY: Final = 190_000
-"""Columns of both models of which 1,056 programs, as many as an H100 runs at once, read 25 MB."""
 
 
 def pair_block(width: int) -> int:
     """Columns that a program of ``single_kernel`` reads at once, of a student's ``width``."""
-    return 1024 if width >= _NARROW else 16
+    return 512 if width >= _NARROW else 16
 
 
-def pair_parts(width: int, teacher_width: int) -> int:
-    """Programs that share a chunk, so that the rows which are read at once fill half a cache."""
-    if width < _NARROW:
-        return 1
-    return 16 if width + teacher_width < _MANY else 32
+def pair_parts(width: int) -> int:
+    """Programs that share a chunk."""
+    return 16 if width >= _NARROW else 1
 
 
 _RESIDUAL_STEP: Final = 16

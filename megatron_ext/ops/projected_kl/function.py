@@ -23,7 +23,7 @@ from megatron_ext.ops.launch import (
 )
 from megatron_ext.ops.model_rows import chunk_mean_softmax_reference
 from megatron_ext.ops.projected_kl.kernel_evaluation import KernelEvaluation
-from megatron_ext.ops.projected_kl.kernel_numbers import KernelNumbers, launch_singles
+from megatron_ext.ops.projected_kl.kernel_numbers import KernelNumbers
 from megatron_ext.ops.projected_kl.operands import (
     LearnedEntries,
     ProjectedKL,
@@ -93,8 +93,6 @@ def evaluate_projected_kl(
     if grad_scale is not None:
         weights = grad_scale.to(dtype)
     requested = RequestedOutputs(gradient, weights, cross_entropy, learned, entry_gradient)
-    if by_kernels and _is_joined(student, projection, options):
-        return _by_joined_kernels(student, teacher, projection, options, requested)
     statistics = chunk_statistics(
         student,
         teacher,
@@ -118,9 +116,7 @@ def evaluate_projected_kl(
     requested = requested._replace(grad_scale=torch.where(compared, weights, 0.0))
     if by_kernels:
         numbers = KernelNumbers.of(statistics, student, teacher, requested, compared)
-        kernels = KernelEvaluation(
-            student, teacher, projection, numbers, options, requested, singles=None
-        )
+        kernels = KernelEvaluation(student, teacher, projection, numbers, options, requested)
         values, left_out = kernels.run(), numbers.left_out
     else:
         by: type[TorchEvaluation | CompiledEvaluation] = TorchEvaluation
@@ -139,53 +135,6 @@ def evaluate_projected_kl(
         token_loss,
         statistics.top_column,
         statistics.student.log_sum,
-    )
-
-
-def _is_joined(
-    student: ChunkedLogits, projection: ShardedProjection, options: ProjectedKLOptions
-) -> bool:
-    """Whether statistics and direct pairs are one launch: no rank waits for another's sums."""
-    return (
-        student.shard.group is None and projection.has_unit_rows and options.direction == "forward"
-    )
-
-
-def _by_joined_kernels(
-    student: ChunkedLogits,
-    teacher: ChunkedLogits,
-    projection: ShardedProjection,
-    options: ProjectedKLOptions,
-    requested: RequestedOutputs,
-) -> ProjectedKL:
-    """``evaluate_projected_kl`` of one rank by kernels; no collectives."""
-    numbers = KernelNumbers.empty(student, teacher, requested, tempered=options.temperature != 1.0)
-    term, picked = requested.cross_entropy, None
-    if term is not None:
-        # Before the gradient takes the place of the logits.
-        picked = label_logits(student.logits, term.label, student.shard)
-    singles = launch_singles(
-        student, teacher, projection, numbers, options, requested.gradient, is_joined=True
-    )
-    requested = requested._replace(grad_scale=numbers.grad_scale)
-    values = KernelEvaluation(
-        student, teacher, projection, numbers, options, requested, singles
-    ).run()
-    token_loss = top_column = None
-    if term is not None:
-        assert picked is not None
-        assert numbers.untempered is not None
-        token_loss = token_losses(picked, term.label, numbers.untempered, student.shard)
-        top_column = numbers.columns[0] + student.shard.start
-    return _result(
-        values,
-        numbers.is_compared,
-        numbers.left_out,
-        teacher,
-        options,
-        token_loss,
-        top_column,
-        numbers.student_lse[1],
     )
 
 

@@ -25,30 +25,30 @@ from megatron_ext.ops.projected_kl.operands import (
 )
 
 CHUNKS: Final = 32
-"""Chunks of a group, whose sums over columns are made together; half as many where their scratch
-would fill the cache."""
+"""Chunks of a group, whose sums over columns are made together."""
 
-WIDE: Final = 1 << 16
-"""Summed columns and residual rows from which on it would."""
-
-_SCRATCH_BYTES: Final = 1 << 28
+_SCRATCH_BYTES: Final = 1 << 29
 _ENTRY_BLOCK: Final = 1024
-_NUMBERS: Final = 1024
+_COLUMNS: Final = 32
+"""Columns of a group that a program holds at once, and fewer where it needs more of each."""
+
 _SLOTS: Final = 8
-"""Columns times chunks that a program holds at once, and columns where it needs more of each."""
+
+_ENTRIES: Final = 64
+"""Entries that a program of a long sum reads at once."""
 
 _SLOT_BLOCK: Final = 64
 _ROW_BLOCK: Final = 128
 """Summed columns, and residual rows, of a program."""
-
-_RING: Final = 3
-"""Groups whose means and slopes are kept at once."""
 
 _WARPS: Final = 4
 
 _ENTRY_SHARES: Final = 16
 _FEW_PARTS: Final = 4
 """Programs for each chunk where most chunks are done by another kernel."""
+
+_OUTSIDE_PROGRAMS: Final = 2048
+"""More than a GPU runs at once; there are mostly few rows of no chunk."""
 
 _CONFIGS: Final = (
     LaunchConfig(2048, 4),
@@ -65,8 +65,7 @@ class _ChunkTile(NamedTuple):
     first: int
     chunks: int
     scratch: torch.Tensor
-    """fp32 [.., D, chunks]: ``Q~``, then ``dD/dQ`` of summed columns, by groups of chunks, of those
-    that are kept at once."""
+    """fp32 [G, D, chunks]: ``Q~``, then ``dD/dQ`` of summed columns, by groups of chunks."""
 
     residual: torch.Tensor
     """fp32 [C', R]: ``W f`` of residual rows, of chunks that the sweep compares."""
@@ -76,9 +75,6 @@ class _ChunkTile(NamedTuple):
 
     best: torch.Tensor
     """int32 [2, C', blocks]: columns of the largest P and Q~."""
-
-    counter: torch.Tensor
-    """int32 [4 G + 1], 0: programs that have started, and that are done with a group's stages."""
 
     groups: int
     """G, the last of which may be short of chunks."""
@@ -95,22 +91,16 @@ class KernelEvaluation:
         numbers: KernelNumbers,
         options: ProjectedKLOptions,
         requested: RequestedOutputs,
-        singles: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> None:
-        """Args:
-        singles: What ``launch_singles`` returned; None: it has not run yet.
-        """
         if projection.plan is None:
             raise LossError("the kernels of projected_kl need a plan", fix="pass plan")
         self.student, self.teacher = student, teacher
         self.projection, self.plan = projection, projection.plan
         self.weight = projection.weight.values()
-        self.numbers, self.singles = numbers, singles
+        self.numbers = numbers
         self.options, self.requested = options, requested
         self.tempered = options.temperature != 1.0
         self.is_forward = options.direction == "forward"
-        is_wide = self.plan.scratch_width > WIDE
-        self.group_chunks = max(1, CHUNKS // 2 if is_wide else CHUNKS)
         self.slot_blocks = -(-len(self.plan.home) // _SLOT_BLOCK)
         self.config = fitting_config(self._config(), student.shard.width)
         self.column_blocks = -(-student.shard.width // self.config.block)
@@ -120,17 +110,16 @@ class KernelEvaluation:
         count, group = self.student.rows.chunk_count, self.student.shard.group
         partial, best = self._terms(count, self.slot_blocks + self.column_blocks)
         step = self._tile_chunks()
-        counters = self._counters(-(-count // step), step)
         dots = self._dots()
-        for index, first in enumerate(range(0, count, step)):
+        for first in range(0, count, step):
             chosen = slice(first, min(first + step, count))
-            tile = self._tile(partial[:, chosen], best[:, chosen], first, counters[index])
+            tile = self._tile(partial[:, chosen], best[:, chosen], first)
             self._summed_columns(tile)
             self._evaluate(tile, dots)
         # After the residual columns are read, which have no gradient from here.
         terms, columns = [partial], [best]
         if self.is_forward:
-            found = self.singles or self._singles()
+            found = self._singles()
             terms.append(found[0])
             columns.append(found[1])
         self._outside_chunks()
@@ -145,27 +134,16 @@ class KernelEvaluation:
 
     def _tile_chunks(self) -> int:
         """C', chunks of a tile, whole groups, the same on every rank."""
-        # ``W f`` of residual rows, and slopes where learned entries read them; where ranks exchange
-        # sums, means of residual rows and both sides of the crossing columns too.
-        wide = self.plan.residual_rows
-        if self.requested.entry_gradient is not None:
-            wide += len(self.plan.home)
-        if self.plan.crossing:
-            wide = 2 * self.plan.scratch_width + 6 * self.plan.crossing
-        size = 4 * self.group_chunks
-        return max(1, _SCRATCH_BYTES // (size * max(wide, 1))) * self.group_chunks
+        # Means and ``W f`` of residual rows, sums, and both sides of the crossing columns.
+        wide = self.plan.scratch_width + self.plan.residual_rows + 4 * self.plan.crossing
+        return max(1, _SCRATCH_BYTES // (4 * CHUNKS * max(wide, 1))) * CHUNKS
 
     def _terms(self, count: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Terms of no column: no value, no entropy, and largest probabilities below all others."""
         device = self.student.logits.device
-        partial = torch.empty(4, count, blocks, dtype=torch.float32, device=device)
-        if not self.options.diagnostics:
-            partial[1:].zero_()
-        return partial, torch.empty(2, count, blocks, dtype=torch.int32, device=device)
-
-    def _counters(self, tiles: int, step: int) -> torch.Tensor:
-        groups = -(-min(step, self.student.rows.chunk_count) // self.group_chunks)
-        shape = (tiles, 1 + 4 * groups)
-        return torch.zeros(shape, dtype=torch.int32, device=self.student.logits.device)
+        partial = torch.zeros(4, count, blocks, dtype=torch.float32, device=device)
+        partial[2:] = -1.0
+        return partial, torch.zeros(2, count, blocks, dtype=torch.int32, device=device)
 
     def _dots(self) -> torch.Tensor | None:
         if not self._wants_gradient():
@@ -173,19 +151,12 @@ class KernelEvaluation:
         shape = (2, len(self.student.logits), self.column_blocks)
         return torch.zeros(shape, dtype=torch.float32, device=self.student.logits.device)
 
-    def _tile(
-        self, partial: torch.Tensor, best: torch.Tensor, first: int, counter: torch.Tensor
-    ) -> _ChunkTile:
+    def _tile(self, partial: torch.Tensor, best: torch.Tensor, first: int) -> _ChunkTile:
         new, count = partial.new_empty, partial.shape[1]
-        groups = -(-count // self.group_chunks)
-        kept = groups if self._keeps_slopes() else min(groups, _RING)
-        scratch = new(kept, len(self.plan.home), self.group_chunks)
+        groups = -(-count // CHUNKS)
+        scratch = new(groups, len(self.plan.home), CHUNKS)
         residual = new(count, self.plan.residual_rows)
-        return _ChunkTile(first, count, scratch, residual, partial, best, counter, groups)
-
-    def _keeps_slopes(self) -> bool:
-        """Whether slopes are read by other launches."""
-        return self.plan.crossing > 0 or self.requested.entry_gradient is not None
+        return _ChunkTile(first, count, scratch, residual, partial, best, groups)
 
     def _largest(
         self, values: torch.Tensor, columns: torch.Tensor
@@ -200,120 +171,151 @@ class KernelEvaluation:
         """Q~, P and slopes of summed columns, ``W f`` and gradients of residual rows."""
         if not len(self.plan.home):
             return
-        if not self.plan.crossing:
-            self._summed(tile, "all", min(_RING, tile.groups), None)
-            return
-        means = self._means(tile.groups)
-        self._summed(tile, "means", tile.groups, None, means)
-        self._summed(tile, "sums", tile.groups, None, means)
-        crossed = self._cross(tile)
-        self._summed(tile, "slopes", tile.groups, crossed, means)
+        self._sums(tile, self._means(tile))
+        self._slopes(tile, self._cross(tile) if self.plan.crossing else None)
         if self._wants_gradient():
-            self._summed(tile, "rows", tile.groups, crossed, means)
+            self._residual_rows(tile)
 
-    def _means(self, groups: int) -> torch.Tensor:
-        shape = (groups, self.plan.residual_rows, self.group_chunks)
-        return torch.empty(shape, dtype=torch.float32, device=self.student.logits.device)
+    def _means(self, tile: _ChunkTile) -> torch.Tensor:
+        """Means of residual columns, fp32 [G, R, chunks]."""
+        from megatron_ext.ops.projected_kl.summed_kernels import residual_means_kernel
 
-    def _summed(
-        self,
-        tile: _ChunkTile,
-        stages: str,
-        ring: int,
-        crossed: torch.Tensor | None,
-        means: torch.Tensor | None = None,
-    ) -> None:
-        """One stage of the summed columns, or all of them in one launch."""
-        from megatron_ext.ops.projected_kl.summed_kernel import summed_kernel
+        plan, shard, rows = self.plan, self.student.shard, self.plan.residual_rows
+        means = tile.scratch.new_empty(tile.groups, rows, CHUNKS)
+        blocks = -(-rows // _ROW_BLOCK)
+        if blocks:
+            residual_means_kernel[(tile.groups * blocks,)](
+                *self._read(self.student, self.numbers.carried_lse),
+                self.options.temperature,
+                tile.first,
+                tile.chunks,
+                shard.valid_width,
+                shard.width,
+                plan.residual,
+                self._sixteen_pairs(),
+                rows,
+                means,
+                blocks,
+                IS_ALIGNED=plan.aligned is not None,
+                HAS_TEMPERATURE=self.tempered,
+                CHUNKS=CHUNKS,
+                COLUMNS=_COLUMNS,
+                BLOCK=_ROW_BLOCK,
+                num_warps=_WARPS,
+            )
+        return means
 
-        plan, numbers, shard = self.plan, self.numbers, self.student.shard
-        rows = plan.residual_rows
-        blocks = {
-            "means": -(-rows // _ROW_BLOCK),
-            "sums": len(plan.by_column.blocks),
-            "slopes": self.slot_blocks,
-            "rows": -(-rows // _ROW_BLOCK) if self._wants_gradient() else 0,
-        }
-        if stages != "all":
-            blocks = {name: count if name == stages else 0 for name, count in blocks.items()}
-        turns = tile.groups + (2 if stages == "all" else 0)
-        gradient = self.requested.gradient
-        programs = turns * sum(blocks.values())
-        if not programs:
-            return
-        summed_kernel[(programs,)](
-            *self._read(self.student, numbers.carried_lse),
-            *self._read(self.teacher, numbers.teacher_lse),
+    def _sums(self, tile: _ChunkTile, means: torch.Tensor) -> None:
+        """``Q~`` of summed columns, of this rank's residual rows."""
+        from megatron_ext.ops.projected_kl.summed_kernels import column_sums_kernel
+
+        sums = self.plan.by_column
+        column_sums_kernel[(tile.groups * len(sums.blocks),)](
+            means,
+            means.shape[1],
+            *sums[:4],
+            self.weight,
+            sums.blocks,
+            tile.scratch,
+            len(self.plan.home),
+            len(sums.blocks),
+            CHUNKS=CHUNKS,
+            SUMS=SUMS,
+            ENTRIES=_ENTRIES,
+            num_warps=_WARPS,
+        )
+
+    def _slopes(self, tile: _ChunkTile, crossed: torch.Tensor | None) -> None:
+        """``dD/dQ`` in place of ``Q~``, and the terms of D."""
+        from megatron_ext.ops.projected_kl.summed_kernels import summed_slopes_kernel
+
+        plan = self.plan
+        summed_slopes_kernel[(tile.groups * self.slot_blocks,)](
+            *self._read(self.teacher, self.numbers.teacher_lse),
             self.options.temperature,
-            shard.valid_width,
-            shard.width,
             tile.first,
-            tile.chunks,
-            tile.groups,
-            plan.residual,
-            0 if plan.aligned is None else plan.aligned // 16,
-            rows,
             plan.home,
             len(plan.home),
             plan.crossing,
             crossed,
             0 if crossed is None else crossed[0].numel(),
-            *plan.by_column[:4],
-            plan.by_column.blocks,
+            tile.chunks,
+            tile.scratch,
+            self.numbers.mass,
+            self.options.mixture,
+            tile.partial,
+            tile.best,
+            tile.partial.shape[-1],
+            tile.partial.stride(0),
+            self.slot_blocks,
+            DIRECTION=self.options.direction,
+            HAS_CROSSING=crossed is not None,
+            HAS_DIAGNOSTICS=self.options.diagnostics,
+            HAS_TEMPERATURE=self.tempered,
+            CHUNKS=CHUNKS,
+            COLUMNS=_SLOTS,
+            BLOCK=_SLOT_BLOCK,
+            num_warps=_WARPS,
+        )
+
+    def _residual_rows(self, tile: _ChunkTile) -> None:
+        """``W f`` of residual rows, and gradients of their columns."""
+        from megatron_ext.ops.projected_kl.summed_kernels import residual_gradients_kernel
+
+        plan, numbers, shard = self.plan, self.numbers, self.student.shard
+        gradient, blocks = self.requested.gradient, -(-plan.residual_rows // _ROW_BLOCK)
+        if not blocks:
+            return
+        residual_gradients_kernel[(tile.groups * blocks,)](
+            tile.scratch,
+            len(plan.home),
             plan.by_row.offsets,
             plan.by_row.source,
             plan.by_row.entry,
             self.weight,
-            self._means(ring) if means is None else means,
-            ring,
-            tile.scratch,
-            len(tile.scratch),
             tile.residual,
+            plan.residual_rows,
+            *self._read(self.student, numbers.carried_lse),
+            self.options.temperature,
+            tile.first,
+            tile.chunks,
+            shard.valid_width,
+            shard.width,
+            plan.residual,
+            self._sixteen_pairs(),
             self.projection.row_mass,
             numbers.is_scaled,
             numbers.mass,
-            self.options.mixture,
             numbers.grad_scale,
             gradient,
             0 if gradient is None else gradient.stride(0),
             numbers.plain_lse,
             numbers.label,
             numbers.label_weight,
-            tile.partial,
-            tile.best,
-            tile.partial.shape[-1],
-            tile.partial.stride(0),
-            *blocks.values(),
-            tile.counter,
-            STAGES=stages,
-            DIRECTION=self.options.direction,
+            blocks,
+            IS_FORWARD=self.is_forward,
             IS_ALIGNED=plan.aligned is not None,
-            HAS_CROSSING=crossed is not None,
             HAS_GRADIENT=gradient is not None,
-            HAS_DIAGNOSTICS=self.options.diagnostics,
             HAS_LABELS=numbers.label is not None,
             HAS_TEMPERATURE=self.tempered,
-            CHUNKS=self.group_chunks,
+            CHUNKS=CHUNKS,
             SUMS=SUMS,
-            COLUMNS=self._columns(),
-            SLOTS=_SLOTS,
-            SLOT_BLOCK=_SLOT_BLOCK,
-            ROW_BLOCK=_ROW_BLOCK,
-            num_warps=_WARPS,
+            BLOCK=_ROW_BLOCK,
+            num_warps=2 * _WARPS,
         )
 
-    def _columns(self) -> int:
-        """Columns of a group that a program holds at once."""
-        return min(_ROW_BLOCK, _NUMBERS // self.group_chunks)
+    def _sixteen_pairs(self) -> int:
+        """Direct pairs of an aligned plan, in units of 16."""
+        return 0 if self.plan.aligned is None else self.plan.aligned // 16
 
     def _cross(self, tile: _ChunkTile) -> torch.Tensor:
         """Q~ and P of the crossing columns over all ranks, [2, G, X, chunks]. One all-reduce."""
-        from megatron_ext.ops.projected_kl.summed_kernel import crossing_teacher_kernel
+        from megatron_ext.ops.projected_kl.summed_kernels import crossing_teacher_kernel
 
         crossing = self.plan.crossing
         both = tile.scratch.new_empty(2, tile.groups, crossing, CHUNKS)
         both[0] = tile.scratch[:, :crossing]
-        blocks = -(-crossing // self._columns())
+        blocks = -(-crossing // _COLUMNS)
         crossing_teacher_kernel[(tile.groups * blocks,)](
             *self._read(self.teacher, self.numbers.teacher_lse),
             self.options.temperature,
@@ -324,8 +326,8 @@ class KernelEvaluation:
             blocks,
             both[1],
             HAS_TEMPERATURE=self.tempered,
-            CHUNKS=self.group_chunks,
-            COLUMNS=self._columns(),
+            CHUNKS=CHUNKS,
+            COLUMNS=_COLUMNS,
             num_warps=_WARPS,
         )
         return all_reduce_sum(both, self.student.shard.group)
@@ -339,7 +341,6 @@ class KernelEvaluation:
             self.numbers,
             self.options,
             self.requested.gradient,
-            is_joined=False,
         )
 
     def _evaluate(self, tile: _ChunkTile, dots: torch.Tensor | None) -> None:
@@ -419,8 +420,7 @@ class KernelEvaluation:
         def run(config: LaunchConfig) -> None:
             config = fitting_config(config, self.student.shard.width)
             terms = self._terms(count, -(-self.student.shard.width // config.block))
-            counter = terms[1].new_empty(0)
-            self._pass(self._tile(*terms, 0, counter), 0, "values", None, config)
+            self._pass(self._tile(*terms, 0), 0, "values", None, config)
 
         if not count:
             return _CONFIGS[0]
@@ -457,7 +457,7 @@ class KernelEvaluation:
             out,
             DIRECTION=self.options.direction,
             HAS_TEMPERATURE=self.tempered,
-            CHUNKS=self.group_chunks,
+            CHUNKS=CHUNKS,
             BLOCK=_ENTRY_BLOCK,
         )
         total += self.options.temperature**2 * out.sum(dim=0)
@@ -469,7 +469,7 @@ class KernelEvaluation:
         from megatron_ext.ops.projected_kl.triton_kernels import outside_kernel
 
         shard, rows = self.student.shard, self.student.rows
-        outside_kernel[(len(logits) * self.column_blocks,)](
+        outside_kernel[(min(len(logits) * self.column_blocks, _OUTSIDE_PROGRAMS),)](
             logits,
             rows.order,
             rows.offsets,

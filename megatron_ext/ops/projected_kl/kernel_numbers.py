@@ -1,9 +1,4 @@
-"""Numbers of rows and chunks that kernels of the projected KL read. T rows, C chunks.
-
-Where a rank has all columns, one launch takes the statistics of the rows and compares the direct
-pairs of a chunk at once, while its logits are in the GPU's cache. Else ranks exchange what they
-have found in between.
-"""
+"""Numbers of rows and chunks that kernels of the projected KL read. T rows, C chunks."""
 
 from __future__ import annotations
 
@@ -11,7 +6,6 @@ from typing import Final, NamedTuple
 
 import torch
 
-from megatron_ext.distributed.vocab_parallel import LogSumExp
 from megatron_ext.ops.chunk_rows import ChunkedLogits, ChunkRows
 from megatron_ext.ops.divergence import probability_floor
 from megatron_ext.ops.launch import HALF_FULL, small_block
@@ -22,9 +16,6 @@ from megatron_ext.ops.projected_kl.operands import (
     ShardedProjection,
 )
 from megatron_ext.ops.projected_kl.statistics import ChunkStatistics, label_columns
-
-_OUTSIDE_ROWS: Final = 8
-"""Most rows of no chunk that are read with those of one chunk."""
 
 _SUMMED_CHUNKS: Final = 1024
 
@@ -89,46 +80,6 @@ class KernelNumbers(NamedTuple):
             *_labels(student, requested),
         )
 
-    @classmethod
-    def empty(
-        cls,
-        student: ChunkedLogits,
-        teacher: ChunkedLogits,
-        requested: RequestedOutputs,
-        *,
-        tempered: bool,
-    ) -> KernelNumbers:
-        """Memory for a launch that writes them; ``requested`` has the chunks' weights."""
-        rows, others, chunks = len(student.logits), len(teacher.logits), student.rows.chunk_count
-        new = student.logits.new_empty
-        label, weight = _labels(student, requested)
-        has_plain = tempered and label is not None
-        lse = new(2 + has_plain, 2, rows, dtype=torch.float32)
-        plain = None if label is None else lse[-1] if has_plain else lse[0]
-        numbers = new(2, chunks, dtype=torch.float32)
-        flags = new(2, chunks, dtype=torch.bool)
-        columns = new(rows + others, dtype=torch.int64)
-        return cls(
-            lse[0],
-            lse[1],
-            # Of rows of no chunk, which no program reads.
-            torch.zeros(2, others, dtype=torch.float32, device=lse.device),
-            plain,
-            flags[0],
-            numbers[0],
-            requested.grad_scale.float().clone(),
-            flags[1],
-            numbers[1],
-            (columns[:rows], columns[rows:]),
-            label,
-            weight,
-        )
-
-    @property
-    def untempered(self) -> LogSumExp | None:
-        """``plain_lse``."""
-        return None if self.plain_lse is None else LogSumExp(*self.plain_lse)
-
 
 def launch_singles(
     student: ChunkedLogits,
@@ -137,13 +88,8 @@ def launch_singles(
     numbers: KernelNumbers,
     options: ProjectedKLOptions,
     gradient: torch.Tensor | None,
-    *,
-    is_joined: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Direct pairs of chunks of one student row, and their gradient but for residual columns.
-
-    Args:
-        is_joined: Take the statistics of all rows first, and write ``numbers``.
 
     Returns:
         Terms of D and of the entropy and largest P and Q~, fp32 [4, C, parts], and the teacher's
@@ -154,23 +100,15 @@ def launch_singles(
     plan, shard = projection.plan, student.shard
     assert plan is not None
     logits, others, chunks = student.logits, teacher.logits, student.rows.chunk_count
-    block = pair_block(shard.width)
-    parts = pair_parts(shard.width, teacher.shard.width)
-    units = max(chunks, -(-len(logits) // _OUTSIDE_ROWS)) if is_joined else chunks
+    block, parts = pair_block(shard.width), pair_parts(shard.width)
     partial = logits.new_empty(4, chunks, parts, dtype=torch.float32)
     best = logits.new_empty(2, chunks, parts, dtype=torch.int32)
     if not options.diagnostics:
         partial[1:].zero_()
-    counter = found = found_columns = None
-    if is_joined:
-        counter = torch.zeros(1 + 2 * units, dtype=torch.int32, device=logits.device)
-        rows = len(logits) + len(others)
-        found = logits.new_empty(5 * rows * parts, dtype=torch.float32)
-        found_columns = logits.new_empty(rows * parts, dtype=torch.int32)
     aligned = plan.aligned
     mapped = 0 if aligned is None else aligned + plan.residual_rows
-    if units:
-        single_kernel[((units + is_joined) * parts,)](
+    if chunks:
+        single_kernel[(chunks * parts,)](
             logits,
             student.rows.order,
             student.rows.offsets,
@@ -202,18 +140,6 @@ def launch_singles(
             numbers.label,
             numbers.label_weight,
             *numbers.columns,
-            units,
-            counter,
-            projection.row_mass > 0 if is_joined else None,
-            projection.reachable,
-            teacher.shard.valid_width,
-            teacher.shard.width,
-            numbers.carried_lse,
-            numbers.is_compared,
-            numbers.left_out,
-            found,
-            found_columns,
-            IS_JOINED=is_joined,
             IS_ALIGNED=aligned is not None,
             HAS_GRADIENT=gradient is not None,
             HAS_DIAGNOSTICS=options.diagnostics,

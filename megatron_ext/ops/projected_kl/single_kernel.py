@@ -18,8 +18,6 @@ import math
 import triton
 import triton.language as tl
 
-from megatron_ext.ops.program_order import arrive, ticket_of, wait_for
-from megatron_ext.ops.projected_kl.joined_statistics import unit_numbers, unit_statistics
 from megatron_ext.ops.triton_math import LN_2, LOG2_E, LOWEST, row_bits, scaled, widened
 
 FLOOR_BITS = tl.constexpr(math.log2(1024 * 1.1754943508222875e-38))
@@ -324,10 +322,16 @@ def pairs_of_row(
     return total, -tl.sum(entropy, axis=0) * LN_2, top_p, column_p, top_q, column_q
 
 
-@triton.jit
-def single_chunk(
-    chunk,
-    part,
+@triton.jit(
+    do_not_specialize=[
+        "student_rows",
+        "teacher_rows",
+        "chunks",
+        "sixteen_pairs",
+        "sixteen_mapped",
+    ]
+)
+def single_kernel(
     student_ptr,
     student_order_ptr,
     student_chunk_ptr,
@@ -368,7 +372,17 @@ def single_chunk(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A part of a chunk's direct pairs and of its columns without an entry."""
+    """``PARTS`` programs for each chunk, which take its blocks of columns in turn.
+
+    Those of chunks that are not ``is_single`` store terms of 0. Where the plan ``IS_ALIGNED``,
+    direct pairs are the first columns and residual ones come next, numbered from 0;
+    ``sixteen_pairs`` and ``sixteen_mapped`` are the ends of both in units of 16 columns, multiples
+    of ``BLOCK`` and of 16. Gradients of residual columns are not written here, but for those of
+    ``residual_gradients_kernel`` they are all. ``partial`` is [4, C, PARTS] and ``best``
+    [2, C, PARTS].
+    """
+    chunk = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
     begin = tl.load(student_chunk_ptr + chunk)
     student_count = tl.load(student_chunk_ptr + chunk + 1) - begin
     teacher_begin = tl.load(teacher_chunk_ptr + chunk)
@@ -430,203 +444,3 @@ def single_chunk(
         tl.store(partial_ptr + 3 * plane + place, top_q)
         tl.store(best_ptr + place, column_p)
         tl.store(best_ptr + plane + place, column_q)
-
-
-@triton.jit(
-    do_not_specialize=[
-        "student_rows",
-        "teacher_rows",
-        "chunks",
-        "units",
-        "sixteen_pairs",
-        "sixteen_mapped",
-    ]
-)
-def single_kernel(
-    student_ptr,
-    student_order_ptr,
-    student_chunk_ptr,
-    student_stride,
-    student_lse_ptr,
-    student_rows,
-    is_scaled_ptr,
-    width,
-    padded_width,
-    teacher_ptr,
-    teacher_order_ptr,
-    teacher_chunk_ptr,
-    teacher_stride,
-    teacher_lse_ptr,
-    teacher_rows,
-    temperature,
-    chunks,
-    partner_ptr,
-    sixteen_pairs,
-    sixteen_mapped,
-    row_mass_ptr,
-    mass_ptr,
-    partial_ptr,
-    best_ptr,
-    grad_scale_ptr,
-    gradient_ptr,
-    gradient_stride,
-    plain_lse_ptr,
-    label_ptr,
-    label_weight_ptr,
-    student_column_ptr,
-    teacher_column_ptr,
-    units,
-    counter_ptr,
-    student_members_ptr,
-    teacher_members_ptr,
-    teacher_width,
-    padded_teacher_width,
-    carried_lse_ptr,
-    is_compared_ptr,
-    left_out_ptr,
-    parts_ptr,
-    part_columns_ptr,
-    IS_JOINED: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
-    HAS_GRADIENT: tl.constexpr,
-    HAS_DIAGNOSTICS: tl.constexpr,
-    HAS_LABELS: tl.constexpr,
-    HAS_TEMPERATURE: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """``PARTS`` programs for each chunk, which take its blocks of columns in turn.
-
-    Those of chunks that are not ``is_single`` store terms of 0. Where the plan ``IS_ALIGNED``,
-    direct pairs are the first columns and residual ones come next, numbered from 0;
-    ``sixteen_pairs`` and ``sixteen_mapped`` are the ends of both in units of 16 columns, multiples
-    of ``BLOCK`` and of 16. Gradients of residual columns are not written here, but for those of
-    ``entry_gradients`` they are all. ``partial`` is [4, C, PARTS] and ``best`` [2, C, PARTS].
-
-    ``IS_JOINED``: a program first takes the statistics of its part of the next unit, which is a
-    chunk's rows and some of no chunk; see ``joined_statistics.py``. The chunk's own come from the
-    programs before, so that its logits are still in the cache.
-    """
-    chunk = tl.program_id(0) // PARTS
-    part = tl.program_id(0) % PARTS
-    if IS_JOINED:
-        ticket = ticket_of(counter_ptr)
-        unit = ticket // PARTS
-        part = ticket % PARTS
-        if unit < units:
-            unit_statistics(
-                unit,
-                units,
-                part,
-                student_ptr,
-                student_order_ptr,
-                student_chunk_ptr,
-                student_stride,
-                student_rows,
-                student_members_ptr,
-                width,
-                padded_width,
-                teacher_ptr,
-                teacher_order_ptr,
-                teacher_chunk_ptr,
-                teacher_stride,
-                teacher_rows,
-                teacher_members_ptr,
-                teacher_width,
-                padded_teacher_width,
-                temperature,
-                chunks,
-                parts_ptr,
-                part_columns_ptr,
-                HAS_LABELS & HAS_TEMPERATURE,
-                HAS_TEMPERATURE,
-                PARTS,
-                2 * BLOCK,
-            )
-            if arrive(counter_ptr + 1 + unit) == PARTS - 1:
-                unit_numbers(
-                    unit,
-                    units,
-                    student_ptr,
-                    student_order_ptr,
-                    student_chunk_ptr,
-                    student_stride,
-                    student_lse_ptr,
-                    student_rows,
-                    student_members_ptr,
-                    width,
-                    teacher_ptr,
-                    teacher_order_ptr,
-                    teacher_chunk_ptr,
-                    teacher_stride,
-                    teacher_lse_ptr,
-                    teacher_rows,
-                    teacher_members_ptr,
-                    teacher_width,
-                    temperature,
-                    chunks,
-                    carried_lse_ptr,
-                    plain_lse_ptr,
-                    student_column_ptr,
-                    teacher_column_ptr,
-                    is_scaled_ptr,
-                    is_compared_ptr,
-                    mass_ptr,
-                    grad_scale_ptr,
-                    left_out_ptr,
-                    parts_ptr,
-                    part_columns_ptr,
-                    HAS_LABELS & HAS_TEMPERATURE,
-                    HAS_TEMPERATURE,
-                    PARTS,
-                    2 * BLOCK,
-                )
-                # A counter of its own: the address of the other would be kept all the while.
-                arrive(counter_ptr + 1 + units + unit)
-        chunk = unit - 1
-        if (chunk >= 0) & (chunk < chunks):
-            wait_for(counter_ptr + 1 + units + chunk, 1)
-    if (chunk >= 0) & (chunk < chunks):
-        single_chunk(
-            chunk,
-            part,
-            student_ptr,
-            student_order_ptr,
-            student_chunk_ptr,
-            student_stride,
-            student_lse_ptr,
-            student_rows,
-            is_scaled_ptr,
-            width,
-            padded_width,
-            teacher_ptr,
-            teacher_order_ptr,
-            teacher_chunk_ptr,
-            teacher_stride,
-            teacher_lse_ptr,
-            teacher_rows,
-            temperature,
-            chunks,
-            partner_ptr,
-            sixteen_pairs,
-            sixteen_mapped,
-            row_mass_ptr,
-            mass_ptr,
-            partial_ptr,
-            best_ptr,
-            grad_scale_ptr,
-            gradient_ptr,
-            gradient_stride,
-            plain_lse_ptr,
-            label_ptr,
-            label_weight_ptr,
-            student_column_ptr,
-            teacher_column_ptr,
-            IS_ALIGNED,
-            HAS_GRADIENT,
-            HAS_DIAGNOSTICS,
-            HAS_LABELS,
-            HAS_TEMPERATURE,
-            PARTS,
-            BLOCK,
-        )

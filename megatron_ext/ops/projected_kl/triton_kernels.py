@@ -116,18 +116,6 @@ def store_partials(
 
 
 @triton.jit
-def store_nothing(partial_ptr, best_ptr, place, stride, HAS_DIAGNOSTICS: tl.constexpr):
-    """Store a block's terms as those of no column."""
-    tl.store(partial_ptr + place, 0.0)
-    if HAS_DIAGNOSTICS:
-        tl.store(partial_ptr + stride + place, 0.0)
-        tl.store(partial_ptr + 2 * stride + place, -1.0)
-        tl.store(partial_ptr + 3 * stride + place, -1.0)
-        tl.store(best_ptr + place, 0)
-        tl.store(best_ptr + stride + place, 0)
-
-
-@triton.jit
 def with_labels(
     logit_gradient,
     loaded,
@@ -242,7 +230,8 @@ def sweep_kernel(
 ):
     """Pass over every column of the student of chunks that ``single_kernel`` leaves.
 
-    A chunk's ``parts`` programs take its blocks of columns in turn.
+    A chunk's ``parts`` programs take its blocks of columns in turn. What is compared elsewhere
+    stores nothing: ``partial`` is what no column gives before.
 
     Pass "values": direct pairs' terms of D; for chunks whose gradient is known by then (forward,
     one student row) the gradient, for others each row's ``sum q W f`` and ``sum q W 1`` of the
@@ -267,16 +256,6 @@ def sweep_kernel(
     elif DIRECTION == "forward":
         is_scaled = tl.load(is_scaled_ptr + first_chunk + chunk)
         works = not is_single(end - begin, is_scaled, tl.load(grad_scale_ptr + first_chunk + chunk))
-    if (PASS == "values") & (not works):
-        # What is compared elsewhere adds nothing here.
-        for block in range(part, block_count, parts):
-            store_nothing(
-                partial_ptr,
-                best_ptr,
-                chunk * partial_blocks + first_block + block,
-                partial_plane,
-                HAS_DIAGNOSTICS,
-            )
     first = tl.where(works, part, block_count)
     for block in range(first, block_count, parts):
         columns = block * BLOCK + tl.arange(0, BLOCK)
@@ -414,12 +393,14 @@ def outside_kernel(
     HAS_LABELS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Gradient of rows of no chunk: their cross-entropy's, or 0. One program a row and block."""
-    pid = tl.program_id(0)
-    place = pid // block_count
-    if place >= tl.load(chunk_ptr + chunk_count):
-        row = tl.load(order_ptr + place).to(tl.int64)
-        columns = (pid % block_count) * BLOCK + tl.arange(0, BLOCK)
+    """Gradient of rows of no chunk: their cross-entropy's, or 0.
+
+    Programs take the rows' blocks in turn: how many there are, the host does not know.
+    """
+    first = tl.load(chunk_ptr + chunk_count)
+    for item in range(tl.program_id(0), (rows - first) * block_count, tl.num_programs(0)):
+        row = tl.load(order_ptr + first + item // block_count).to(tl.int64)
+        columns = (item % block_count) * BLOCK + tl.arange(0, BLOCK)
         inside = columns < width
         out = tl.zeros((BLOCK,), tl.float32)
         if HAS_LABELS:

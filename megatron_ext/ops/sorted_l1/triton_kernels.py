@@ -43,7 +43,8 @@ def _single_block(
     HAS_TEMPERATURE: tl.constexpr,
 ):
     """Probabilities of a row at columns that are all real, and which are counted."""
-    values = scaled(tl.load(start_of_row + columns), temperature, HAS_TEMPERATURE)
+    loaded = tl.load(start_of_row + columns).to(tl.float32)
+    values = scaled(loaded, temperature, HAS_TEMPERATURE)
     probabilities = tl.exp2((values - peak) * LOG2_E - log_sum)
     counted = columns >= 0
     if HAS_EXCLUDED:

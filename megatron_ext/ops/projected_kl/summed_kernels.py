@@ -1,7 +1,8 @@
 """Triton kernels of summed columns: means of residual ones, sums, slopes, and residual gradients.
 
 Chunks are taken ``CHUNKS`` at a time, a group, whose numbers stand side by side: an entry of the
-projection is read once for all of them. Equations are those of the README.
+projection is read once for all of them. Each kernel has ``blocks`` programs for a group. Equations
+are those of the README.
 """
 
 import math
@@ -9,7 +10,6 @@ import math
 import triton
 import triton.language as tl
 
-from megatron_ext.ops.program_order import arrive, ticket_of, wait_for
 from megatron_ext.ops.projected_kl.single_kernel import bits_of, is_single
 from megatron_ext.ops.triton_math import FLOOR, LOG2_E, projected_terms, scaled
 
@@ -89,10 +89,10 @@ def residual_columns(
     return columns, held
 
 
-@triton.jit
-def residual_means(
-    group,
-    block,
+@triton.jit(
+    do_not_specialize=["rows", "first_chunk", "chunks", "sixteen_pairs", "residual_rows", "blocks"]
+)
+def residual_means_kernel(
     logits_ptr,
     order_ptr,
     chunk_ptr,
@@ -105,19 +105,21 @@ def residual_means(
     width,
     padded_width,
     columns_ptr,
-    pairs,
+    sixteen_pairs,
     residual_rows,
     out_ptr,
+    blocks,
     IS_ALIGNED: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
     CHUNKS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Means of residual columns of a group, [R, CHUNKS] from ``out`` on.
-
-    Of ``BLOCK`` of them, ``COLUMNS`` at once.
-    """
+    """Means of residual columns [G, R, CHUNKS]: of ``BLOCK`` of them, ``COLUMNS`` at once."""
+    group = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    pairs = sixteen_pairs * 16
+    out_ptr += group.to(tl.int64) * residual_rows * CHUNKS
     lane = tl.arange(0, CHUNKS)
     local = group * CHUNKS + lane
     begin = tl.load(chunk_ptr + first_chunk + local, mask=local < chunks, other=0)
@@ -172,11 +174,10 @@ def row_shares(
     return tl.exp2(bits_of(loaded, peak[:, None], log_sum[:, None], temperature, HAS_TEMPERATURE))
 
 
-@triton.jit
-def column_sums(
-    group,
-    block,
+@triton.jit(do_not_specialize=["value_rows", "out_rows", "blocks"])
+def column_sums_kernel(
     value_ptr,
+    value_rows,
     offsets_ptr,
     target_ptr,
     source_ptr,
@@ -185,13 +186,20 @@ def column_sums(
     blocks_ptr,
     out_ptr,
     out_rows,
+    blocks,
     CHUNKS: tl.constexpr,
     SUMS: tl.constexpr,
+    ENTRIES: tl.constexpr,
 ):
-    """Sums of weighted rows of ``value`` [R, CHUNKS] as a group's part of ``out`` [G, D, CHUNKS].
+    """Sums of weighted rows of ``value`` [G, R, CHUNKS] in ``out`` [G, D, CHUNKS].
 
-    A sparse matrix times a dense one; the sums are those of a block of ``Segments``.
+    A sparse matrix times a dense one; the sums are those of a block of ``Segments``. One of more
+    than ``SUMS`` entries is alone, and reads ``ENTRIES`` of them at once.
     """
+    group = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    value_ptr += group.to(tl.int64) * value_rows * CHUNKS
+    out_ptr += group.to(tl.int64) * out_rows * CHUNKS
     first = tl.load(blocks_ptr + 2 * block)
     stop = tl.load(blocks_ptr + 2 * block + 1)
     lane = tl.arange(0, CHUNKS)
@@ -201,26 +209,43 @@ def column_sums(
     begin = tl.load(offsets_ptr + sums, mask=exists, other=0)
     end = tl.load(offsets_ptr + sums + 1, mask=exists, other=0)
     longest = tl.max(end - begin, axis=0)
-    total = tl.zeros((SUMS, CHUNKS), tl.float32)
     if longest <= SUMS:
         total = entry_sums(
             begin, end, longest, value_ptr, source_ptr, entry_ptr, weight_ptr, CHUNKS, SUMS
         )
+        target = tl.load(target_ptr + sums, mask=exists, other=0)
+        place = target[:, None] * CHUNKS + lane[None, :]
+        tl.store(out_ptr + place, total, mask=exists[:, None])
     else:
-        # One sum alone: every row of ``total`` takes each 32nd of its entries.
-        whole_begin = tl.load(offsets_ptr + first)
-        whole_end = tl.load(offsets_ptr + first + 1)
-        for start in range(whole_begin, whole_end, SUMS):
-            inside = start + step_of < whole_end
-            source = tl.load(source_ptr + start + step_of, mask=inside, other=0)
-            entry = tl.load(entry_ptr + start + step_of, mask=inside, other=0)
-            weight = tl.load(weight_ptr + entry, mask=inside, other=0.0)
-            place = value_ptr + source[:, None] * CHUNKS + lane[None, :]
-            total += weight[:, None] * tl.load(place, mask=inside[:, None], other=0.0)
-        total = tl.where((step_of == 0)[:, None], tl.sum(total, axis=0)[None, :], 0.0)
-    target = tl.load(target_ptr + sums, mask=exists, other=0)
-    place = (group.to(tl.int64) * out_rows + target)[:, None] * CHUNKS + lane[None, :]
-    tl.store(out_ptr + place, total, mask=exists[:, None])
+        alone = long_sum(
+            tl.load(offsets_ptr + first), tl.load(offsets_ptr + first + 1), value_ptr, source_ptr,
+            entry_ptr, weight_ptr, CHUNKS, ENTRIES,
+        )  # fmt: skip
+        tl.store(out_ptr + tl.load(target_ptr + first) * CHUNKS + lane, alone)
+
+
+@triton.jit
+def long_sum(
+    begin,
+    end,
+    value_ptr,
+    source_ptr,
+    entry_ptr,
+    weight_ptr,
+    CHUNKS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    """One sum [CHUNKS] of weighted rows of ``value``, ``ENTRIES`` of them at once."""
+    total = tl.zeros((ENTRIES, CHUNKS), tl.float32)
+    for start in range(begin, end, ENTRIES):
+        places = start + tl.arange(0, ENTRIES)
+        inside = places < end
+        source = tl.load(source_ptr + places, mask=inside, other=0)
+        entry = tl.load(entry_ptr + places, mask=inside, other=0)
+        weight = tl.load(weight_ptr + entry, mask=inside, other=0.0)
+        place = value_ptr + source[:, None] * CHUNKS + tl.arange(0, CHUNKS)[None, :]
+        total += weight[:, None] * tl.load(place, mask=inside[:, None], other=0.0)
+    return tl.sum(total, axis=0)
 
 
 @triton.jit
@@ -235,23 +260,31 @@ def entry_sums(
     CHUNKS: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    """Sums [SUMS, CHUNKS] of weighted rows of ``value`` over entries from ``begin`` to ``end``."""
+    """Sums [SUMS, CHUNKS] of weighted rows of ``value`` over entries from ``begin`` to ``end``.
+
+    Four entries of each are read at once, so that one read does not wait for another.
+    """
     total = tl.zeros((SUMS, CHUNKS), tl.float32)
-    for step in range(0, longest):
-        inside = begin + step < end
-        source = tl.load(source_ptr + begin + step, mask=inside, other=0)
-        entry = tl.load(entry_ptr + begin + step, mask=inside, other=0)
-        weight = tl.load(weight_ptr + entry, mask=inside, other=0.0)
-        place = value_ptr + source[:, None] * CHUNKS + tl.arange(0, CHUNKS)[None, :]
-        total += weight[:, None] * tl.load(place, mask=inside[:, None], other=0.0)
+    for step in range(0, longest, 4):
+        for more in tl.static_range(4):
+            number = begin + step + more
+            inside = number < end
+            source = tl.load(source_ptr + number, mask=inside, other=0)
+            entry = tl.load(entry_ptr + number, mask=inside, other=0)
+            weight = tl.load(weight_ptr + entry, mask=inside, other=0.0)
+            place = value_ptr + source[:, None] * CHUNKS + tl.arange(0, CHUNKS)[None, :]
+            total += weight[:, None] * tl.load(place, mask=inside[:, None], other=0.0)
     return total
 
 
-@triton.jit
-def residual_gradients(
-    group,
-    block,
+@triton.jit(
+    do_not_specialize=[
+        "slots", "residual_rows", "rows", "first_chunk", "chunks", "sixteen_pairs", "blocks",
+    ]
+)  # fmt: skip
+def residual_gradients_kernel(
     slope_ptr,
+    slots,
     offsets_ptr,
     source_ptr,
     entry_ptr,
@@ -270,7 +303,7 @@ def residual_gradients(
     width,
     padded_width,
     columns_ptr,
-    pairs,
+    sixteen_pairs,
     row_mass_ptr,
     is_scaled_ptr,
     mass_ptr,
@@ -280,6 +313,7 @@ def residual_gradients(
     plain_lse_ptr,
     label_ptr,
     label_weight_ptr,
+    blocks,
     IS_FORWARD: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
     HAS_GRADIENT: tl.constexpr,
@@ -292,8 +326,12 @@ def residual_gradients(
     """``W f`` of ``BLOCK`` residual rows and a group's chunks, ``SUMS`` at once.
 
     Of chunks of ``single_kernel`` it goes into the gradient of the residual columns, of the others
-    to ``residual`` [C', R].
+    to ``residual`` [C', R]. ``slope`` is [G, D, CHUNKS].
     """
+    group = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    pairs = sixteen_pairs * 16
+    slope_ptr += group.to(tl.int64) * slots * CHUNKS
     local = group * CHUNKS + tl.arange(0, CHUNKS)
     is_chunk = local < chunks
     chunk = first_chunk + local
@@ -357,11 +395,13 @@ def residual_gradients(
             tl.store(place, out.to(gradient_ptr.dtype.element_ty), mask=written)
 
 
-@triton.jit
-def summed_slopes(
-    group,
-    place_of_group,
-    block,
+@triton.jit(
+    do_not_specialize=[
+        "rows", "first_chunk", "slots", "crossing", "crossed_plane", "chunks", "partial_blocks",
+        "partial_plane", "blocks",
+    ]
+)  # fmt: skip
+def summed_slopes_kernel(
     logits_ptr,
     order_ptr,
     chunk_ptr,
@@ -383,6 +423,7 @@ def summed_slopes(
     best_ptr,
     partial_blocks,
     partial_plane,
+    blocks,
     DIRECTION: tl.constexpr,
     HAS_CROSSING: tl.constexpr,
     HAS_DIAGNOSTICS: tl.constexpr,
@@ -391,11 +432,13 @@ def summed_slopes(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``dD/dQ`` of summed columns in place of their ``Q~`` [.., D, CHUNKS], and their terms of D.
+    """``dD/dQ`` of summed columns in place of their ``Q~`` [G, D, CHUNKS], and their terms of D.
 
     Of a group's ``BLOCK`` slots, ``COLUMNS`` at once. ``crossed`` [2, G, X, CHUNKS] holds ``Q~``
     and ``P`` of the crossing ones, over all ranks.
     """
+    group = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
     local = group * CHUNKS + tl.arange(0, CHUNKS)
     is_chunk = local < chunks
     lane = tl.arange(0, CHUNKS)[:, None]
@@ -427,7 +470,7 @@ def summed_slopes(
             CHUNKS,
             COLUMNS,
         )
-        place = (place_of_group.to(tl.int64) * slots + slot)[None, :] * CHUNKS + lane
+        place = (group.to(tl.int64) * slots + slot)[None, :] * CHUNKS + lane
         projected = tl.load(scratch_ptr + place, mask=exists[None, :], other=0.0)
         if HAS_CROSSING:
             crosses = (slot < crossing)[None, :]
@@ -505,281 +548,3 @@ def crossing_teacher_kernel(
     place = (group.to(tl.int64) * crossing + slots) * CHUNKS
     place = out_ptr + place[None, :] + tl.arange(0, CHUNKS)[:, None]
     tl.store(place, p, mask=exists[None, :])
-
-
-@triton.jit(
-    do_not_specialize=[
-        "student_rows",
-        "teacher_rows",
-        "first_chunk",
-        "chunks",
-        "groups",
-        "sixteen_pairs",
-        "residual_rows",
-        "slots",
-        "crossing",
-        "crossed_plane",
-        "partial_blocks",
-        "partial_plane",
-        "means_blocks",
-        "column_blocks",
-        "slot_blocks",
-        "row_blocks",
-        "ring",
-        "scratch_ring",
-    ]
-)
-def summed_kernel(
-    student_ptr,
-    student_order_ptr,
-    student_chunk_ptr,
-    student_stride,
-    carried_lse_ptr,
-    student_rows,
-    teacher_ptr,
-    teacher_order_ptr,
-    teacher_chunk_ptr,
-    teacher_stride,
-    teacher_lse_ptr,
-    teacher_rows,
-    temperature,
-    width,
-    padded_width,
-    first_chunk,
-    chunks,
-    groups,
-    columns_ptr,
-    sixteen_pairs,
-    residual_rows,
-    home_ptr,
-    slots,
-    crossing,
-    crossed_ptr,
-    crossed_plane,
-    offsets_ptr,
-    target_ptr,
-    source_ptr,
-    entry_ptr,
-    blocks_ptr,
-    row_offsets_ptr,
-    row_source_ptr,
-    row_entry_ptr,
-    weight_ptr,
-    means_ptr,
-    ring,
-    scratch_ptr,
-    scratch_ring,
-    residual_ptr,
-    row_mass_ptr,
-    is_scaled_ptr,
-    mass_ptr,
-    mixture,
-    grad_scale_ptr,
-    gradient_ptr,
-    gradient_stride,
-    plain_lse_ptr,
-    label_ptr,
-    label_weight_ptr,
-    partial_ptr,
-    best_ptr,
-    partial_blocks,
-    partial_plane,
-    means_blocks,
-    column_blocks,
-    slot_blocks,
-    row_blocks,
-    counter_ptr,
-    STAGES: tl.constexpr,
-    DIRECTION: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
-    HAS_CROSSING: tl.constexpr,
-    HAS_GRADIENT: tl.constexpr,
-    HAS_DIAGNOSTICS: tl.constexpr,
-    HAS_LABELS: tl.constexpr,
-    HAS_TEMPERATURE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    SUMS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    SLOT_BLOCK: tl.constexpr,
-    ROW_BLOCK: tl.constexpr,
-):
-    """Means, sums, slopes and residual gradients of groups of chunks: four stages of a group.
-
-    ``STAGES`` "all": turn t has the means of group t, the gradients of group ``t - 2``, the sums of
-    group t and the slopes of group ``t - 1``. So a stage is over or far ahead when the next one
-    begins, and what it left is in the cache. Means of ``ring`` groups and slopes of
-    ``scratch_ring`` are kept at a time. Else one stage of every group, where an all-reduce comes in
-    between.
-    """
-    turn_blocks = means_blocks + column_blocks + slot_blocks + row_blocks
-    if STAGES == "all":
-        place = ticket_of(counter_ptr)
-        turn = place // turn_blocks
-        block = place % turn_blocks
-    else:
-        turn = tl.program_id(0) // turn_blocks
-        block = tl.program_id(0) % turn_blocks
-    counters = counter_ptr
-    # Of the last stage that reads a group's slopes.
-    last_stage = tl.where(row_blocks > 0, 3, 2)
-    last_blocks = tl.where(row_blocks > 0, row_blocks, slot_blocks)
-    first_sums = means_blocks + row_blocks
-    first_slopes = first_sums + column_blocks
-    pairs = sixteen_pairs * 16
-    if (STAGES == "all") | (STAGES == "means"):  # noqa: SIM102 - decided by the compiler
-        if block < means_blocks:
-            group = turn
-            if group < groups:
-                if STAGES == "all":
-                    counters = counter_ptr + 1 + 4 * group
-                    if group >= ring:
-                        wait_for(counters - 4 * ring + 1, column_blocks)
-                residual_means(
-                    group,
-                    block,
-                    student_ptr,
-                    student_order_ptr,
-                    student_chunk_ptr,
-                    student_stride,
-                    carried_lse_ptr,
-                    student_rows,
-                    temperature,
-                    first_chunk,
-                    chunks,
-                    width,
-                    padded_width,
-                    columns_ptr,
-                    pairs,
-                    residual_rows,
-                    means_ptr + (group % ring).to(tl.int64) * residual_rows * CHUNKS,
-                    IS_ALIGNED,
-                    HAS_TEMPERATURE,
-                    CHUNKS,
-                    COLUMNS,
-                    ROW_BLOCK,
-                )
-                if STAGES == "all":
-                    arrive(counters)
-    if (STAGES == "all") | (STAGES == "sums"):  # noqa: SIM102 - decided by the compiler
-        if (block >= first_sums) & (block < first_slopes):
-            group = turn
-            if group < groups:
-                if STAGES == "all":
-                    counters = counter_ptr + 1 + 4 * group
-                    wait_for(counters, means_blocks)
-                    if group >= scratch_ring:
-                        wait_for(counters - 4 * scratch_ring + last_stage, last_blocks)
-                column_sums(
-                    group % scratch_ring,
-                    block - first_sums,
-                    means_ptr + (group % ring).to(tl.int64) * residual_rows * CHUNKS,
-                    offsets_ptr,
-                    target_ptr,
-                    source_ptr,
-                    entry_ptr,
-                    weight_ptr,
-                    blocks_ptr,
-                    scratch_ptr,
-                    slots,
-                    CHUNKS,
-                    SUMS,
-                )
-                if STAGES == "all":
-                    arrive(counters + 1)
-    if (STAGES == "all") | (STAGES == "slopes"):  # noqa: SIM102 - decided by the compiler
-        if block >= first_slopes:
-            group = turn
-            if STAGES == "all":
-                group = turn - 1
-            if (group >= 0) & (group < groups):
-                if STAGES == "all":
-                    counters = counter_ptr + 1 + 4 * group
-                    wait_for(counters + 1, column_blocks)
-                summed_slopes(
-                    group,
-                    group % scratch_ring,
-                    block - first_slopes,
-                    teacher_ptr,
-                    teacher_order_ptr,
-                    teacher_chunk_ptr,
-                    teacher_stride,
-                    teacher_lse_ptr,
-                    teacher_rows,
-                    temperature,
-                    first_chunk,
-                    home_ptr,
-                    slots,
-                    crossing,
-                    crossed_ptr,
-                    crossed_plane,
-                    chunks,
-                    scratch_ptr,
-                    mass_ptr,
-                    mixture,
-                    partial_ptr,
-                    best_ptr,
-                    partial_blocks,
-                    partial_plane,
-                    DIRECTION,
-                    HAS_CROSSING,
-                    HAS_DIAGNOSTICS,
-                    HAS_TEMPERATURE,
-                    CHUNKS,
-                    SLOTS,
-                    SLOT_BLOCK,
-                )
-                if STAGES == "all":
-                    arrive(counters + 2)
-    if (STAGES == "all") | (STAGES == "rows"):  # noqa: SIM102 - decided by the compiler
-        if (block >= means_blocks) & (block < first_sums):
-            group = turn
-            if STAGES == "all":
-                group = turn - 2
-            if (group >= 0) & (group < groups):
-                if STAGES == "all":
-                    counters = counter_ptr + 1 + 4 * group
-                    wait_for(counters + 2, slot_blocks)
-                residual_gradients(
-                    group,
-                    block - means_blocks,
-                    scratch_ptr + (group % scratch_ring).to(tl.int64) * slots * CHUNKS,
-                    row_offsets_ptr,
-                    row_source_ptr,
-                    row_entry_ptr,
-                    weight_ptr,
-                    residual_ptr,
-                    residual_rows,
-                    student_ptr,
-                    student_order_ptr,
-                    student_chunk_ptr,
-                    student_stride,
-                    carried_lse_ptr,
-                    student_rows,
-                    temperature,
-                    first_chunk,
-                    chunks,
-                    width,
-                    padded_width,
-                    columns_ptr,
-                    pairs,
-                    row_mass_ptr,
-                    is_scaled_ptr,
-                    mass_ptr,
-                    grad_scale_ptr,
-                    gradient_ptr,
-                    gradient_stride,
-                    plain_lse_ptr,
-                    label_ptr,
-                    label_weight_ptr,
-                    DIRECTION == "forward",
-                    IS_ALIGNED,
-                    HAS_GRADIENT,
-                    HAS_LABELS,
-                    HAS_TEMPERATURE,
-                    CHUNKS,
-                    SUMS,
-                    ROW_BLOCK,
-                )
-                if STAGES == "all":
-                    arrive(counters + 3)
