@@ -1,8 +1,10 @@
 """What holds for every test."""
 
+import fcntl
 import gc
 import os
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -16,6 +18,8 @@ gc.disable()
 # Triton decides as it is imported whether kernels are compiled for a GPU or run in Python.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    # megatron-core decorates with torch.compile, which imports its compiler in every process.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 # A name on the hub that is not in a cache of the test's own is out of reach.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -46,6 +50,18 @@ def pytest_configure(config):
     """Record durations where that is asked for."""
     if os.environ.get("MEGATRON_EXT_RECORD_DURATIONS"):
         config.pluginmanager.register(DurationRecorder(config))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collect when the first of several processes has: each would compile every file of a fresh
+    clone."""
+    with open(__file__, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(file, fcntl.LOCK_SH)
+        return (yield)
 
 
 def pytest_collection_modifyitems(items):

@@ -19,7 +19,8 @@ from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.training.configuration.arguments import config_flags
 from megatron_ext.training.run_folder import check_run_folder, config_values, record_run
-from tests.cli.run_files import refusal, start, write_config
+from tests.cli.run_files import refusal, write_config
+from tests.fork_server import run_forked
 from tests.training.tiny_run import STUDENT_VOCAB_SIZE, student_run, write_corpus, write_rank_list
 
 PREFIX = "megatron-ext: error: "
@@ -393,11 +394,16 @@ def test_a_wrong_command_line_is_refused(capsys, arguments, words):
     ids=["flag", "verb", "file", "bytes"],
 )
 def test_no_argument_is_obeyed_by_a_terminal(arguments, tmp_path):
-    command = [sys.executable, "-m", "megatron_ext", *arguments]
-    ended = subprocess.run(command, capture_output=True, cwd=tmp_path, check=False)
-    assert ended.returncode == 2
-    assert one_line(ended.stderr.decode()).isprintable()
+    code, _, errors = run_forked(tmp_path, _as_program, arguments)
+    assert code == 2
+    assert one_line(errors).isprintable()
     assert not list(tmp_path.iterdir())
+
+
+def _as_program(arguments):
+    """With the streams of a program, which a caller of ``main(arguments)`` keeps."""
+    sys.argv = ["megatron-ext", *arguments]
+    main()
 
 
 def test_a_path_that_is_not_utf8_is_printed_as_it_is(tmp_path):
@@ -436,9 +442,9 @@ def test_other_ranks_say_which_they_are(capsys, monkeypatch):
 def test_a_start_that_fails_late_is_one_line_too_and_binds_no_folder(folder, tmp_path):
     config = student_run(folder, "late")
     file = write_config(tmp_path, config)
-    process = start("distill", "--config", str(file), "--teacher-hidden-size", "96")
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 2
+    arguments = ["distill", "--config", str(file), "--teacher-hidden-size", "96"]
+    code, _, errors = run_forked(tmp_path, _as_program, arguments)
+    assert code == 2
     assert "the checkpoint cannot be loaded into the model" in one_line(errors)
     assert not Path(config.run_dir).exists()
     check_run_folder(config)

@@ -24,6 +24,9 @@ if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
         "scaled up by torch": {"implementation": "torch"},
     }
 
+OF_PAIRS = {"forward": 0, "reverse": 2}
+"""Cases that two ranks share, from this one on; four share the others."""
+
 Result = tuple[list[torch.Tensor], torch.Tensor]
 """Everything that is said of chunks, and the gradient of this rank's columns."""
 
@@ -48,12 +51,15 @@ def evaluated(rank: int, ranks: int, group: Any, name: str) -> Result:
 
 
 def on_shards(rank: int) -> dict[str, Result]:
-    """By groups of two for the first case, of all four for the others."""
-    pairs = [dist.new_group([first, first + 1]) for first in (0, 2)]
+    """Of the first cases one by each group of two, and the others by all four."""
+    pairs = [dist.new_group([first, first + 1]) for first in OF_PAIRS.values()]
     everyone = dist.new_group(list(range(4)))
-    found = {"forward": evaluated(rank % 2, 2, pairs[rank // 2], "forward")}
-    for name in list(OPTIONS)[1:]:
-        found[name] = evaluated(rank, 4, everyone, name)
+    pair, place = divmod(rank, 2)
+    name = list(OF_PAIRS)[pair]
+    found = {name: evaluated(place, 2, pairs[pair], name)}
+    for name in OPTIONS:
+        if name not in OF_PAIRS:
+            found[name] = evaluated(rank, 4, everyone, name)
     return found
 
 
@@ -75,7 +81,9 @@ def test_columns_that_cross_ranks_are_summed_over_them(
     truth, true_grad = evaluated(0, 1, None, name)
     # A row is weighed against another by a difference of 120 nats, which fp32 holds to 4e-6.
     slack = 1e-5 if name.startswith("scaled up") else 1e-6
-    group = [ranks[rank][name] for rank in range(2 if name == "forward" else 4)]
+    first = OF_PAIRS.get(name)
+    sharing = range(4) if first is None else range(first, first + 2)
+    group = [ranks[rank][name] for rank in sharing]
     for values, _ in group:
         for value, true_value in zip(values, truth, strict=True):
             torch.testing.assert_close(value, true_value, rtol=slack, atol=slack)

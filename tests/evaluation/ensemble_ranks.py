@@ -16,7 +16,6 @@ from tests.evaluation.tiny_language_model import PAIRS, PROMPTS
 
 GREEDY = GenerationOptions(max_new_tokens=2)
 DRAWN = replace(GREEDY, temperature=0.8, top_p=0.9, seed=3)
-SHORT = ["the", ""]
 EXACT = {"prune": 0.0, "beam": 1 << 20}
 WEIGHTS = (0.3, 0.7)
 
@@ -47,16 +46,22 @@ def ask_common(rank, models, parallel, means):
     return found
 
 
-def ask_bytes(rank, models, parallel, context, continuations):
-    """Of the first model alone without pruning, and of all together."""
+def ask_first(rank, models, parallel, context, continuations):
+    """Of the first model alone without pruning."""
     alone = load(models[:1], parallel, mode="byte", **EXACT)
     requests = [continuation_request(context, text, alone) for text in continuations]
-    scores = {"alone": alone.log_likelihoods(requests), "lost": alone.lost}
+    return {"scores": alone.log_likelihoods(requests), "lost": alone.lost}
+
+
+def ask_bytes(rank, models, parallel, context, continuations):
+    """Of all together."""
     together = load(models, parallel, mode="byte", weight=WEIGHTS, beam=2)
-    return scores | {
-        "together": together.log_likelihoods(requests),
-        "greedy": together.generate(SHORT, GREEDY),
-        "drawn": together.generate(SHORT, DRAWN),
+    requests = [continuation_request(context, text, together) for text in continuations]
+    return {
+        "scores": together.log_likelihoods(requests),
+        # A dozen bytes before the number of tokens is first looked at, each a forward step or two.
+        "greedy": together.generate(["the"], GREEDY),
+        "drawn": together.generate([""], DRAWN),
     }
 
 

@@ -12,7 +12,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.evaluation.language_model import EnsembleOptions
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.tokenizers.token_bytes import TokenBytes
-from tests.evaluation.ensemble_ranks import WEIGHTS, ask_bytes, ask_common
+from tests.evaluation.ensemble_ranks import WEIGHTS, ask_bytes, ask_common, ask_first
 from tests.evaluation.evaluation_ranks import evaluate
 from tests.evaluation.tiny_language_model import save_tiny_model
 from tests.process_group import run_ranks
@@ -96,14 +96,14 @@ def by_bytes(folders):
     }
 
 
-def test_bytes_of_one_model_are_its_own_over_all_tokens(by_bytes, folders, models):
-    (found,) = by_bytes["alone"]
+def test_bytes_of_one_model_are_its_own_over_all_tokens(folders, models):
+    (found,) = run_ranks(1, ask_first, folders, ALONE, CONTEXT, CONTINUATIONS)
     tokenizer = build_tokenizer(TokenizerConfig(model=str(folders[0])))
     tokens = TokenBytes.of(tokenizer).tokens()
     # The context is shorter than what is read byte by byte, but its first token is kept.
     first = tokenizer.text_to_ids(CONTEXT.rstrip())[:1]
     opened = CONTEXT.rstrip().encode().removeprefix(tokens[first[0]])
-    for text, score in zip(CONTINUATIONS, found["alone"], strict=True):
+    for text, score in zip(CONTINUATIONS, found["scores"], strict=True):
         read, nats = opened, 0.0
         for byte in b" " + text.encode():
             longer = read + bytes([byte])
@@ -142,9 +142,8 @@ def test_ranks_read_bytes_as_one_does(by_bytes, layout):
     for rank in by_bytes[layout]:
         assert rank["greedy"] == alone["greedy"]
         assert rank["drawn"] == alone["drawn"]
-        for kind in ("alone", "together"):
-            nats = [score.nats for score in rank[kind]]
-            assert nats == pytest.approx([score.nats for score in alone[kind]], rel=1e-4)
+        nats = [score.nats for score in rank["scores"]]
+        assert nats == pytest.approx([score.nats for score in alone["scores"]], rel=1e-4)
 
 
 def test_the_verb_writes_what_models_generate_together(folders, tmp_path):

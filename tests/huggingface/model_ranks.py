@@ -34,14 +34,18 @@ class RankLogits:
 
 
 def logits_of(rank, folders, layouts):
-    """Logits of each checkpoint under each layout, and how much was read for them."""
+    """Logits of checkpoints under each layout, and how much was read for them.
+
+    Args:
+        layouts: Sizes of each, and the names of its checkpoints.
+    """
     found = {}
-    for layout, sizes in layouts.items():
+    for layout, (sizes, names) in layouts.items():
         parallel = ParallelConfig(**sizes)
         groups = _groups(parallel)
-        for name, folder in folders.items():
+        for name in names:
             with _counted_reads() as counts:
-                logits = _logits(folder, parallel, groups)
+                logits = _logits(folders[name], parallel, groups)
             found[name, layout] = RankLogits(logits, sum(counts))
     return found
 

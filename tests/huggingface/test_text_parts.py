@@ -86,7 +86,8 @@ def expected(root):
 def found(root, expected):
     folders = {name: root / name for name in expected}
     run_ranks(1, round_trips, folders, root)
-    return run_ranks(2, logits_of, folders, {"tp2": {"tensor_model_parallel_size": 2}})
+    layouts = {"tp2": ({"tensor_model_parallel_size": 2}, [*folders])}
+    return run_ranks(2, logits_of, folders, layouts)
 
 
 @pytest.mark.parametrize("name", MODELS)

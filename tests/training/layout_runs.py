@@ -30,7 +30,7 @@ LAYOUTS = {
     "cp2-tp2": CP2 | TP2,
     "cp2-pp2": CP2 | PP2,
 }
-"""Of four processes; ``pp2-vp2`` has two replicas there."""
+"""Of four processes, where ``pp2-vp2`` has two replicas."""
 
 EXPERTS = {
     "num_experts": 4,

@@ -86,17 +86,16 @@ SAVED = ("next_token", "dskd", "gold")
 """Objectives whose runs are read again; only ``dskd`` saves more than the student."""
 
 
-def train_objectives(rank, folder, objectives, layouts):
-    """Two steps by each objective under each layout, from the same first weights and teacher."""
+def train_objectives(rank, folder, runs):
+    """Two steps by an objective under a layout each, from the same first weights and teacher."""
     register()
     if not (folder / "teacher").exists():
         _train_teacher(folder)
-    for layout, parallel in layouts:
-        for name, (objective, options) in objectives.items():
-            loss = LossConfig(objective=objective, options=options, ce_weight=0.5)
-            config = objective_run(folder, f"{name}-{layout}", loss, **parallel)
-            with nullcontext() if objective in SAVED else patch.object(SavedRun, "save"):
-                _trainer(config).train()
+    for name, (objective, options), parallel in runs:
+        loss = LossConfig(objective=objective, options=options, ce_weight=0.5)
+        config = objective_run(folder, name, loss, **parallel)
+        with nullcontext() if objective in SAVED else patch.object(SavedRun, "save"):
+            _trainer(config).train()
 
 
 def train_with_broken_teacher(rank, folder, parallel):

@@ -38,30 +38,22 @@ OBJECTIVES = {
 }
 """Folder -> objective and options; ``vocab_kl`` learns from the first; the last is a user's."""
 
-LAYOUTS = [("tp2", TP2), ("pp2", PP2), ("dp2", {})]
-SHARDED = ("partition_kl", "byte_prefix", "hybrid_kl", "dskd-heads")
-CONTEXT = ("cp2", CP2)
-OVER_CONTEXT = ("dskd", "hidden_mse")
-"""With parameters of their own; rows of 41 and 53 positions, which are filled up to divide. Other
-sums over chunks, and those over labels, with MEGATRON_EXT_ALL_TEXT."""
-OF_LAYOUT = {"tp2": ("byte_prefix", "dskd-heads"), "pp2": ("hybrid_kl",)}
-"""What each layout runs; all that is sharded with MEGATRON_EXT_ALL_TEXT."""
+LAYOUTS = {"tp2": TP2, "pp2": PP2, "dp2": {}, "cp2": CP2}
+OF_LAYOUT = {"tp2": ("byte_prefix", "dskd-heads"), "pp2": ("hybrid_kl",), "cp2": ("dskd",)}
+"""What each layout runs. Rows of 41 and 53 positions are filled up to divide over two ranks."""
 if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
-    OF_LAYOUT = {name: SHARDED for name, _ in LAYOUTS}
-    OVER_CONTEXT = ("next_token", "byte_prefix", "hybrid_kl", *OVER_CONTEXT)
-CASES = [
-    *((name, layout) for layout, names in OF_LAYOUT.items() for name in names),
-    *((name, CONTEXT[0]) for name in OVER_CONTEXT),
-]
+    SHARDED = ("partition_kl", "byte_prefix", "hybrid_kl", "dskd-heads")
+    OF_LAYOUT = dict.fromkeys(("tp2", "pp2", "dp2"), SHARDED)
+    OF_LAYOUT["cp2"] = ("next_token", "byte_prefix", "hybrid_kl", "dskd", "hidden_mse")
+CASES = [(name, layout) for layout, names in OF_LAYOUT.items() for name in names]
 
 
 @pytest.fixture(scope="module")
 def runs(folder):
-    run_ranks(1, train_objectives, folder, OBJECTIVES, [("alone", {})], timeout_s=240)
-    for layout in [*LAYOUTS, CONTEXT]:
-        sharded = {name: OBJECTIVES[name] for name, its in CASES if its == layout[0]}
-        if sharded:
-            run_ranks(2, train_objectives, folder, sharded, [layout], timeout_s=240)
+    alone = [(f"{name}-alone", objective, {}) for name, objective in OBJECTIVES.items()]
+    run_ranks(1, train_objectives, folder, alone, timeout_s=240)
+    sharded = [(f"{name}-{its}", OBJECTIVES[name], LAYOUTS[its]) for name, its in CASES]
+    run_ranks(2, train_objectives, folder, sharded, timeout_s=480)
     return folder
 
 

@@ -1,4 +1,4 @@
-"""Four processes in any layout train the model that one process trains.
+"""Two or four processes in any layout train the model that one process trains.
 
 Each run has another layout and other options that may not change a result. A run goes from TP2 PP2
 to one process, and from there to a pipeline with two chunks a rank. With MEGATRON_EXT_ALL_TEXT
@@ -31,8 +31,10 @@ FULL = {
     "recompute_method": "uniform",
     "recompute_num_layers": 1,
 }
-RUNS = [
+TWO_RANKS = [
     AxisRun("pp2-vp2-from-alone", PROJECTED, LAYOUTS["pp2-vp2"], FULL | ONE_ROW, FROM_ALONE),
+]
+FOUR_RANKS = [
     AxisRun(
         "cp2-tp2-sequence-parallel-variable-lengths",
         PARTITION,
@@ -42,7 +44,9 @@ RUNS = [
 ]
 if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
     VARIANTS.append(ALM)
-    RUNS += [
+    # Of four, it has two replicas.
+    FOUR_RANKS += [TWO_RANKS.pop()]
+    FOUR_RANKS += [
         AxisRun("tp2-pp2-from-alone", PROJECTED, LAYOUTS["tp2-pp2"], {}, FROM_ALONE),
         AxisRun(
             "pp4-full-recompute-variable-lengths",
@@ -59,6 +63,7 @@ if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
             {"recompute_granularity": "selective"} | ONE_ROW,
         ),
     ]
+RUNS = TWO_RANKS + FOUR_RANKS
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +72,9 @@ def runs(folder):
     run_ranks(1, start_and_train, folder, alone, timeout_s=240)
     run_ranks(4, train_runs, folder, [THERE], timeout_s=480)
     run_ranks(1, train_runs, folder, [ALONE_FROM_THERE], timeout_s=240)
-    run_ranks(4, train_runs, folder, RUNS, timeout_s=480)
+    if TWO_RANKS:
+        run_ranks(2, train_runs, folder, TWO_RANKS, timeout_s=240)
+    run_ranks(4, train_runs, folder, FOUR_RANKS, timeout_s=480)
     return folder
 
 

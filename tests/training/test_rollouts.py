@@ -28,12 +28,12 @@ from tests.training.rollout_runs import (
 from tests.training.run_results import assert_same_numbers, assert_same_weights, tensors_of
 from tests.training.tiny_run import CP2, PP2, TP2, changed
 
-LAYOUTS = {"tp2": TP2, "pp2": PP2}
+LAYOUTS = {"pp2": PP2}
 AHEAD = {"ahead-dp2": {}}
 SERVED = {"served-cp2": CP2}
 """Those that the student samples in, too, with MEGATRON_EXT_ALL_TEXT."""
 if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
-    LAYOUTS["dp2"] = {}
+    LAYOUTS |= {"tp2": TP2, "dp2": {}}
     SERVED |= {f"served-{name}": parallel for name, parallel in LAYOUTS.items()}
     AHEAD |= {f"ahead-{name}": parallel for name, parallel in LAYOUTS.items()}
 

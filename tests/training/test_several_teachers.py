@@ -56,9 +56,9 @@ ALONE = [
 LAYOUTS = {"tp2": TP2, "pp2": PP2, "dp2": {}, "cp2": CP2}
 SHARDED = ["dynamic", "three", "three-linear", "selected", "pulled", "latents"]
 OF_LAYOUT = {
-    "tp2": ["three-linear", "latents"],
+    "tp2": ["three-linear"],
     "pp2": ["dynamic"],
-    "cp2": ["averaged"],
+    "cp2": ["latents"],
 }
 """What each layout runs; all that is sharded with MEGATRON_EXT_ALL_TEXT."""
 if os.environ.get("MEGATRON_EXT_ALL_TEXT"):

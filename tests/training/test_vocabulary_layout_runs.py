@@ -24,10 +24,7 @@ ALONE_PERMUTED = [
     Run("untied-permuted", **UNTIED),
     Run("tied-turned-on", goes_on_from="tied"),
 ]
-TWO_RANKS = [
-    Run("tied-tp2", parallel=TP2),
-    Run("untied-tp2", parallel=TP2, **UNTIED),
-]
+TWO_RANKS = [Run("tied-tp2", parallel=TP2)]
 COPY_ALONE = [Run("copy-tied", goes_on_from="tied", only_saves=True)]
 COPY_ON_TWO_RANKS = [
     Run("copy-untied-tp2", parallel=TP2, goes_on_from="untied", only_saves=True, **UNTIED),
@@ -36,6 +33,7 @@ if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
     ALONE.append(Run("bf16", "original", **BF16))
     ALONE_PERMUTED.append(Run("tied-turned-off", "original", goes_on_from="tied-permuted"))
     TWO_RANKS += [
+        Run("untied-tp2", parallel=TP2, **UNTIED),
         Run("tied-pp2", parallel=PP2),
         Run("untied-cp2", parallel=CP2, **UNTIED),
         Run("tied-dp2", parallel=SHARDED_OPTIMIZER),
