@@ -42,6 +42,7 @@ OF_OWN_LAYERS = (
     "granite",
     "gpt-neox",
     "gpt-oss",
+    "qwen3-yarn",
 )
 """Models that megatron-core builds with layers, norms or hooks of ours."""
 
