@@ -22,12 +22,13 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.alignment import machine
 from megatron_ext.ops.vocab_kl import vocab_kl_reference
-from megatron_ext.teachers.causal_lm import WeightPrecision, load_causal_lm
+from megatron_ext.teachers.causal_lm import load_causal_lm
+from megatron_ext.teachers.weight_precision import WeightPrecision
 
 ROWS, LENGTH, HELD_OUT_ROWS = 8, 128, 32
 SIZES: Final = {"teacher": (192, 4), "student": (64, 2)}
 """Width and layers."""
-PRECISIONS: Final[tuple[WeightPrecision | None, ...]] = (None, "int8", "fp8")
+PRECISIONS: Final[tuple[WeightPrecision | None, ...]] = (None, "int8", "fp8", "int4")
 
 
 def _texts() -> torch.Tensor:

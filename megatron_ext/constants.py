@@ -7,6 +7,9 @@ __version__ = "0.1.0"
 IGNORE_INDEX: Final = -100
 """Label of a position that is not trained."""
 
+INT4_GROUP: Final = 32
+"""Most columns of a weight that have a scale and a zero of their own, in int4."""
+
 MAX_RECORD_MIB: Final = 256
 """MiB of a record of data, unless another limit is given."""
 

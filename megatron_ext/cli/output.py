@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
@@ -18,10 +19,18 @@ MOST_NAMED: Final = 5
 """Most records and files that are named; the others are counted."""
 
 
+_QUIET_LOGGERS: Final = ("megatron.core", "torch.utils.cpp_extension")
+"""Loggers of libraries that warn about deprecated classes which runs need, and about a machine
+without a GPU."""
+
+
 def quiet_libraries() -> None:
     """Ignore warnings of torch and megatron-core about their own internals; ``-W`` shows them."""
-    if not sys.warnoptions:
-        warnings.simplefilter("ignore")
+    if sys.warnoptions:
+        return
+    warnings.simplefilter("ignore")
+    for name in _QUIET_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def write_output(path: Path, text: str, flag: str) -> None:

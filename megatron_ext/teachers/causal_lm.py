@@ -16,21 +16,13 @@ from torch.nn import functional
 
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.huggingface.checkpoint_files import CheckpointFiles
-from megatron_ext.imports import needed_packages
+from megatron_ext.teachers.weight_precision import WeightPrecision, round_weights
 
 _PROBED_LOGIT: Final = 1000.0
 """Magnitude of the probe's logits, large enough to show any cap on logits."""
 
 _OLDEST: Final = (4, 56)
 """Oldest supported version of transformers."""
-
-WeightPrecision = Literal["int8", "fp8"]
-
-_ROUNDING: Final[dict[WeightPrecision, str]] = {
-    "int8": "Int8WeightOnlyConfig",
-    "fp8": "Float8WeightOnlyConfig",
-}
-"""Classes of ``torchao.quantization`` by weight precision."""
 
 _LOADING_ERRORS: Final = (
     OSError,
@@ -113,7 +105,7 @@ def load_causal_lm(
     Raises:
         ConfigError: transformers is not installed.
         MissingDependencyError: torchao is not installed, and there is a weight precision.
-        CheckpointError: The model cannot be loaded, or weights are missing.
+        CheckpointError: The model cannot be loaded, weights are missing, or they cannot be packed.
     """
     _ = CheckpointFiles(folder).tensors
     transformers = import_transformers()
@@ -149,7 +141,7 @@ def load_causal_lm(
             )
     _add_rows(model, vocab_size)
     if weight_precision is not None:
-        _round_weights(model, weight_precision)
+        round_weights(model, weight_precision)
     return frozen_causal_lm(model.to(device), dtype=dtype)
 
 
@@ -161,21 +153,6 @@ def _auto_class(transformers: Any, config: Any) -> Any:
     causal, of_images = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
     is_of_images = type(config) in of_images._model_mapping
     return of_images if is_of_images and type(config) not in causal._model_mapping else causal
-
-
-def _round_weights(model: Any, precision: WeightPrecision) -> None:
-    """Round the weights of linear layers in place, but those of the head, each row by its scale.
-
-    A layer multiplies by the weights as they are after rounding, in the dtype of its input.
-    """
-    with needed_packages(f"weight_precision {precision}"):
-        quantization: Any = importlib.import_module("torchao.quantization")
-    head = model.get_output_embeddings()
-    quantization.quantize_(
-        model,
-        getattr(quantization, _ROUNDING[precision])(),
-        filter_fn=lambda module, _: isinstance(module, nn.Linear) and module is not head,
-    )
 
 
 def import_transformers() -> Any:

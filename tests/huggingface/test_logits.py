@@ -48,6 +48,7 @@ OF_OWN_LAYERS = (
     "granite",
     "gpt-neox",
     "gpt-oss",
+    "qwen3-yarn",
 )
 """Models that megatron-core builds with layers, norms or hooks of ours."""
 

@@ -162,6 +162,19 @@ MORE_MODELS = {
             "num_mtp_layers": 0,
         },
     ),
+    "qwen3-yarn": (
+        "Qwen3",
+        {
+            "tie_word_embeddings": False,
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1000000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 8,
+            },
+        },
+    ),
     "phi4-mini": (
         "Phi3",
         {
@@ -210,7 +223,7 @@ _BY_SEED = (
     *("qwen2", "qwen2-moe", "qwen3", "qwen3-moe"),
     *("phi3", "olmo2", "smollm3", "granite", "gpt-neox", "phi4-mini"),
     *("gpt-oss", "deepseek-v3", "deepseek-v2", "gemma2"),
-    "glm4-moe",
+    *("glm4-moe", "qwen3-yarn"),
 )
 """Models by the seed of their weights; one that is added at the end changes no other."""
 

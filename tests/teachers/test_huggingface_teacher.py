@@ -3,6 +3,7 @@
 import importlib
 from dataclasses import replace
 from importlib.util import find_spec
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from megatron_ext.teachers.base import text_batches
 from megatron_ext.teachers.causal_lm import load_causal_lm
 from megatron_ext.teachers.huggingface_teacher import HuggingFaceTeacher
 from megatron_ext.teachers.megatron_teacher import HostWeights, OffloadedTeacher
+from megatron_ext.teachers.weight_precision import WeightPrecision, round_weights
+from megatron_ext.training.configuration.config import TeacherConfig
 from tests.process_group import run_ranks
 from tests.teachers.tiny_causal_lms import (
     LOGITS,
@@ -79,8 +82,9 @@ def folders(tmp_path_factory):
     return {name: save_causal_lm(name, root / name) for name in MODELS}
 
 
-def _load(folder, dtype=torch.float32):
-    return load_causal_lm(folder, dtype=dtype, device=torch.device("cpu"))
+def _load(folder, dtype=torch.float32, precision=None):
+    cpu = torch.device("cpu")
+    return load_causal_lm(folder, dtype=dtype, device=cpu, weight_precision=precision)
 
 
 def _assert_close(found, expected):
@@ -128,24 +132,17 @@ def test_short_floats_keep_what_kind_of_head_it_is(folders):
         assert targets.to_logits().dtype == torch.bfloat16
 
 
-ROUNDING = {"int8": (1 / 250, 0.0), "fp8": (0.0, 2**-4)}
+ROUNDING = {"int8": (1 / 250, 0.0), "fp8": (0.0, 2**-4), "int4": (1 / 15, 0.0)}
 """Largest error of a weight, as a share of the row's largest weight and as one of its own: half a
-step of 1/127, and half a step of three bits of mantissa."""
+step of 1/127, and half a step of three bits of mantissa; of int4 half a step of 2/15, the most that
+a group's weights are apart."""
 
 
 @pytest.mark.parametrize("precision", ROUNDING)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma 2", "phi"])
 def test_rounded_weights_are_those_of_linear_layers_and_close(folders, name, precision):
     pytest.importorskip("torchao")
-    model, exact = (
-        load_causal_lm(
-            folders[name],
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            weight_precision=precision_or_none,
-        )
-        for precision_or_none in (precision, None)
-    )
+    model, exact = _load(folders[name], precision=precision), _load(folders[name])
     assert model.kind == exact.kind
     layers = {n: m for n, m in exact.module.named_modules() if isinstance(m, torch.nn.Linear)}
     head = {"lm_head"} & layers.keys()
@@ -169,15 +166,60 @@ def test_rounded_weights_are_those_of_linear_layers_and_close(folders, name, pre
         _assert_close(one.to_logits(), other.to_logits())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_int4_keeps_half_a_byte_of_a_weight_and_rounds_each_group_of_columns(dtype):
+    """Against the definition, in fp64: 16 levels from the least to the largest of 32 columns, or
+    from 0 where that is beyond them."""
+    pytest.importorskip("torchao")
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(96, 5).to(dtype)
+    with torch.no_grad():
+        layer.weight[1, :32] = 0
+        layer.weight[2, 32:64].abs_()
+    exact, model = layer.weight.detach().double(), torch.nn.Sequential(layer)
+    model.get_output_embeddings = lambda: None
+    round_weights(model, "int4")
+    stored = {name: tensor for name, tensor in layer.state_dict().items() if "weight" in name}
+    kept = sum(tensor.numel() * tensor.element_size() for tensor in stored.values())
+    assert kept == 5 * (96 // 2 + 3 * (dtype.itemsize + 1))
+    groups = exact.view(5, 3, 32)
+    low, high = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True)
+    step = (high.clamp(min=0) - low) / 15
+    zero = (-low / step).round()
+    expected = ((groups / step).round() + zero).clamp(0, 15).sub(zero) * step
+    expected = expected.nan_to_num().flatten(1)
+    assert layer.weight.dtype == dtype
+    difference = (layer.weight.double() - expected).abs().view(5, 3, 32)
+    if dtype == torch.float32:
+        assert (difference <= 1e-5 * step).all()
+    else:
+        # A step of bf16 has eight bits, so that what is between two levels may go to either.
+        assert (difference <= 1.1 * step).all()
+        assert (difference > 0.2 * step).float().mean() < 0.1
+    assert not layer.weight[1, :32].any()
+
+
+def test_int4_refuses_rows_that_have_no_whole_bytes():
+    pytest.importorskip("torchao")
+    model = torch.nn.Sequential(torch.nn.Linear(7, 2))
+    model.get_output_embeddings = lambda: None
+    with pytest.raises(CheckpointError, match=r"0\.weight.*7 columns.*int8 or fp8"):
+        round_weights(model, "int4")
+
+
+def test_a_configuration_has_the_precisions_that_there_are():
+    (accepted,) = (
+        get_args(each)
+        for each in get_args(get_type_hints(TeacherConfig)["weight_precision"])
+        if each is not type(None)
+    )
+    assert accepted == get_args(WeightPrecision)
+
+
 @pytest.mark.skipif(find_spec("torchao") is not None, reason="torchao is installed")
 def test_rounding_without_torchao_names_what_to_install(folders):
     with pytest.raises(MissingDependencyError, match=r"torchao.*megatron-ext\[torchao\]"):
-        load_causal_lm(
-            folders["llama"],
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            weight_precision="int8",
-        )
+        _load(folders["llama"], precision="int8")
 
 
 def test_a_head_that_is_scaled_stays_a_product(folders):

@@ -136,9 +136,14 @@ def test_a_student_that_reads_nothing_is_given_up():
             os.kill(student.pid, signal.SIGSTOP)
             return super().targets(microbatches)
 
-    with serving(server_of(Stopping(), timeout_s=1), until_client_leaves=True) as address:
-        student = fork_server().Process(target=_ask, args=(address,), daemon=True)
-        student.start()
+    context = fork_server()
+    here, there = context.Pipe()
+    student = context.Process(target=_ask, args=(there,), daemon=True)
+    student.start()
+    here.recv()
+    # Seconds of a busy machine go by until a process that has started is connected.
+    with serving(server_of(Stopping(), timeout_s=4), until_client_leaves=True) as address:
+        here.send(address)
         deadline = time.monotonic() + 30
         while not threads_of_students() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -179,7 +184,9 @@ def threads_of_students():
     return sum(thread.name == "student" for thread in threading.enumerate())
 
 
-def _ask(address):
+def _ask(there):
+    there.send("ready")
+    address = there.recv()
     with patch.dict(offers.CHANNELS, clear=True):
         client = connected(address)
     client.answer(client.ask([rows_of(1, (8, 1 << 18))]))

@@ -101,6 +101,15 @@ class NotedErrors:
             self._errors.append(error)
 
 
+class _WithoutCommonState(dict[str, Any]):
+    """A sharded state to which the common state is not added, as 0.19 does: an object that nobody
+    reads would be one more place for a stranger's pickle."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key != "common_state":
+            super().__setitem__(key, value)
+
+
 @contextmanager
 def common_state_in(folder: Path, noted: NotedErrors) -> Iterator[None]:
     """Let a save write its common state into ``COMMON_FILE``, under every megatron-core.
@@ -116,7 +125,7 @@ def common_state_in(folder: Path, noted: NotedErrors) -> Iterator[None]:
                 # Opened here, a full disk is named as such.
                 with noted.catch(), (folder / COMMON_FILE).open("wb", buffering=0) as file:
                     torch.save(common, file)
-            return sharded, {}
+            return _WithoutCommonState(sharded), {}
 
         return split_and_write
 

@@ -85,9 +85,10 @@ class TeacherConfig:
     """Library that runs the model: megatron-core, in the layout of its ranks, or transformers,
     whole on each device, for any causal language model of a HuggingFace folder."""
 
-    weight_precision: Literal["int8", "fp8"] | None = None
+    weight_precision: Literal["int8", "fp8", "int4"] | None = None
     """Precision to which torchao rounds the weights of linear layers, each row by a scale of its
-    own, where library is huggingface. Activations, embeddings and head keep the run's."""
+    own, in int4 each 32 columns of it, where library is huggingface. Activations, embeddings and
+    head keep the run's."""
 
     offload: bool = False
     """Keep the weights in the host's memory between one global batch and the next."""

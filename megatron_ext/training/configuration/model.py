@@ -84,7 +84,7 @@ class ModelConfig:
 
     rotary_divisors: tuple[float, ...] | None = None
     """Divisor of the frequency of each pair of numbers that rotary embeddings turn: the short
-    factors of LongRoPE (Phi-3.5, Phi-4-mini), or those of YaRN (gpt-oss)."""
+    factors of LongRoPE (Phi-3.5, Phi-4-mini), or those of YaRN (gpt-oss, Qwen3)."""
 
     rotary_magnitude: float = 1.0
     """Factor of the numbers of queries and keys that rotary embeddings turn (LongRoPE, YaRN)."""
@@ -403,8 +403,6 @@ def _check_rotation(model: ModelConfig) -> None:
         )
     if divisors is not None and model.local_rotary_base is not None:
         raise ConfigError("rotary_divisors does not go with local_rotary_base", got="both")
-    if model.rotary_magnitude != 1 and model.qk_layernorm:
-        raise ConfigError("rotary_magnitude does not go with qk_layernorm", got="both")
 
 
 def _check_layer(model: ModelConfig) -> None:

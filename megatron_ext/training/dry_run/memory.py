@@ -44,6 +44,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Final
 
+from megatron_ext.constants import INT4_GROUP
 from megatron_ext.training.dry_run.plan import FP32, ModelShape, Plan
 
 
@@ -293,8 +294,12 @@ def _weights(plan: Plan, name: str, stage: int) -> int:
     weights = teacher.parameters(stage) * plan.element
     if config.weight_precision is None:
         return weights
+    products = teacher.layers * teacher.layer_products
     # A byte of each; the scale of a row is left out.
-    return weights - teacher.layers * teacher.layer_products * (plan.element - 1)
+    rounded = products
+    if config.weight_precision == "int4":
+        rounded = products // 2 + products // INT4_GROUP * (plan.element + 1)
+    return weights - products * plan.element + rounded
 
 
 def _optimizer_state(plan: Plan, stage: int) -> int:

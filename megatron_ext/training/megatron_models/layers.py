@@ -160,19 +160,23 @@ def quick_gelu(x: torch.Tensor) -> torch.Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
-def magnified(width: int, factor: float) -> type[torch.nn.Module]:
-    """A layer that multiplies the first ``width`` numbers of each head, in a layer spec's place for
-    norms of queries and keys.
+def magnified(
+    width: int, factor: float, norm: Callable[..., torch.nn.Module] | None
+) -> type[torch.nn.Module]:
+    """A norm of queries or keys, or None, in a layer spec, that multiplies the first ``width``
+    numbers of each head by ``factor`` at last.
 
-    LongRoPE multiplies sines and cosines instead, in which the rotation is linear.
+    LongRoPE and YaRN multiply sines and cosines instead, in which the rotation is linear.
     """
 
-    class Magnified(torch.nn.Module):
-        def __init__(self, **_: Any) -> None:
-            super().__init__()
+    def magnify(module: torch.nn.Module, arguments: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat((x[..., :width] * factor, x[..., width:]), dim=-1)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.cat((x[..., :width] * factor, x[..., width:]), dim=-1)
+    class Magnified(torch.nn.Module):
+        def __new__(cls, **options: Any) -> torch.nn.Module:  # type: ignore[misc]
+            module = torch.nn.Identity() if norm is None else norm(**options)
+            module.register_forward_hook(magnify)
+            return module
 
     return Magnified
 

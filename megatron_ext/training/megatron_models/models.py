@@ -223,7 +223,7 @@ def transformer_config(
         normalization=model.normalization,
         layernorm_epsilon=model.layernorm_epsilon,
         layernorm_zero_centered_gamma=model.layernorm_zero_centered_gamma,
-        # LongRoPE's magnitude is in the place of these norms, which 0.19 has no others in.
+        # Rotary embeddings' magnitude is in the place of these norms, which 0.19 has no others in.
         qk_layernorm=model.qk_layernorm or model.rotary_magnitude != 1,
         # Tokens before a position, and after it.
         window_size=((model.window_size or 1) - 1, 0) if model.has_window else None,
@@ -495,11 +495,14 @@ def _has_own_layers(model: ModelConfig) -> bool:
 
 
 def _magnify(layer: ModuleSpec, model: ModelConfig) -> None:
-    """Give queries and keys of a layer the magnitude of LongRoPE."""
-    if model.rotary_magnitude != 1:
-        scale = magnified(model.rotary_width, model.rotary_magnitude)
-        attention = layer.submodules.self_attention.submodules
-        attention.q_layernorm = attention.k_layernorm = scale
+    """Give queries and keys of a layer the magnitude of LongRoPE or YaRN, behind their norms."""
+    if model.rotary_magnitude == 1:
+        return
+    attention = layer.submodules.self_attention.submodules
+    for name in ("q_layernorm", "k_layernorm"):
+        norm = getattr(attention, name) if model.qk_layernorm else None
+        scaled = magnified(model.rotary_width, model.rotary_magnitude, norm)
+        setattr(attention, name, scaled)
 
 
 def _add_residuals(layer: ModuleSpec, model: ModelConfig) -> None:

@@ -57,6 +57,18 @@ def test_a_teacher_elsewhere_takes_its_targets_and_head_and_nothing_of_its_layer
     assert "in a process" not in report(here, {}, {}, {})
 
 
+def test_rounded_weights_of_a_teacher_take_a_byte_each_and_in_int4_half_of_one():
+    def weights(precision):
+        teacher = {"library": "huggingface", "weight_precision": precision}
+        return last_stage(plan_of(changed(planned_run(), teacher=teacher))).teacher_weights
+
+    exact = weights(None)
+    products, rest = divmod(exact - weights("int8"), 3)
+    assert rest == 0 < products
+    # Each 32 columns have a scale of four bytes, as weights in fp32, and a zero of one.
+    assert exact - weights("int4") == 4 * products - products // 2 - products // 32 * 5
+
+
 def test_logits_and_gradients_of_both_terms_are_on_the_last_stage_alone():
     slices = 4 * (4 << 20)
     plan = plan_of(planned_run(**PP2), world_size=2)
