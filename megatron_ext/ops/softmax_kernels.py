@@ -39,25 +39,23 @@ def members_alone(
 
 
 @triton.jit
-def part_statistics(
+def statistics_of_row(
     start_of_row,
     members_ptr,
-    part,
     end,
     held_width,
     temperature,
     HAS_MEMBERS: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
-    PARTS: tl.constexpr,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Peak, sum, the members' sum over the same peak, and first column of the peak.
 
-    Of every ``PARTS``-th block of a row's columns before ``end``, from number ``part`` on. The peak
-    is ``LOWEST`` where no column is above it. Columns from ``end`` to ``held_width`` are padding in
-    memory and are ignored (``row_values``). Each lane of ``K`` columns, which a thread loads at
-    once, has a peak and sums of its own until the row has ended: no thread waits for another.
+    Of a row's columns before ``end``. The peak is ``LOWEST`` where no column is above it. Columns
+    from ``end`` to ``held_width`` are padding in memory and are ignored (``row_values``). Each lane
+    of ``K`` columns, which a thread loads at once, has a peak and sums of its own until the row has
+    ended: no thread waits for another.
     """
     LANES: tl.constexpr = BLOCK // K
     places = tl.arange(0, LANES)[:, None] * K + tl.arange(0, K)[None, :]
@@ -66,7 +64,7 @@ def part_statistics(
     member_total = tl.zeros((LANES,), tl.float32)
     first = tl.zeros((LANES,), tl.int32)
     whole = end // BLOCK * BLOCK
-    for start in tl.range(part * BLOCK, whole, PARTS * BLOCK, num_stages=3):
+    for start in tl.range(0, whole, BLOCK, num_stages=3):
         values = scaled(tl.load(start_of_row + start + places), temperature, HAS_TEMPERATURE)
         is_member = True
         if HAS_MEMBERS:
@@ -76,7 +74,7 @@ def part_statistics(
             peak, total, member_total, values, is_member, HAS_MEMBERS
         )
         first = tl.where(peak > before, start, first)
-    if (whole < end) & (whole // BLOCK % PARTS == part):
+    if whole < end:
         columns = whole + places
         held = columns < held_width
         loaded = tl.load(start_of_row + columns, mask=held, other=-float("inf"))
@@ -124,9 +122,9 @@ def row_statistics_kernel(
     end = width
     if HAS_READ:
         end = tl.where(tl.load(read_ptr + row) != 0, width, 0)
-    best, row_total, members, column = part_statistics(
-        start_of_row, members_ptr, 0, end, held_width, temperature, HAS_MEMBERS, HAS_TEMPERATURE,
-        1, 16 if HAS_MEMBERS else 8, BLOCK,
+    best, row_total, members, column = statistics_of_row(
+        start_of_row, members_ptr, end, held_width, temperature, HAS_MEMBERS, HAS_TEMPERATURE,
+        16 if HAS_MEMBERS else 8, BLOCK,
     )  # fmt: skip
     is_empty = row_total == 0.0
     tl.store(peak_ptr + row, tl.where(is_empty, 0.0, best))

@@ -115,7 +115,7 @@ def evaluate_projected_kl(
     compared &= ~statistics.carried.is_empty
     requested = requested._replace(grad_scale=torch.where(compared, weights, 0.0))
     if by_kernels:
-        numbers = KernelNumbers.of(statistics, student, teacher, requested, compared)
+        numbers = KernelNumbers.of(statistics, student, teacher, requested)
         kernels = KernelEvaluation(student, teacher, projection, numbers, options, requested)
         values, left_out = kernels.run(), numbers.left_out
     else:

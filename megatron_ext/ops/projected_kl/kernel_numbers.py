@@ -39,9 +39,6 @@ class KernelNumbers(NamedTuple):
     grad_scale: torch.Tensor
     """fp32 [C], 0 of chunks that are not compared."""
 
-    is_compared: torch.Tensor
-    """bool [C]"""
-
     left_out: torch.Tensor
     """fp32 [C] teacher's mass on columns that are not reachable, summed over the chunk's rows."""
 
@@ -61,7 +58,6 @@ class KernelNumbers(NamedTuple):
         student: ChunkedLogits,
         teacher: ChunkedLogits,
         requested: RequestedOutputs,
-        is_compared: torch.Tensor,
     ) -> KernelNumbers:
         """Collect what was exchanged; ``requested`` has the scale of what is compared."""
         mass = mean_over_rows(statistics.mapped, student.rows)
@@ -74,7 +70,6 @@ class KernelNumbers(NamedTuple):
             statistics.carried.is_scaled,
             mass.clamp_(min=probability_floor(mass)),
             requested.grad_scale.float().contiguous(),
-            is_compared,
             sum_over_rows(statistics.left_out, teacher.rows),
             statistics.local_columns,
             *_labels(student, requested),
