@@ -21,6 +21,11 @@ if not torch.cuda.is_available():
     # megatron-core decorates with torch.compile, which imports its compiler in every process.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.triton_interpreter import interpret_quickly
+
+    interpret_quickly()
+
 # A name on the hub that is not in a cache of the test's own is out of reach.
 os.environ["HF_HUB_OFFLINE"] = "1"
 

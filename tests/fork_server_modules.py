@@ -5,6 +5,7 @@ would copy the pages of all objects.
 """
 
 import gc
+import os
 from importlib import import_module
 
 _MODULES = (
@@ -25,6 +26,8 @@ _MODULES = (
 gc.disable()
 for name in _MODULES:
     import_module(name)
+if os.environ.get("TRITON_INTERPRET") == "1":
+    import_module("tests.triton_interpreter").interpret_quickly()
 gc.freeze()
 gc.set_threshold(100_000, 20, 20)
 gc.enable()
