@@ -5,6 +5,7 @@ Small enough to enumerate: the probability of an event is the sum over the texts
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -58,16 +59,14 @@ class ToyModel:
         self.vocabulary = vocabulary
         self._streams = [tokenize(text, vocabulary) for text in language.texts]
         self._probabilities = language.probabilities
+        self._masses: dict[Tokens, float] = defaultdict(float)
+        for stream, probability in zip(self._streams, self._probabilities, strict=True):
+            for end in range(len(stream) + 1):
+                self._masses[stream[:end]] += float(probability)
 
     def mass(self, tokens: Tokens) -> float:
         """Probability of the texts whose tokens begin with these."""
-        return float(
-            sum(
-                p
-                for stream, p in zip(self._streams, self._probabilities, strict=True)
-                if stream[: len(tokens)] == tokens
-            )
-        )
+        return self._masses.get(tokens, 0.0)
 
     def probability(self, tokens: Tokens, context: Tokens) -> float:
         """Of ``tokens`` coming next."""

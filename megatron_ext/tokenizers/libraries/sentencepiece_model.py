@@ -232,19 +232,17 @@ def user_defined_tokens(processor: Any) -> list[ControlToken]:
 
 def piece_bytes(processor: Any, pieces: Sequence[str]) -> list[bytes | None]:
     """Bytes of each piece [V]; None for pieces without text."""
-    return [_bytes_of(processor, token_id, piece) for token_id, piece in enumerate(pieces)]
-
-
-def _bytes_of(processor: Any, token_id: int, piece: str) -> bytes | None:
-    if processor.is_byte(token_id):
-        return bytes([int(piece[3:5], 16)])
-    if (
-        processor.is_control(token_id)
-        or processor.is_unknown(token_id)
-        or processor.is_unused(token_id)
-    ):
-        return None
-    return piece.replace(SPACE, " ").encode()
+    is_control, is_unused = processor.is_control, processor.is_unused
+    textless = {i for i in range(len(pieces)) if is_control(i) or is_unused(i)}
+    textless.add(processor.unk_id())
+    spelled = [
+        None if i in textless else piece.replace(SPACE, " ").encode()
+        for i, piece in enumerate(pieces)
+    ]
+    for i, piece in enumerate(pieces):
+        if piece.startswith("<0x") and processor.is_byte(i):
+            spelled[i] = bytes([int(piece[3:5], 16)])
+    return spelled
 
 
 def drops_leading_space(processor: Any, pieces: Sequence[str]) -> bool:

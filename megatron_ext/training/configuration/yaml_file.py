@@ -178,7 +178,9 @@ def read_config_file(path: str | Path) -> tuple[dict[str, Any], Where]:
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         size = _values_in(root, {})
-        values = yaml.safe_load(text)
+        # Before it is constructed, which writes out what is merged.
+        key_lines = list(_key_lines(root, ())) if size <= _MOST_VALUES else []
+        values = None if root is None else yaml.SafeLoader("").construct_document(root)
     except OSError as error:
         raise ConfigError(
             "the configuration file cannot be read",
@@ -208,7 +210,7 @@ def read_config_file(path: str | Path) -> tuple[dict[str, Any], Where]:
             got=type(values).__name__,
         )
     lines: dict[tuple[str, ...], int] = {}
-    for keys, line in _key_lines(root, ()):
+    for keys, line in key_lines:
         if keys in lines:
             raise ConfigError(
                 "the key is given twice",
