@@ -36,7 +36,6 @@ def performance_page() -> str:
         "inputs": [_inputs(counted["rows"])],
         "counted": _table(_counted(counted["rows"])),
         "launches": _table(_launches(counted["launches"])),
-        "lengths": _table(_lengths(counted["rows"])),
         "shards": _table(_shards(counted["rows"])),
         "measured": [NO_FIGURE] if measured is None else _measured(measured),
         "target": _target(counted["rows"], measured),
@@ -88,28 +87,19 @@ def _launches(launches: list[Row]) -> Iterator[Sequence[str]]:
         yield (launch["launch"], *cells)
 
 
-def _lengths(rows: list[Row]) -> Iterator[Sequence[str]]:
-    """GB of the first objective by rows."""
-    yield from _along("rows", rows, {"ranks": 1})
-
-
 def _shards(rows: list[Row]) -> Iterator[Sequence[str]]:
     """GB of the first objective by ranks."""
-    yield from _along("ranks", rows, {"rows": ROWS})
-
-
-def _along(key: str, rows: list[Row], fixed: Row) -> Iterator[Sequence[str]]:
-    chosen = {"objective": rows[0]["objective"], "pair": rows[0]["pair"], **fixed}
-    yield (key, "floor B1", "floor B2", "kernels", "torch", "eager recipe")
-    for value in dict.fromkeys(row[key] for row in rows):
-        found = _by_implementation(rows, **chosen, **{key: value})
+    chosen = {"objective": rows[0]["objective"], "pair": rows[0]["pair"], "rows": ROWS}
+    yield ("ranks", "floor B1", "floor B2", "kernels", "torch", "eager recipe")
+    for ranks in dict.fromkeys(row["ranks"] for row in rows):
+        found = _by_implementation(rows, **chosen, ranks=ranks)
         first = next(iter(found.values()))
         floors = (f"{first[name] / 1e9:.2f} GB" for name in ("floor_b1", "floor_b2"))
         cells = (
             f"{found[name]['bytes'] / 1e9:.2f} GB" if name in found else ""
             for name in IMPLEMENTATIONS
         )
-        yield (f"{value:,}", *floors, *cells)
+        yield (f"{ranks:,}", *floors, *cells)
 
 
 def _measured(results: Row) -> list[str]:
