@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy import float32, uintp
 
-from megatron_ext.ops.loop_math import FLOOR, exp, log
+from megatron_ext.ops.loop_math import FLOOR, exp, log, loop_part
 from megatron_ext.ops.row_loops import (
     BLOCK,
     EACH,
@@ -41,7 +40,7 @@ TINY = float32(np.finfo(np.float32).tiny)
 _ZERO, _ONE = float32(0), float32(1)
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def _masked(values, count):
     """Number of columns without mass."""
     total = 0
@@ -50,7 +49,7 @@ def _masked(values, count):
     return total
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def _sum_where(values, other, count, peak):
     """Sum of exponentials where ``other`` has mass."""
     total = _ZERO
@@ -59,7 +58,7 @@ def _sum_where(values, other, count, peak):
     return total
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def _statistics(values, width):
     """Finite peak, sum of exponentials, and column of the peak."""
     top, place = peak_of(values, width)
@@ -98,7 +97,7 @@ def pair_statistics(first, stop, student, teacher, plain, read, found):
             total[2, row] = _sum_where(other, own, student.width, peak[1, row])
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def probs_and_floors(probs, values, count):
     """Exponentials of log-probabilities, which become finite."""
     for i in range(count):
@@ -106,7 +105,7 @@ def probs_and_floors(probs, values, count):
         values[i] = LOG_TINY if values[i] == MINUS_INFINITY else values[i]
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def entropy_of(p, log_p, count):
     """Entropy in nats of probabilities with finite logarithms."""
     total = _ZERO
@@ -115,7 +114,7 @@ def entropy_of(p, log_p, count):
     return total
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def forward_terms(slope, p, log_p, q, log_q, count):
     """Sum of the terms of KL(P || Q), and their slopes by log Q."""
     total = _ZERO
@@ -126,7 +125,7 @@ def forward_terms(slope, p, log_p, q, log_q, count):
     return total
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def reverse_terms(slope, log_p, q, log_q, count):
     """As ``forward_terms``, of KL(Q || P); the slopes leave out Q."""
     total = _ZERO
@@ -136,7 +135,7 @@ def reverse_terms(slope, log_p, q, log_q, count):
     return total
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def jensen_shannon_terms(slope, p, log_p, q, log_q, count, mixture):
     """As ``forward_terms``, of the Jensen-Shannon divergence."""
     total, rest = _ZERO, _ONE - mixture
@@ -154,7 +153,7 @@ def jensen_shannon_terms(slope, p, log_p, q, log_q, count, mixture):
     return total
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def sum_of(values, count):
     """Sum of the values."""
     total = _ZERO
@@ -163,7 +162,7 @@ def sum_of(values, count):
     return total
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def centre_each(slope, q, count, centre, weight):
     """``(slope - q centre) weight`` in place of ``slope``: equation 3 of ``ops/vocab_kl``."""
     for i in range(count):
@@ -244,7 +243,7 @@ def divergence_rows(first, stop, work, sums):
             clear_padding(work.gradient, row, width)
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def _log_ratios(out, p, q, count):
     """``log(q / p)`` of probabilities, none below the smallest normal number."""
     for i in range(count):
@@ -254,13 +253,13 @@ def _log_ratios(out, p, q, count):
         out[i] = log(TINY if value < TINY else value)
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def _over_floor(q):
     """``q / max(q, FLOOR)``."""
     return q * (_ONE / FLOOR) if q < FLOOR else _ONE
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def _forward_values(slope, p, q, ratio, count):
     """Sum of the terms of KL(P || Q), and their slopes by Q, 0 where Q is."""
     total = _ZERO
@@ -270,7 +269,7 @@ def _forward_values(slope, p, q, ratio, count):
     return total
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def _reverse_values(slope, q, ratio, count):
     """As ``_forward_values``, of KL(Q || P)."""
     total = _ZERO
@@ -280,7 +279,7 @@ def _reverse_values(slope, q, ratio, count):
     return total
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def _jensen_shannon_values(slope, p, q, ratio, count, mixture):
     """As ``_forward_values``, of the Jensen-Shannon divergence."""
     total, rest = _ZERO, _ONE - mixture
@@ -297,7 +296,7 @@ def _jensen_shannon_values(slope, p, q, ratio, count, mixture):
     return total
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def _matched(out, probs, columns, count, mass):
     for i in range(count):
         column = columns[i]
@@ -308,7 +307,7 @@ def _matched(out, probs, columns, count, mass):
             out[i] /= mass
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def _keep_best(best, column, values, first, count):
     top = largest(values, count)
     if top > best:
@@ -316,7 +315,7 @@ def _keep_best(best, column, values, first, count):
     return best, column
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def product_of(x, y, count):
     """Sum of products."""
     total = _ZERO
@@ -325,7 +324,7 @@ def product_of(x, y, count):
     return total
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def add_each(out, values, count):
     """Add in place."""
     for i in range(count):

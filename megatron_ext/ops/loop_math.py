@@ -6,10 +6,16 @@ caller, whose own flags allow them to be reordered.
 
 from __future__ import annotations
 
+from functools import partial
+
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 from numpy import float32, int32
+
+loop_part = partial(njit, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+"""Compiles what compiled loops alone call: without entries for Python and C, which take a quarter
+of the time that compiling takes."""
 
 LOG2_E = float32(1.4426950408889634)
 LN2_HIGH = float32(0.693359375)
@@ -82,7 +88,7 @@ def lowest_bit(context, bits):
     return types.uint32(types.uint32), generate
 
 
-@njit(fastmath={"contract"}, inline="never")
+@loop_part(fastmath={"contract"}, inline="never")
 def exp(x):
     """``e^x`` of an fp32 number up to 88, within two units in the last place; 0 below -87.3.
 
@@ -102,7 +108,7 @@ def exp(x):
     return ZERO if x < SMALLEST else value * scale
 
 
-@njit(fastmath={"contract"}, inline="never")
+@loop_part(fastmath={"contract"}, inline="never")
 def log(x):
     """Natural logarithm of a positive normal fp32 number, within two units in the last place.
 

@@ -25,7 +25,7 @@ from numba.extending import overload
 from numpy import float32, int32, uint16, uint32, uintp
 
 from megatron_ext.distributed.vocab_parallel import LogSumExp
-from megatron_ext.ops.loop_math import bits_of_float, exp, float_of_bits
+from megatron_ext.ops.loop_math import bits_of_float, exp, float_of_bits, loop_part
 
 SUMS = {"contract", "reassoc", "nsz"}
 """Flags of loops whose sums may be reordered; infinities and NaN are what they are."""
@@ -199,13 +199,13 @@ def _write_compiled(row, column, value):
     return stored
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def _divide(values, count, temperature):
     for i in range(count):
         values[i] /= temperature
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def load_block(out, rows, row, first, count):
     """Columns ``first`` to ``first + count`` of a row over the temperature, in fp32."""
     start = row * rows.stride + first
@@ -216,7 +216,7 @@ def load_block(out, rows, row, first, count):
         _divide(out, count, rows.temperature)
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def gather_block(out, rows, row, columns, count):
     """As ``load_block``, of the columns that ``columns`` names; column 0 for negative ones."""
     start = row * rows.stride
@@ -228,7 +228,7 @@ def gather_block(out, rows, row, columns, count):
         _divide(out, count, rows.temperature)
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def store_block(rows, row, first, values, count):
     """Write ``values`` to a row from column ``first`` on, rounded once."""
     start = row * rows.stride + first
@@ -237,7 +237,7 @@ def store_block(rows, row, first, values, count):
         _write(part, i, values[i])
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def largest(values, count):
     """The largest value, NaN above all; -inf for none."""
     # As integers of the same order: the largest of fp32 numbers has no vector instruction with NaN.
@@ -249,7 +249,7 @@ def largest(values, count):
     return float_of_bits(int32(top ^ (int32(top >> int32(31)) & int32(0x7FFFFFFF))))
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def warm(rows, row):
     """Read a row in order, so that gathers from it find it in the cache."""
     start = row * rows.stride
@@ -260,7 +260,7 @@ def warm(rows, row):
     return total
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def sum_of_exp(values, count, peak):
     """Sum of ``exp(value - peak)``."""
     total = float32(0)
@@ -269,7 +269,7 @@ def sum_of_exp(values, count, peak):
     return total
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def _sums_of_exp(values, members, count, peak):
     total = inside = float32(0)
     for i in range(count):
@@ -279,13 +279,13 @@ def _sums_of_exp(values, members, count, peak):
     return total, inside
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def _keep_members(values, members, count):
     for i in range(count):
         values[i] = values[i] if members[i] else MINUS_INFINITY
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def first_place(values, count, wanted):
     """The first place of a value, or of NaN."""
     for i in range(count):
@@ -295,7 +295,7 @@ def first_place(values, count, wanted):
     return 0
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def peak_of(values, count):
     """The largest value, and the start of the first block that has it."""
     top, place = MINUS_INFINITY, 0
@@ -343,35 +343,35 @@ def row_statistics(first, stop, rows, members, read, with_column, peak, total, c
         total[1, row] = sum_of_exp(values, rows.width, top)
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def log_probs(values, count, peak, log_sum):
     """Logits of a row to log-probabilities, in place."""
     for i in range(count):
         values[i] = values[i] - peak - log_sum
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def fill(values, count, value):
     """Write ``value`` everywhere."""
     for i in range(count):
         values[i] = value
 
 
-@njit
+@loop_part()
 def clear_padding(gradient, row, width):
     """Write 0 behind the first ``width`` columns of a row."""
     start = row * gradient.stride
     gradient.values[start + width : start + gradient.width] = 0
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def _add_shares(out, values, members, count, peak, log_sum, weight):
     for i in range(count):
         share = exp(values[i] - peak - log_sum)
         out[i] += weight * share if members[i] else float32(0)
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def _scaled_probs(out, values, count, peak, log_sum, weight):
     for i in range(count):
         out[i] = weight * exp(values[i] - peak - log_sum)
@@ -413,7 +413,7 @@ def token_gradient(first, stop, rows, whole, members, arrives, gradient):
         clear_padding(gradient, row, rows.width)
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def add_softmax(out, values, count, peak, log_sum, weight):
     """Add ``weight softmax`` of logits whose log-sum-exp is known."""
     for i in range(count):
@@ -444,7 +444,7 @@ def chunk_means(first, stop, start, rows, whole, order, offsets, out):
                 add_softmax(part, values, count, peak, log_sum, share)
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def _dot_with_probs(values, slope, count, peak, log_sum):
     total = float32(0)
     for i in range(count):
@@ -472,7 +472,7 @@ def slope_products(first, stop, rows, whole, order, slots, slope, out):
         out[place] = total
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def _centred(values, slope, count, peak, log_sum, centre, scale):
     for i in range(count):
         q = exp(values[i] - peak - log_sum)

@@ -6,10 +6,16 @@ T rows, C chunks, V columns, K chosen ones. Numbers are compared by keys, int32 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy import float32, int8, int32, int64, uint32, uintp
 
-from megatron_ext.ops.loop_math import bits_of_float, exp, float_of_bits, lowest_bit, reached
+from megatron_ext.ops.loop_math import (
+    bits_of_float,
+    exp,
+    float_of_bits,
+    loop_part,
+    lowest_bit,
+    reached,
+)
 from megatron_ext.ops.row_loops import (
     BLOCK,
     EACH,
@@ -40,7 +46,7 @@ ROUNDING = float32(8 * np.finfo(np.float32).eps)
 _ZERO = float32(0)
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def _count_from(keys, count, least):
     total = 0
     for i in range(count):
@@ -48,7 +54,7 @@ def _count_from(keys, count, least):
     return total
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def _keys(out, bits, allowed, chooses):
     """The order of numbers that are not negative, of all columns or, if it ``chooses``, the
     ``allowed`` ones."""
@@ -61,7 +67,7 @@ def _keys(out, bits, allowed, chooses):
     return len(bits)
 
 
-@njit
+@loop_part()
 def _key_of_rank(keys, count, rank):
     """The key that ``rank`` keys are not below."""
     least = EVERY_KEY
@@ -77,7 +83,7 @@ def _key_of_rank(keys, count, rank):
     return least
 
 
-@njit
+@loop_part()
 def _likely_least(keys, count, rank):
     """A key that hardly more than ``rank`` keys are not below, from some of them."""
     step = count // SAMPLED
@@ -89,7 +95,7 @@ def _likely_least(keys, count, rank):
     return _key_of_rank(sample, SAMPLED, wanted) if wanted < SAMPLED else EVERY_KEY
 
 
-@njit
+@loop_part()
 def _keep_from(kept, places, keys, count, least):
     """Keep keys from ``least`` on, and their places."""
     found, whole = 0, count - count % 32
@@ -107,7 +113,7 @@ def _keep_from(kept, places, keys, count, least):
     return found
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def _sum_of_block(keys, values, count, least):
     total = _ZERO
     for i in range(count):
@@ -116,7 +122,7 @@ def _sum_of_block(keys, values, count, least):
     return total
 
 
-@njit
+@loop_part()
 def _sum_below(keys, values, count, least):
     """Sum of the values whose keys are below ``least``, in fp64."""
     total = 0.0
@@ -125,7 +131,7 @@ def _sum_below(keys, values, count, least):
     return total
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def _range(keys, count):
     """The largest and the least key."""
     top = bottom = keys[0]
@@ -135,7 +141,7 @@ def _range(keys, count):
     return top, bottom
 
 
-@njit
+@loop_part()
 def _sort_by_digits(keys, places, count):
     """Sort descending, the lowest digit first; equal keys stay in their order.
 
@@ -173,7 +179,7 @@ def _sort_by_digits(keys, places, count):
     return ordered, origin
 
 
-@njit
+@loop_part()
 def _choose(kept, places, keys, available, count):
     """Keep the ``count`` largest keys and their places, of equals the first; return the least."""
     if count == available:
@@ -198,7 +204,7 @@ def _choose(kept, places, keys, available, count):
     return least
 
 
-@njit
+@loop_part()
 def _sum_beyond(kept, count, keys, available, least):
     """Sum of the values whose keys are not kept."""
     if count == available:
@@ -239,7 +245,7 @@ def largest_places(first, stop, values, allowed, excluded, chosen, columns, rest
             chosen[row, i], columns[row, i] = float32(-1), excluded[i - count]
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def _differences(a, b, count, signs):
     """Sum of ``|a - b|``, and the signs of differences beyond rounding."""
     total = _ZERO
@@ -252,7 +258,7 @@ def _differences(a, b, count, signs):
     return total
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def _clamped(out, values, first, count):
     """``max(value, 0)`` from place ``first`` on, 0 beyond the end."""
     held = min(max(len(values) - first, 0), count)
@@ -293,7 +299,7 @@ def spread_signs(first, stop, columns, signs, weight, out):
             out[row, uintp(columns[row, i])] += weight * float32(signs[row, i])
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def _logit_keys(out, values, count):
     """The order of any numbers, in which 0.0 and -0.0 are equal."""
     for i in range(count):
@@ -349,7 +355,7 @@ def selected_logits(first, stop, rows, columns, picked, peak, total):
         total[row] = sum_of_exp(values, rows.width, peak[row])
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def _weighted_probs(out, values, count, peak, log_sum, weight):
     for i in range(count):
         out[i] = weight * exp(values[i] - peak - log_sum)
@@ -391,7 +397,7 @@ def selected_gradient(first, stop, rows, columns, whole, rest, grad, gradient):
         clear_padding(gradient, row, rows.width)
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def _sum_of_signed(values, signs, count, peak, log_sum):
     total = _ZERO
     for i in range(count):

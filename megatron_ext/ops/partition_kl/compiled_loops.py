@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy import float32
 
 from megatron_ext.ops.divergence_loops import (
@@ -22,7 +21,7 @@ from megatron_ext.ops.divergence_loops import (
     reverse_terms,
     sum_of,
 )
-from megatron_ext.ops.loop_math import exp
+from megatron_ext.ops.loop_math import exp, loop_part
 from megatron_ext.ops.row_loops import (
     BLOCK,
     EACH,
@@ -62,13 +61,13 @@ class Split(NamedTuple):
     """int64 [N] chosen columns, -1 where another rank has them."""
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def _where(out, values, members, wanted, count):
     for i in range(count):
         out[i] = values[i] if members[i] == wanted else MINUS_INFINITY
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def _masked_members(values, members, count):
     total = 0
     for i in range(count):
@@ -76,7 +75,7 @@ def _masked_members(values, members, count):
     return total
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def _sums(values, count):
     top, _ = peak_of(values, count)
     top = top if top != MINUS_INFINITY else _ZERO
@@ -161,20 +160,20 @@ class SingleWork(NamedTuple):
     """[T] over all columns at temperature 1."""
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def _place_arrived(out, partner, arrived, count):
     for i in range(count):
         if partner[i] <= -2:
             out[i] = arrived[-2 - partner[i]]
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def _keep_shared(values, partner, count):
     for i in range(count):
         values[i] = values[i] if partner[i] != -1 else MINUS_INFINITY
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def _terms(slope, block, work, chunk, start, count):
     """Sum of the terms of shared columns; ``slope``, and q in ``block[2]``."""
     p, log_p, q, log_q = block[0], block[1], block[2], block[3]
@@ -209,7 +208,7 @@ def single_sums(first, stop, work, sums):
             sums[1, chunk] += sum_of(slope, count)
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def _add_rest(out, values, partner, count, peak, log_sum, weight):
     """The rest's logit over tau has the softmax of its own columns, over tau, as derivative."""
     for i in range(count):

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy import float32
 
-from megatron_ext.ops.loop_math import exp
+from megatron_ext.ops.loop_math import exp, loop_part
 from megatron_ext.ops.row_loops import EACH, entry_point, load_block, log_probs
 
 _BLOCK = 2048
 """Columns whose probabilities are in the first cache until they are added up."""
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def _exponentials(values, count):
     for i in range(count):
         values[i] = exp(values[i])

@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy import float32, uintp
 
 from megatron_ext.ops.divergence_loops import FORWARD, REVERSE, entropy_of, product_of
-from megatron_ext.ops.loop_math import FLOOR, exp, log
+from megatron_ext.ops.loop_math import FLOOR, exp, log, loop_part
 from megatron_ext.ops.row_loops import (
     BLOCK,
     EACH,
@@ -153,7 +152,7 @@ class Work(NamedTuple):
     """int32 [2, N]: student column and slot of each entry, -1 for a column without one."""
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def _add_exp(total, values, count, is_first):
     if is_first:
         for i in range(count):
@@ -163,19 +162,19 @@ def _add_exp(total, values, count, is_first):
             total[i] += exp(values[i])
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def _copy(out, values, count):
     for i in range(count):
         out[i] = values[i]
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def _keep(values, columns, count):
     for i in range(count):
         values[i] = values[i] if columns[i] >= 0 else MINUS_INFINITY
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def _finish_mean(mean, log_mean, count, rows):
     """Divide by the number of rows; logarithms of the means, of a single row as they are."""
     if rows > 1:
@@ -188,7 +187,7 @@ def _finish_mean(mean, log_mean, count, rows):
         log_mean[i] = LOG_FLOOR if log_mean[i] < LOG_FLOOR else log_mean[i]
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def _mean_at(mean, log_mean, side, chunk, columns, count):
     """Mean probabilities of a chunk at ``columns``, 0 at negative ones, and their logarithms."""
     begin, end = side.offsets[chunk], side.offsets[chunk + 1]
@@ -204,7 +203,7 @@ def _mean_at(mean, log_mean, side, chunk, columns, count):
     _finish_mean(mean, log_mean, count, end - begin)
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def _mean_from(mean, log_mean, work, chunk, first, count):
     """Mean ``q'`` of a chunk in ``count`` columns from ``first`` on, and their logarithms."""
     side = work.student
@@ -221,7 +220,7 @@ def _mean_from(mean, log_mean, work, chunk, first, count):
     _finish_mean(mean, log_mean, count, end - begin)
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def _forward(slope, p, log_p, q, log_q, count, mass, log_mass):
     total = _ZERO
     for i in range(count):
@@ -230,7 +229,7 @@ def _forward(slope, p, log_p, q, log_q, count, mass, log_mass):
     return total
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def _reverse(slope, log_p, q, log_q, count, mass, log_mass):
     total = _ZERO
     for i in range(count):
@@ -239,7 +238,7 @@ def _reverse(slope, log_p, q, log_q, count, mass, log_mass):
     return total
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def _jensen_shannon(slope, p, log_p, q, log_q, count, mass, log_mass, mixture):
     total = _ZERO
     other = _ONE - mixture
@@ -252,7 +251,7 @@ def _jensen_shannon(slope, p, log_p, q, log_q, count, mass, log_mass, mixture):
     return total
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def _forward_of_rows(
     slope, p, q, out, teacher_logits, logits, partner, count, normalisers, scalars
 ):
@@ -281,7 +280,7 @@ def _forward_of_rows(
     return total
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def _keep_best(best, column, values, columns, count):
     """The larger of ``best`` and the values at columns that count, the first column of equals."""
     top = largest(values, count)
@@ -294,13 +293,13 @@ def _keep_best(best, column, values, columns, count):
     return (top, column) if column != _NO_COLUMN else (best, column)
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def _clear(values, columns, count):
     for i in range(count):
         values[i] = values[i] if columns[i] >= 0 else _ZERO
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def _terms(slope, p, log_p, q, log_q, count, mass, scalars):
     """Sum of the terms of D; ``slope`` of each column."""
     log_mass = log(mass)
@@ -311,7 +310,7 @@ def _terms(slope, p, log_p, q, log_q, count, mass, scalars):
     return _jensen_shannon(slope, p, log_p, q, log_q, count, mass, log_mass, scalars.mixture)
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def _count(p, log_p, q, columns, count, chunk, by_chunk):
     """Add a block's entropy, and keep its largest P and Q~."""
     by_chunk.sums[1, chunk] += entropy_of(p, log_p, count)
@@ -323,7 +322,7 @@ def _count(p, log_p, q, columns, count, chunk, by_chunk):
     )
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def _sum_columns(work, chunk):
     """``Q~`` of summed columns (README, 2); the sources of their entries are residual rows."""
     side, sums, columns = work.student, work.columns.by_column, work.columns.residual
@@ -348,7 +347,7 @@ def _sum_columns(work, chunk):
         out[sums.target[i]] = total * share
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def _slopes(work, chunk):
     """``dD/dQ`` of summed columns in place of their ``Q~``, and their terms of D."""
     scalars, by_chunk, columns = work.scalars, work.by_chunk, work.columns
@@ -380,7 +379,7 @@ def _slopes(work, chunk):
         _copy(q, slope, count)
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def _sum_slots(work, chunk):
     """``W f`` of residual rows."""
     sums, local = work.columns.by_row, chunk - work.start
@@ -392,7 +391,7 @@ def _sum_slots(work, chunk):
         out[sums.target[i]] = total
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def _carry(carried, slope, columns, first, count, residual):
     """``W f`` of a block of student columns."""
     partner = columns.partner[first : first + count]
@@ -403,7 +402,7 @@ def _carry(carried, slope, columns, first, count, residual):
         carried[uintp(columns.residual[i] - first)] = residual[i]
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def _row_probs(out, work, row, first, count, is_scaled):
     """``q_i`` of a block, mapped columns of scaled chunks under their own normaliser."""
     load_block(out, work.student.rows, row, first, count)
@@ -421,7 +420,7 @@ def _row_probs(out, work, row, first, count, is_scaled):
             out[i] = exp(out[i])
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def _centre(work, chunk):
     """``sum_u Q_c[u] f[u]``, from the products of the chunk's rows with ``W f``."""
     if work.scalars.direction == FORWARD:
@@ -433,20 +432,20 @@ def _centre(work, chunk):
     return float32(total / (max(end - begin, 1) * work.by_chunk.mass[chunk]))
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def _off_centre(carried, row_mass, count, centre):
     for i in range(count):
         carried[i] -= centre * row_mass[i]
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def _row_gradient_with_labels(q, off_centre, count, offset, scale, weight):
     """Equation 13 with the softmax of the cross-entropy, which is ``q`` at temperature 1."""
     for i in range(count):
         q[i] *= (off_centre[i] - offset) * scale + weight
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def _row_gradient(q, off_centre, partner, count, offset, scale, is_scaled):
     """Equation 13 in place of ``q``; mapped columns of scaled chunks have no offset."""
     if is_scaled:
@@ -457,7 +456,7 @@ def _row_gradient(q, off_centre, partner, count, offset, scale, is_scaled):
             q[i] *= (off_centre[i] - offset) * scale
 
 
-@njit(fastmath=EACH)
+@loop_part(fastmath=EACH)
 def _add_labels(out, rows, row, first, count, labels):
     """Add ``weight (softmax - onehot)`` of a block of columns at temperature 1."""
     weight = labels.weight[row]
@@ -471,7 +470,7 @@ def _add_labels(out, rows, row, first, count, labels):
         out[place] -= weight
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def _sweep(step, work, chunk):
     """Direct pairs' terms of D, and the gradient of every student column.
 
@@ -569,7 +568,7 @@ def _sweep(step, work, chunk):
             clear_padding(work.gradient, student.order[place], student.rows.width)
 
 
-@njit(fastmath=SUMS)
+@loop_part(fastmath=SUMS)
 def _add_entries(total, work, chunk):
     """Add the chunk's part of the learned entries' gradient (README, 11), without ``tau^2``."""
     side, grad_scale = work.student, work.by_chunk.grad_scale[chunk]
