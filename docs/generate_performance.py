@@ -36,8 +36,6 @@ def performance_page() -> str:
         "inputs": [_inputs(counted["rows"])],
         "counted": _table(_counted(counted["rows"])),
         "launches": _table(_launches(counted["launches"])),
-        "memory": _table(_memory(counted["rows"])),
-        "lengths": _table(_lengths(counted["rows"])),
         "shards": _table(_shards(counted["rows"])),
         "measured": [NO_FIGURE] if measured is None else _measured(measured),
         "target": _target(counted["rows"], measured),
@@ -89,42 +87,19 @@ def _launches(launches: list[Row]) -> Iterator[Sequence[str]]:
         yield (launch["launch"], *cells)
 
 
-def _memory(rows: list[Row]) -> Iterator[Sequence[str]]:
-    """Most GB held beyond the logits."""
-    pair = rows[0]["pair"]
-    yield ("objective", "the gradient", "kernels", "torch", "eager recipe")
-    for objective in dict.fromkeys(row["objective"] for row in rows):
-        found = _by_implementation(rows, objective=objective, pair=pair, ranks=1, rows=ROWS)
-        gradient = 2 * next(iter(found.values()))["student_logits"]
-        cells = (
-            f"{found[name]['peak_bytes'] / 1e9:.1f} GB" if name in found else ""
-            for name in IMPLEMENTATIONS
-        )
-        yield (f"`{objective}`", f"{gradient / 1e9:.1f} GB", *cells)
-
-
-def _lengths(rows: list[Row]) -> Iterator[Sequence[str]]:
-    """GB of the first objective by rows."""
-    yield from _along("rows", rows, {"ranks": 1})
-
-
 def _shards(rows: list[Row]) -> Iterator[Sequence[str]]:
     """GB of the first objective by ranks."""
-    yield from _along("ranks", rows, {"rows": ROWS})
-
-
-def _along(key: str, rows: list[Row], fixed: Row) -> Iterator[Sequence[str]]:
-    chosen = {"objective": rows[0]["objective"], "pair": rows[0]["pair"], **fixed}
-    yield (key, "floor B1", "floor B2", "kernels", "torch", "eager recipe")
-    for value in dict.fromkeys(row[key] for row in rows):
-        found = _by_implementation(rows, **chosen, **{key: value})
+    chosen = {"objective": rows[0]["objective"], "pair": rows[0]["pair"], "rows": ROWS}
+    yield ("ranks", "floor B1", "floor B2", "kernels", "torch", "eager recipe")
+    for ranks in dict.fromkeys(row["ranks"] for row in rows):
+        found = _by_implementation(rows, **chosen, ranks=ranks)
         first = next(iter(found.values()))
         floors = (f"{first[name] / 1e9:.2f} GB" for name in ("floor_b1", "floor_b2"))
         cells = (
             f"{found[name]['bytes'] / 1e9:.2f} GB" if name in found else ""
             for name in IMPLEMENTATIONS
         )
-        yield (f"{value:,}", *floors, *cells)
+        yield (f"{ranks:,}", *floors, *cells)
 
 
 def _measured(results: Row) -> list[str]:
@@ -138,7 +113,10 @@ def _measured(results: Row) -> list[str]:
     lines = [
         f"{gpu['name']}, {gpu['multiprocessors']} multiprocessors, torch {machine['torch']},"
         f" triton {machine['triton']}, commit `{str(results['commit'])[:12]}`. A device-to-device"
-        f" copy moves {copied / 1e12:.2f} TB/s, which is 100 % below.",
+        f" copy moves {copied / 1e12:.2f} TB/s, which is 100 % below. Where the first column is"
+        f" empty: {of_main[0]['pair']}, {main:,} rows on one rank, heads co-sharded. Memory is what"
+        " is allocated beyond the inputs, the gradient included; in place, kernels write that over"
+        " the student's logits.",
         "",
         *_table(_times(of_main, copied)),
         "",
@@ -159,7 +137,7 @@ def _measured(results: Row) -> list[str]:
 
 def _times(rows: list[Row], copied: float) -> Iterator[Sequence[str]]:
     yield (
-        "pair", "ranks", "rows", "objective", "implementation", "ms", "queued by the host in",
+        "setting", "objective", "implementation", "ms", "queued by the host in",
         "floor's bytes, of a copy", "memory",
     )  # fmt: skip
     bare = {row["pair"]: row["ms_median"] for row in rows if row["objective"] == "none"}
@@ -170,11 +148,13 @@ def _times(rows: list[Row], copied: float) -> Iterator[Sequence[str]]:
             share = f"{row['flops'] / (row['ms_median'] / 1e3) / 1e12:.0f} TFLOP/s"
         else:
             share = f"{row['ms_median'] / bare[row['pair']]:.2f} times the bare products"
-        order = ", original order" if row.get("order") == "original" else ""
+        setting = (
+            row["pair"] if row["pair"] != rows[0]["pair"] else "",
+            "original order" if row.get("order") == "original" else "",
+            f"{row['ranks']} ranks" if row["ranks"] != 1 else "",
+        )
         yield (
-            row["pair"] + order,
-            str(row["ranks"]),
-            f"{row['rows']:,}",
+            ", ".join(filter(None, setting)),
             f"`{row['objective']}`" if row["objective"] != "none" else "",
             row["implementation"],
             f"{row['ms_median']:.2f}",
@@ -198,21 +178,13 @@ def _other_lengths(rows: list[Row]) -> Iterator[Sequence[str]]:
 
 
 def _instructions() -> Iterator[Sequence[str]]:
-    """The cheapest launch of each kernel, before and after, on sm_90."""
+    """The cheapest launch of each kernel on sm_90."""
     code = _results("kernel_code")
     assert code is not None
-    yield ("kernel", "launch", "before", "after", "registers", "warps at once")
-    before, after = (_cheapest(code[name]["sm_90"]) for name in ("before", "after"))
-    for key, row in after.items():
-        old = before.get(key)
-        yield (
-            f"`{key[0]}`",
-            key[1],
-            "" if old is None else _passes(old),
-            _passes(row),
-            " → ".join(str(one["registers"]) for one in (old, row) if one is not None),
-            " → ".join(f"{one['occupancy']:.0%}" for one in (old, row) if one is not None),
-        )
+    yield ("kernel", "launch", "instructions a column", "registers", "warps at once")
+    for (kernel, launch), row in _cheapest(code["after"]["sm_90"]).items():
+        passes = " + ".join(f"{length:.0f}" for length in row["passes"])
+        yield (f"`{kernel}`", launch, passes, str(row["registers"]), f"{row['occupancy']:.0%}")
 
 
 def _cheapest(rows: dict[str, Row]) -> dict[tuple[str, str], Row]:
@@ -229,10 +201,6 @@ def _cheapest(rows: dict[str, Row]) -> dict[tuple[str, str], Row]:
     return found
 
 
-def _passes(row: Row) -> str:
-    return " + ".join(f"{length:.0f}" for length in row["passes"])
-
-
 def _target(counted: list[Row], measured: Row | None) -> list[str]:
     """What was set out to be reached, and how near it is."""
     found = _by_implementation(
@@ -245,8 +213,7 @@ def _target(counted: list[Row], measured: Row | None) -> list[str]:
         f" the floor's {floor / 1e9:.1f} GB at 70 % of what a copy reaches there (about 4.3 TB/s),"
         " at least 20 times faster than the eager recipe, with at most a tenth of its memory, and"
         " the linear form within 1.15 times the bare products with the heads. By the count, kernels"
-        f" move {kernels['bytes'] / floor:.2f} times the floor, so that at the copy's full speed"
-        f" they would be at {floor / kernels['bytes']:.0%}; the eager recipe moves"
+        f" move {kernels['bytes'] / floor:.2f} times the floor, and the eager recipe"
         f" {eager['bytes'] / kernels['bytes']:.0f} times what they do."
     ]
     if measured is None:
@@ -270,11 +237,17 @@ def _target(counted: list[Row], measured: Row | None) -> list[str]:
 
 
 def _designs() -> Iterator[Sequence[str]]:
-    """Times of the kernels of ``projected_kl + next_token`` in two designs, on a GPU."""
+    """Times of the kernels of ``projected_kl + next_token`` in two designs, on a GPU.
+
+    Of the variants of a design the fastest.
+    """
     results = _results("projected_kl_designs")
     assert results is not None
+    fastest: dict[tuple[str, ...], Row] = {}
+    for row in sorted(results["rows"], key=lambda row: float(row["ms"])):
+        fastest.setdefault((row["pair"], row["order"], row["design"]), row)
     yield ("pair", "heads", "design", "variant", "kernels", "the longest of them")
-    for row in results["rows"]:
+    for row in (row for row in results["rows"] if row in fastest.values()):
         longest = sorted(row["kernels"].items(), key=lambda item: -item[1]["ms"])[:3]
         yield (
             row["pair"],
