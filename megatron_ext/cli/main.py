@@ -18,6 +18,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, Final, NoReturn
 
+from megatron_ext.cli.output import add_output_flags, as_told
 from megatron_ext.constants import __version__
 from megatron_ext.errors import ConfigError, MegatronExtError, escape_controls, printable
 from megatron_ext.imports import needed_packages
@@ -301,7 +302,17 @@ def _run(argv: list[str]) -> None:
         _parser().parse_args(argv)
     with needed_packages(f"megatron-ext {argv[0]}", extra=_EXTRA_OF.get(argv[0])):
         verb = _module(argv[0])
-        verb.run(verb_parser(argv[0]).parse_args(argv[1:]))
+        arguments = verb_parser(argv[0]).parse_args(argv[1:])
+        with as_told(arguments, _is_told):
+            verb.run(arguments)
+
+
+def _is_told(error: Exception) -> bool:
+    """Whether ``main`` writes a line for an error."""
+    if isinstance(error, MegatronExtError):
+        return True
+    is_of_python = isinstance(error, (OSError, RecursionError, ValueError))
+    return is_of_python and not isinstance(error, BrokenPipeError) and _line_of(error) is not None
 
 
 def _module(verb: str) -> ModuleType:
@@ -318,6 +329,7 @@ def verb_parser(verb: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     module.add_arguments(parser)
+    add_output_flags(parser)
     parser.add_help_all()
     return parser
 

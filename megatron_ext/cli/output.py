@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
+import os
 import sys
+import traceback
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -31,6 +35,49 @@ def quiet_libraries() -> None:
     warnings.simplefilter("ignore")
     for name in _QUIET_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def add_output_flags(parser: argparse.ArgumentParser) -> None:
+    """Add what every verb has, and every action of a verb with actions."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in dict.fromkeys(action.choices.values()):
+                add_output_flags(inner)
+            return
+    added = []
+    if "--quiet" not in parser._option_string_actions:
+        words = "leave out notes and progress on standard error"
+        added.append(parser.add_argument("--quiet", action="store_true", help=words))
+    words = "show where an error arose, and debug messages (or set MEGATRON_EXT_DEBUG=1)"
+    added.append(parser.add_argument("--debug", action="store_true", help=words))
+    # Of many flags the help is to show the few that a beginner needs.
+    is_long = any(getattr(action, "is_advanced", False) for action in parser._actions)
+    for action in added if is_long else ():
+        action.is_advanced = True  # type: ignore[attr-defined]
+
+
+@contextmanager
+def as_told(arguments: argparse.Namespace, is_told: Callable[[Exception], bool]) -> Iterator[None]:
+    """Run a verb as loud as ``--quiet`` and ``--debug`` say; errors are written all the same.
+
+    Args:
+        is_told: Whether an error is told in a line, so that its traceback is not shown anyway.
+    """
+    errors = sys.stderr
+    is_debugged = arguments.debug or os.environ.get("MEGATRON_EXT_DEBUG", "0") != "0"
+    if is_debugged:
+        logging.basicConfig(format="%(name)s: %(message)s")
+        logging.getLogger("megatron_ext").setLevel(logging.DEBUG)
+    try:
+        if not arguments.quiet:
+            yield
+        else:
+            with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stderr(nowhere):
+                yield
+    except Exception as error:
+        if is_debugged and is_told(error):
+            traceback.print_exc(file=errors)
+        raise
 
 
 def write_output(path: Path, text: str, flag: str) -> None:

@@ -1,5 +1,6 @@
 """What a newcomer calls first: help, lists, recipes, the doctor, and the start of a run."""
 
+import argparse
 import os
 import re
 import subprocess
@@ -11,7 +12,7 @@ import yaml
 
 from megatron_ext.cli.demo import VOCABULARY_SIZE, _write_configs, _write_tokenizers
 from megatron_ext.cli.ls import LISTS
-from megatron_ext.cli.main import main
+from megatron_ext.cli.main import VERBS, main, verb_parser
 from megatron_ext.conversation import PROMPT_FORMAT_REGISTRY
 from megatron_ext.evaluation.tasks import TASKS
 from megatron_ext.huggingface.families import FAMILIES
@@ -94,6 +95,47 @@ def test_the_short_help_is_a_part_of_the_whole(printed, verb):
     # One line may have several flags.
     assert len(flags[1] - flags[0]) <= hidden
     assert len(short.splitlines()) < min(190, len(whole.splitlines()))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_and_action_can_be_quiet_and_be_debugged(verb):
+    def leaves(parser):
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                return [leaf for inner in action.choices.values() for leaf in leaves(inner)]
+        return [parser]
+
+    for leaf in leaves(verb_parser(verb)):
+        assert {"--quiet", "--debug"} <= set(leaf._option_string_actions), leaf.prog
+
+
+def test_quiet_leaves_out_notes_and_keeps_errors(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    words = ["inspect", "--tokenizer-library", "byte-level", "nothing.jsonl"]
+    main(words)
+    told = capsys.readouterr()
+    assert told.err == "note: there is no file nothing.jsonl, so it is shown as a text\n"
+    main([*words, "--quiet"])
+    assert capsys.readouterr() == (told.out, "")
+    words = ["inspect", "--quiet", "--tokenizer-model", "nothing", "text"]
+    assert "the tokenizer does not exist" in refusal(capsys, *words)
+
+
+@pytest.mark.parametrize("how", ["flag", "variable"])
+def test_debug_shows_where_an_error_arose_and_ends_with_its_line(capsys, monkeypatch, how):
+    words = ["align", "--tokenizer-model", "nothing", "--teacher-tokenizer-model", "x", "t"]
+    line = refusal(capsys, *words)
+    if how == "variable":
+        monkeypatch.setenv("MEGATRON_EXT_DEBUG", "1")
+    else:
+        words.append("--debug")
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    shown = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert shown.startswith("Traceback")
+    assert "tokenizer_files.py" in shown
+    assert shown.endswith(line)
 
 
 def test_help_is_asked_for_as_a_verb_too(printed):
