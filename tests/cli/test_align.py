@@ -251,6 +251,20 @@ def test_the_page_shows_every_token_of_both_sides_and_nothing_runs(
         assert shown == tokenizer.encode_with_byte_ends(text)[0].tolist()
 
 
+def test_what_a_pointer_shows_of_differing_chunks_has_the_focus_of_keyboards_and_fingers(
+    capsys, tmp_path, tokenizers
+):
+    page = page_of(capsys, tmp_path, TEXT)
+    differing = [chunk for chunk in ribbon_chunks(TEXT, *tokenizers) if not chunk.is_one_to_one]
+    told = [it["aria-label"] for tag, it in page.elements if tag == "b" and "tabindex" in it]
+    assert len(told) == len(differing) > 0
+    for words, chunk in zip(told, differing, strict=True):
+        views = [*chunk.student, *chunk.teacher]
+        ids = [int(token_id) for token_id in re.findall(r" id (\d+) · bytes", words)]
+        assert ids == [view.token_id for view in views]
+        assert len(words.split("\n")) == len(views)
+
+
 def _shown(view):
     from megatron_ext.cli.pages.token_view import one_line
 

@@ -18,7 +18,16 @@ from megatron_ext.cli.pages.audit_text import (
     pieces_in_line,
     rankings,
 )
-from megatron_ext.cli.pages.frame import BarPart, TableRow, bar, element, html_page, in_line, swatch
+from megatron_ext.cli.pages.frame import (
+    BarPart,
+    TableRow,
+    bar,
+    element,
+    html_page,
+    in_line,
+    swatch,
+    told_on_focus,
+)
 from megatron_ext.cli.pages.token_view import number
 from megatron_ext.tokenizers.base import ByteTokenizer
 
@@ -101,4 +110,4 @@ def _offender_row(one: MultiTokenChunk) -> TableRow:
 def _pieces(pieces: Sequence[Piece]) -> Markup:
     ids = " ".join(str(piece.token_id) for piece in pieces)
     text = in_line(pieces_in_line([piece.text for piece in pieces]))
-    return element("bdi", text, {"title": f"ids {ids}"})
+    return element("bdi", text, {"title": f"ids {ids}", **told_on_focus(f"{text}\nids {ids}")})

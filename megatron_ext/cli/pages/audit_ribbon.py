@@ -116,3 +116,11 @@ def token_title(view: TokenView) -> str:
     covered = view.covered[:_BYTES_IN_TITLE].hex(" ")
     more = " …" if len(view.covered) > _BYTES_IN_TITLE else ""
     return f"id {view.token_id} · bytes {view.begin}–{view.end} · {covered}{more}"
+
+
+def chunk_title(chunk: RibbonChunk) -> str:
+    """Tooltips of the tokens of both sides, a line each."""
+    sides = (("student", chunk.student), ("teacher", chunk.teacher))
+    return "\n".join(
+        f"{name}: {view.shown!r} {token_title(view)}" for name, side in sides for view in side
+    )

@@ -19,7 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from megatron_ext.alignment.audit import share_in_words
-from megatron_ext.cli.pages.audit_ribbon import Ribbon, RibbonChunk, token_title
+from megatron_ext.cli.pages.audit_ribbon import Ribbon, RibbonChunk, chunk_title, token_title
 from megatron_ext.cli.pages.token_view import TokenView, number, one_line
 
 _LINE_FEED: Final = ("␤", "↵")
@@ -115,8 +115,16 @@ def _chunk(chunk: RibbonChunk) -> Markup:
     sides = Markup("").join(
         element("u", Markup("").join(map(_token, side))) for side in (chunk.student, chunk.teacher)
     )
-    kind = {} if chunk.is_one_to_one else {"class": "x" if chunk.is_aligned else "o"}
+    kind = {}
+    if not chunk.is_one_to_one:
+        kind = {"class": "x" if chunk.is_aligned else "o", **told_on_focus(chunk_title(chunk))}
     return element("b", sides, kind) + Markup("<br>" if chunk.breaks_line else "")
+
+
+def told_on_focus(words: str) -> dict[str, str]:
+    """Attributes of an element whose words are shown at the foot of the page while it has focus, by
+    keyboard or touch."""
+    return {"tabindex": "0", "role": "group", "aria-label": words}
 
 
 def _token(view: TokenView) -> Markup:
