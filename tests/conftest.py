@@ -42,7 +42,7 @@ do_not_wait_for_the_disk()
 fork_server()
 
 # Enough for each run of the suite; all of them where everything is run.
-settings.register_profile("suite", max_examples=15, deadline=None)
+settings.register_profile("suite", max_examples=10, deadline=None)
 settings.register_profile("everything", max_examples=400, deadline=None)
 settings.load_profile("everything" if os.environ.get("MEGATRON_EXT_ALL_TEXT") else "suite")
 
@@ -91,8 +91,3 @@ def pytest_collection_finish():
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
     gc.enable()
-
-
-def pytest_xdist_auto_num_workers():
-    """One more than cores: files that start processes mostly wait for them."""
-    return (os.cpu_count() or 1) + 1

@@ -8,9 +8,7 @@ prints the counts.
 
 from __future__ import annotations
 
-import base64
 import gc
-import json
 import os
 import random
 import re
@@ -18,16 +16,18 @@ import resource
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from tests.fork_server import fork_server
 from tests.hostile.input_mutations import CONTROLS, contents
 
 _PROCESSOR_S: Final = 60
@@ -219,14 +219,12 @@ class Fuzzed:
     """
 
     def __init__(self, folder: Path, *, is_large: bool) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.hostile.input_fuzz"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-            text=True,
-        )
-        self._ask(str(folder), is_large)
+        context = fork_server()
+        self._questions, answered = context.Pipe()
+        self._process = context.Process(target=_serve, args=(answered, folder, is_large))
+        self._process.start()
+        answered.close()
+        self._questions.recv()
 
     def __enter__(self) -> Fuzzed:
         return self
@@ -234,29 +232,23 @@ class Fuzzed:
     def __exit__(self, *raised: object) -> None:
         # It holds nothing, and takes seconds to end by itself.
         self._process.kill()
-        self._process.communicate()
+        self._process.join()
 
     def outcome(self, case: Case) -> Ended:
         """What a case comes to."""
-        content = None if case.content is None else base64.b64encode(case.content).decode()
-        code, errors, seconds, left = self._ask(case.words, case.file, content)
-        return Ended(code, errors, seconds, tuple(left))
-
-    def _ask(self, *values: Any) -> Any:
-        given, answers = self._process.stdin, self._process.stdout
-        assert given is not None
-        assert answers is not None
-        given.write(json.dumps(values) + "\n")
-        given.flush()
-        return json.loads(answers.readline())
+        self._questions.send((case.words, case.file, case.content))
+        return Ended(*self._questions.recv())
 
 
-def _serve() -> None:
+def _serve(questions: Connection, folder: Path, is_large: bool) -> None:
+    import torch
+
     from tests.hostile.input_files import import_verbs, make_large, make_small
 
-    answers = os.fdopen(os.dup(1), "w")
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.dup2(2, 1)
-    folder, is_large = json.loads(sys.stdin.readline())
     os.chdir(folder)
     # What is imported is no garbage, and no child needs pages of its own to look for some.
     gc.disable()
@@ -268,12 +260,14 @@ def _serve() -> None:
             assert code == 0, (words, errors)
     gc.freeze()
     gc.enable()
-    print(json.dumps("ready"), file=answers, flush=True)
-    for line in sys.stdin:
-        print(json.dumps(_outcome(*json.loads(line))), file=answers, flush=True)
+    questions.send("ready")
+    while True:
+        questions.send(_outcome(*questions.recv()))
 
 
-def _outcome(words: Sequence[str], file: str | None, content: str | None) -> list[Any]:
+def _outcome(
+    words: Sequence[str], file: str | None, content: bytes | None
+) -> tuple[int, str, float, tuple[str, ...]]:
     before = Path(file).read_bytes() if file else b""
     kept = Path(".kept")
     # A run's folder is changed by what resumes it.
@@ -284,7 +278,7 @@ def _outcome(words: Sequence[str], file: str | None, content: str | None) -> lis
         if file is not None and content is None:
             Path(file).unlink()
         elif file is not None:
-            Path(file).write_bytes(base64.b64decode(content or ""))
+            Path(file).write_bytes(content or b"")
         names = _names()
         code, errors, seconds = _ended(words)
         left = sorted(_names() - names)
@@ -296,7 +290,7 @@ def _outcome(words: Sequence[str], file: str | None, content: str | None) -> lis
             shutil.copytree(kept / run, run)
         shutil.rmtree("out", ignore_errors=True)
         Path("out").mkdir()
-    return [code, errors, seconds, left]
+    return code, errors, seconds, tuple(left)
 
 
 def _names() -> set[str]:
@@ -391,7 +385,3 @@ def tried(fuzzed: Fuzzed, given: Iterator[Case]) -> dict[str, Any]:
 def some(fuzzed: Fuzzed, folder: Path, seed: int, count: int) -> dict[str, Any]:
     """Counts of the first cases of the small commands."""
     return tried(fuzzed, islice(cases(SMALL, folder, random.Random(seed)), count))
-
-
-if __name__ == "__main__":
-    _serve()

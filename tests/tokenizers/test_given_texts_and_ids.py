@@ -25,7 +25,7 @@ NUMBERS = "5 7  9"
 WORDS = "the parser  é🙂"
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(scope="module", params=NAMES)
 def given(request, opened) -> tuple[MegatronTokenizerText, str]:
     """A tokenizer of each library and a text for it."""
     return opened(request.param), NUMBERS if request.param == "null" else WORDS
