@@ -16,6 +16,7 @@ from megatron_ext.losses.base import DistillationInputs, KnownAhead
 from megatron_ext.losses.completions import ChunkCompletions, CompletionTable
 from megatron_ext.losses.prefix_rows import PrefixRows
 from megatron_ext.losses.prefix_table import PrefixTable
+from megatron_ext.losses.vocabulary_match import IdTable
 from megatron_ext.ops.tile_plan import Tile, TilePlan
 
 
@@ -86,6 +87,11 @@ class MicrobatchTiles:
             alignments=tuple(each and each.to(device) for each in self.alignments),
             completions=tuple(each and each.to(device) for each in self.completions),
         )
+
+    def by_place(self, student: IdTable, teacher: IdTable) -> MicrobatchTiles:
+        """Replace ids by their places in a vocabulary layout."""
+        completions = tuple(each and each.by_place(student, teacher) for each in self.completions)
+        return replace(self, completions=completions)
 
     def inputs(self, whole: DistillationInputs) -> Iterator[DistillationInputs]:
         """Inputs of an objective for each tile, without its logits and the teacher's targets."""

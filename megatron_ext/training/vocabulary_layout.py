@@ -57,6 +57,10 @@ class BatchPlaces:
                 name: completions.by_place(self.student, self.teacher)
                 for name, completions in batch.completions.items()
             },
+            tiles={
+                name: tiles.by_place(self.student, self.teacher)
+                for name, tiles in batch.tiles.items()
+            },
         )
 
 

@@ -148,6 +148,7 @@ class Run(NamedTuple):
     objective: str = "projected_kl"
     parallel: Mapping[str, Any] = {}
     precision: Literal["fp32", "bf16"] = "fp32"
+    linear: bool = False
     goes_on_from: str | None = None
     """A finished run of which this one does the last step again."""
 
@@ -166,7 +167,9 @@ def config_of(folder, run):
         },
         initial_checkpoint=checkpoints(folder, f"start-{run.untied}"),
         projection=str(folder / "start-False" / "projection.safetensors"),
-        loss=LossConfig(objective=run.objective, ce_weight=0.5),
+        loss=LossConfig(
+            objective=run.objective, ce_weight=0.5, linear=run.linear, linear_tile_rows=32
+        ),
         training={"vocabulary_layout": run.vocabulary_layout, "precision": run.precision},
     )
 

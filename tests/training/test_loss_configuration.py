@@ -391,7 +391,7 @@ ONE = {"teacher": TEACHER, "teachers": {}, "loss": {"objective": "projected_kl"}
         (ONE | {"parallel": {"tensor_model_parallel_size": 2}}, False, "co_sharded"),
         (ONE | loss("uld"), True, "original"),
         ({}, True, "original"),
-        (ONE | {"loss": {"objective": "projected_kl", "linear": True}}, True, "original"),
+        (ONE | {"loss": {"objective": "projected_kl", "linear": True}}, True, "co_sharded"),
         (ONE | {"teacher": TEACHER | {"library": "huggingface"}}, True, "original"),
         (ONE | {"training": {"train_iters": 5, "vocabulary_layout": "original"}}, True, "original"),
     ],

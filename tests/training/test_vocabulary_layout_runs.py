@@ -16,6 +16,7 @@ from tests.training.tiny_run import CP2, PP2, STUDENT_VOCAB_SIZE, TP2
 SHARDED_OPTIMIZER = {"use_distributed_optimizer": True}
 UNTIED = {"untied": True, "teacher": "tied-teacher", "objective": "partition_kl"}
 
+BYTES = UNTIED | {"objective": "byte_prefix"}
 BF16 = {"precision": "bf16", "parallel": SHARDED_OPTIMIZER}
 
 ALONE = [Run("tied", "original"), Run("untied", "original", **UNTIED)]
@@ -24,16 +25,21 @@ ALONE_PERMUTED = [
     Run("untied-permuted", **UNTIED),
     Run("tied-turned-on", goes_on_from="tied"),
 ]
-TWO_RANKS = [Run("tied-tp2", parallel=TP2)]
+TWO_RANKS = [
+    Run("tied-tp2", parallel=TP2),
+    Run("untied-linear-tp2", parallel=TP2, linear=True, **UNTIED),
+]
 COPY_ALONE = [Run("copy-tied", goes_on_from="tied", only_saves=True)]
 COPY_ON_TWO_RANKS = [
     Run("copy-untied-tp2", parallel=TP2, goes_on_from="untied", only_saves=True, **UNTIED),
 ]
 if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
-    ALONE.append(Run("bf16", "original", **BF16))
+    ALONE += [Run("bf16", "original", **BF16), Run("bytes", "original", **BYTES)]
     ALONE_PERMUTED.append(Run("tied-turned-off", "original", goes_on_from="tied-permuted"))
     TWO_RANKS += [
         Run("untied-tp2", parallel=TP2, **UNTIED),
+        Run("tied-linear-tp2", parallel=TP2, linear=True),
+        Run("bytes-linear-tp2", parallel=TP2, linear=True, **BYTES),
         Run("tied-pp2", parallel=PP2),
         Run("untied-cp2", parallel=CP2, **UNTIED),
         Run("tied-dp2", parallel=SHARDED_OPTIMIZER),

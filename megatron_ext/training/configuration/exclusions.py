@@ -206,7 +206,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
             "the linear form does not go with it",
             "change it, or leave loss.linear out",
         )
-        for other in (features.MODE, features.LEARNED, features.LAYOUT)
+        for other in (features.MODE, features.LEARNED)
     ),
     Exclusion(
         features.BY_GRADIENTS,
