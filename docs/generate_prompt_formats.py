@@ -27,11 +27,11 @@ from megatron_ext.errors import ConversationError
 PAGE = Path(__file__).with_name("prompt_formats.md")
 ROWS = [row for row in PROMPT_FORMAT_REGISTRY.values() if isinstance(row, PromptFormat)]
 ROLES = {
-    "bos_token": "beginning of sequence",
-    "eos_token": "end of sequence",
+    "bos_token": "BOS",
+    "eos_token": "EOS",
     "pad_id": "padding token",
     "unk_id": "unknown token",
-    "eos_id": "end of sequence",
+    "eos_id": "EOS",
 }
 SYSTEM: Message = {"role": "system", "content": "{system}"}
 QUESTION: Message = {"role": "user", "content": "{question}"}
@@ -82,16 +82,16 @@ def _needs() -> Iterator[str]:
 
 
 def _tokens(row: PromptFormat) -> str:
-    roles = [f"the {ROLES[role]}" for role in row.special_tokens]
+    roles = [ROLES[role] for role in row.special_tokens]
     return ", ".join([*(_code(token) for token in row.tokens), *roles])
 
 
 def _padding(row: PromptFormat) -> str:
-    return ", else ".join(ROLES[c] if c in ROLES else _code(c) for c in row.pad)
+    return ", ".join(ROLES[c] if c in ROLES else _code(c) for c in row.pad)
 
 
 def _shows() -> Iterator[str]:
-    yield from _table("format", "system message", "tools", "thinking", "prompt", "images")
+    yield from _table("format", "system message", "tools", "thinking", "prompt")
     yield from _together((_code(row.name), *_shown(row)) for row in ROWS)
 
 
@@ -101,8 +101,12 @@ def _shown(row: PromptFormat) -> Iterator[str]:
     else:
         config = row(AnyVocabulary())
         yield from (_system(config), _tools(config), _thinking(config), _prompt(config))
-    is_refused = row.options.get("validate_no_image_in_assistant", False)
-    yield "not in answers" if is_refused else ""
+
+
+def _images() -> Iterator[str]:
+    refused = "validate_no_image_in_assistant"
+    *names, last = [_code(row.name) for row in ROWS if not row.options.get(refused, False)]
+    yield f"Images may stand in answers with {', '.join(names)} and {last} alone."
 
 
 def _writes() -> Iterator[str]:
@@ -137,7 +141,7 @@ def _system(config: PromptConfig) -> str:
         return "left out"
     rendered = _rendered(config, QUESTION, ANSWER)
     assert rendered is not None
-    header = "always there" if "system" in rendered.text.lower() else "where there is one"
+    header = "always" if "system" in rendered.text.lower() else "if given"
     return f"{header}; can be forced" if config.system_default is not None else header
 
 
@@ -159,7 +163,7 @@ def _thinking(config: PromptConfig) -> str:
     kept = _rendered(config, QUESTION, THOUGHT, truncate_history_thinking=False)
     assert kept is not None
     assert "{thought}" in kept.text
-    return "left out, or kept on request"
+    return "left out"
 
 
 def _prompt(config: PromptConfig) -> str:
@@ -227,6 +231,7 @@ def _code(text: str) -> str:
 REGIONS: dict[str, Callable[[], Iterator[str]]] = {
     "needs": _needs,
     "shows": _shows,
+    "images": _images,
     "writes": _writes,
 }
 """Name of a region of the page -> its lines."""
