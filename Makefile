@@ -22,7 +22,7 @@ demo: $(VENV)/.ready
 
 test: $(VENV)/.ready
 	@echo "==> test: the whole suite, on all cores"
-	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # The GPU's machine may have torch and triton of its own and no network: .venv is used if it is there.
 bench-gpu:
