@@ -85,6 +85,12 @@ def pytest_collection_modifyitems(items):
     items.sort(key=rank)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """Draw the same numbers whatever ran before."""
+    torch.manual_seed(0)
+
+
 def pytest_collection_finish():
     """Look for garbage from here on, among what the tests make, and seldom: a test that imports
     makes many objects and little garbage."""

@@ -56,10 +56,12 @@ def run(arguments: argparse.Namespace) -> None:
     if not (root / "data" / "validation.jsonl").exists():
         write_corpus(root / "data", student_share=STUDENT_SHARE)
     teacher, student = _write_configs(root, _write_tokenizers(root / "data"))
-    _train("1/3 teacher", teacher, root / "teacher")
-    _train("2/3 student, distilled", student, root / "distilled")
+    told = ("--quiet",) * arguments.quiet + ("--debug",) * arguments.debug
+    _train("1/3 teacher", teacher, root / "teacher", *told)
+    _train("2/3 student, distilled", student, root / "distilled", *told)
     # The teacher still predicts, so that both students are compared with it.
-    _train("3/3 student, undistilled", student, root / "undistilled", "--loss-kd-weight", "0")
+    without_teacher = ("--loss-kd-weight", "0")
+    _train("3/3 student, undistilled", student, root / "undistilled", *without_teacher, *told)
     print_outcome(root)
     print(f"{'this call took':<16}{(time.perf_counter() - started) / 60:.1f} minutes")
     check_outcome(root)
