@@ -1,6 +1,5 @@
 """What holds for every test."""
 
-import fcntl
 import gc
 import os
 
@@ -55,18 +54,6 @@ def pytest_configure(config):
     """Record durations where that is asked for."""
     if os.environ.get("MEGATRON_EXT_RECORD_DURATIONS"):
         config.pluginmanager.register(DurationRecorder(config))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection():
-    """Collect when the first of several processes has: each would compile every file of a fresh
-    clone."""
-    with open(__file__, "rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            fcntl.flock(file, fcntl.LOCK_SH)
-        return (yield)
 
 
 def pytest_collection_modifyitems(items):
