@@ -41,7 +41,7 @@ do_not_wait_for_the_disk()
 fork_server()
 
 # Enough for each run of the suite; all of them where everything is run.
-settings.register_profile("suite", max_examples=10, deadline=None)
+settings.register_profile("suite", max_examples=15, deadline=None)
 settings.register_profile("everything", max_examples=400, deadline=None)
 settings.load_profile("everything" if os.environ.get("MEGATRON_EXT_ALL_TEXT") else "suite")
 

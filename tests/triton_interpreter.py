@@ -32,7 +32,7 @@ def interpret_quickly():
     interpreter._get_np_dtype = _found_once(interpreter._get_np_dtype)
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(
-        builder.options, sanitize_overflow="MEGATRON_EXT_ALL_TEXT" in os.environ
+        builder.options, sanitize_overflow=bool(os.environ.get("MEGATRON_EXT_ALL_TEXT"))
     )
 
 

@@ -64,7 +64,7 @@ def as_told(arguments: argparse.Namespace, is_told: Callable[[Exception], bool])
         is_told: Whether an error is told in a line, so that its traceback is not shown anyway.
     """
     errors = sys.stderr
-    is_debugged = arguments.debug or os.environ.get("MEGATRON_EXT_DEBUG", "0") != "0"
+    is_debugged = arguments.debug or os.environ.get("MEGATRON_EXT_DEBUG") not in (None, "", "0")
     if is_debugged:
         logging.basicConfig(format="%(name)s: %(message)s")
         logging.getLogger("megatron_ext").setLevel(logging.DEBUG)

@@ -207,7 +207,7 @@ class TokenBytes:
             is_control=np.fromiter((row is None for row in given), np.bool_, count=len(rows)),
             lengths=lengths,
             starts_with_space=np.fromiter(
-                (row[:1] == b" " for row in rows), np.bool_, count=len(rows)
+                (row.startswith(b" ") for row in rows), np.bool_, count=len(rows)
             ),
             rows=rows,
         )

@@ -1,6 +1,7 @@
 """What a newcomer calls first: help, lists, recipes, the doctor, and the start of a run."""
 
 import argparse
+import logging
 import os
 import re
 import subprocess
@@ -129,8 +130,11 @@ def test_debug_shows_where_an_error_arose_and_ends_with_its_line(capsys, monkeyp
         monkeypatch.setenv("MEGATRON_EXT_DEBUG", "1")
     else:
         words.append("--debug")
-    with pytest.raises(SystemExit) as ended:
-        main(words)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+    finally:
+        logging.getLogger("megatron_ext").setLevel(logging.NOTSET)
     shown = capsys.readouterr().err
     assert ended.value.code == 2
     assert shown.startswith("Traceback")
