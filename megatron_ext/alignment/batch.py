@@ -75,6 +75,18 @@ class AlignmentBatch:
     sample: torch.Tensor
     """[C] int64: sample of each chunk, ascending."""
 
+    student_order: torch.Tensor
+    """[B Ts] int32: positions sorted by chunk, those of no chunk last."""
+
+    student_offsets: torch.Tensor
+    """[C + 1] int32: chunk c has the positions ``order[offsets[c]:offsets[c + 1]]``."""
+
+    teacher_order: torch.Tensor
+    """[B Tt] int32"""
+
+    teacher_offsets: torch.Tensor
+    """[C + 1] int32"""
+
     student_cu_seqlens: torch.Tensor | None = None
     """[B + 1] int32 where each packed sample starts, and the end; None in the padded layout."""
 
@@ -175,6 +187,7 @@ class AlignmentBatch:
             bounds = cu_seqlens[0].numpy()
             sample = np.searchsorted(bounds, student.first, side="right") - 1
         classes = 2 * student.is_many.view(np.int8) + teacher.is_many.view(np.int8)
+        by_chunk = [_by_chunk(ids.numpy().reshape(-1), len(student)) for ids in chunk_ids]
         return cls(
             student_chunk_id=chunk_ids[0],
             teacher_chunk_id=chunk_ids[1],
@@ -186,6 +199,10 @@ class AlignmentBatch:
             student_is_chunk_start=is_chunk_start[0],
             teacher_is_chunk_start=is_chunk_start[1],
             sample=torch.from_numpy(sample.astype(np.int64, copy=False)),
+            student_order=by_chunk[0][0],
+            student_offsets=by_chunk[0][1],
+            teacher_order=by_chunk[1][0],
+            teacher_offsets=by_chunk[1][1],
             student_cu_seqlens=cu_seqlens[0],
             teacher_cu_seqlens=cu_seqlens[1],
         )
@@ -353,6 +370,18 @@ def _starts(first: NDArray[np.int64], shape: torch.Size) -> torch.Tensor:
     starts = np.zeros(int(np.prod(shape)), dtype=np.bool_)
     starts[first] = True
     return torch.from_numpy(starts.reshape(tuple(shape)))
+
+
+def _by_chunk(chunk_id: NDArray[np.int64], chunk_count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions sorted by chunk int32 [T], those of no chunk last, and where each chunk begins.
+
+    On the host, where data is loaded: a GPU needs some ten launches for it.
+    """
+    slots = np.where(chunk_id < 0, chunk_count, chunk_id)
+    order = np.argsort(slots, kind="stable").astype(np.int32)
+    sizes = np.bincount(slots, minlength=chunk_count + 1)[:chunk_count]
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    return torch.from_numpy(order), torch.from_numpy(offsets)
 
 
 def _sample_ids(

@@ -14,6 +14,7 @@ replicated over the tensor-parallel group. B batch, T tokens, C chunks, Vp local
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Final, NamedTuple
 
 import torch
@@ -48,13 +49,12 @@ def chunk_output(
         means: Name -> [C] of any dtype, averaged over the chunks in the sum.
         metrics: Name -> (sum, count), passed on unchanged.
     """
-    used = used_chunks(inputs, usable)
-    count = used.sum()
-    kept = torch.where(used, chunk_loss, 0.0)
+    used = chunk_mask(inputs, usable)
+    kept = chunk_loss if used is None else torch.where(used, chunk_loss, 0.0)
     averages = {name: over_chunks(values, used) for name, values in (means or {}).items()}
     return LossOutput(
         loss_sum=kept.sum(),
-        count=count,
+        count=_count(chunk_loss, used),
         chunk_loss=kept.detach(),
         metrics=averages | dict(metrics or {}) | class_metrics(inputs, kept.detach(), used),
     )
@@ -62,56 +62,71 @@ def chunk_output(
 
 def used_chunks(inputs: DistillationInputs, usable: torch.Tensor | None = None) -> torch.Tensor:
     """bool [C]: chunks that are in ``inputs.chunk_mask`` and ``usable``; None stands for all."""
+    mask = chunk_mask(inputs, usable)
+    if mask is not None:
+        return mask
     assert inputs.alignment is not None
+    count, device = inputs.alignment.chunk_count, inputs.student_logits.device
+    return torch.ones(count, dtype=torch.bool, device=device)
+
+
+def chunk_mask(
+    inputs: DistillationInputs, usable: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """``used_chunks``, but None for all, which nothing has to be masked for."""
     masks = [mask for mask in (inputs.chunk_mask, usable) if mask is not None]
-    if not masks:
-        count, device = inputs.alignment.chunk_count, inputs.student_logits.device
-        return torch.ones(count, dtype=torch.bool, device=device)
-    return masks[0] if len(masks) == 1 else masks[0] & masks[1]
+    return reduce(torch.logical_and, masks) if masks else None
 
 
-def over_chunks(values: torch.Tensor, used: torch.Tensor) -> SumCount:
-    """Sum of ``values`` [C] over the used chunks, and their number."""
-    kept = torch.where(used, values.detach(), torch.zeros_like(values))
+def _count(values: torch.Tensor, used: torch.Tensor | None) -> torch.Tensor:
+    """Number of used chunks of ``values`` [C], int64 scalar."""
+    return values.new_full((), len(values), dtype=torch.int64) if used is None else used.sum()
+
+
+def over_chunks(values: torch.Tensor, used: torch.Tensor | None) -> SumCount:
+    """Sum of ``values`` [C] over the used chunks, None for all, and their number."""
     dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
-    return kept.to(dtype).sum(), used.sum()
+    kept = values.detach()
+    if used is not None:
+        kept = torch.where(used, kept, torch.zeros_like(kept))
+    return kept.sum(dtype=dtype), _count(values, used)
 
 
 def class_metrics(
-    inputs: DistillationInputs, chunk_loss: torch.Tensor, used: torch.Tensor
+    inputs: DistillationInputs, chunk_loss: torch.Tensor, used: torch.Tensor | None
 ) -> dict[str, SumCount]:
     """Used chunks and their loss by class; the names are at the top of this file.
 
     Args:
         chunk_loss: [C] without a graph, 0 where ``used`` is False.
-        used: bool [C].
+        used: bool [C]; None: all.
     """
     alignment = inputs.alignment
     assert alignment is not None
-    one = used.to(chunk_loss.dtype)
-    everything = torch.ones_like(used)
-    metrics = _by_class("used", one, everything, alignment.chunk_class, _CHUNK_CLASSES)
+    metrics: dict[str, SumCount] = {}
     for classes, names in (
         (alignment.chunk_class, _CHUNK_CLASSES),
         (inputs.chunk_text_class, tuple(TEXT_CLASSES)),
         (inputs.chunk_script, SCRIPTS),
     ):
-        if classes is not None:
-            metrics |= _by_class("loss", chunk_loss, used, classes, names)
+        if classes is None:
+            continue
+        number = torch.arange(len(names), device=classes.device)[:, None]
+        chunks = classes == number
+        counted = chunks if used is None else chunks & used
+        counts = counted.sum(dim=-1)
+        if names is _CHUNK_CLASSES:
+            of_class = counts if used is None else chunks.sum(dim=-1)
+            metrics |= _by_name("used", names, counts.to(chunk_loss.dtype), of_class)
+        # A loss of NaN is that of its own class alone.
+        loss = torch.where(counted, chunk_loss, 0.0).sum(dim=-1)
+        metrics |= _by_name("loss", names, loss, counts)
     return metrics
 
 
-def _by_class(
-    prefix: str,
-    values: torch.Tensor,
-    counted: torch.Tensor,
-    classes: torch.Tensor,
-    names: Sequence[str],
+def _by_name(
+    prefix: str, names: Sequence[str], sums: torch.Tensor, counts: torch.Tensor
 ) -> dict[str, SumCount]:
-    index = classes.to(torch.int64)
-    sums = values.new_zeros(len(names)).index_add_(0, index, values)
-    counts = torch.zeros(len(names), dtype=torch.int64, device=values.device)
-    counts.index_add_(0, index, counted.to(torch.int64))
     return {
         f"{prefix}/{name}": (total, count)
         for name, total, count in zip(names, sums.unbind(), counts.unbind(), strict=True)

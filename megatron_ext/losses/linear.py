@@ -5,8 +5,9 @@ B batch, Ts Tt tokens, Vp local columns, C chunks, D hidden, n rows of a tile.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -29,38 +30,56 @@ class AddedOutputs:
 
     def __init__(self, plan: TilePlan) -> None:
         self._plan = plan
-        self._outputs: dict[str, LossOutput] = {}
-        self._chunk_loss: dict[str, torch.Tensor] = {}
+        self._first: Mapping[str, LossOutput] = {}
+        self._sums: dict[torch.dtype, torch.Tensor] = {}
+        self._chunk_loss: dict[str, list[torch.Tensor]] = {}
 
-    def add(self, tile: Tile, outputs: Mapping[str, LossOutput]) -> None:
-        """Add the objectives' outputs on a tile, which have no graph."""
+    def add(self, outputs: Mapping[str, LossOutput]) -> None:
+        """Add the objectives' outputs on the next tile, which have no graph."""
+        self._first = self._first or outputs
+        numbers: dict[torch.dtype, list[torch.Tensor]] = {}
         for name, output in outputs.items():
-            before = self._outputs.get(name)
-            self._outputs[name] = output if before is None else _sum(before, output)
+            for number in _numbers(output):
+                numbers.setdefault(number.dtype, []).append(number)
             if output.chunk_loss is not None:
-                whole = self._chunk_loss.get(name)
-                if whole is None:
-                    whole = output.chunk_loss.new_zeros(len(self._plan.chunks))
-                    self._chunk_loss[name] = whole
-                whole[self._plan.chunks[tile.chunks]] = output.chunk_loss
+                self._chunk_loss.setdefault(name, []).append(output.chunk_loss)
+        # A launch for each dtype, not for each number.
+        for dtype, of_tile in numbers.items():
+            added = torch.stack(of_tile)
+            self._sums[dtype] = added if dtype not in self._sums else self._sums[dtype] + added
 
     def outputs(self) -> dict[str, LossOutput]:
         """Outputs of the microbatch, by name."""
+        sums = {dtype: iter(total.unbind()) for dtype, total in self._sums.items()}
         return {
-            name: replace(output, chunk_loss=self._chunk_loss.get(name))
-            for name, output in self._outputs.items()
+            name: LossOutput(
+                loss_sum=next(sums[output.loss_sum.dtype]),
+                count=next(sums[output.count.dtype]),
+                metrics={
+                    metric: (next(sums[total.dtype]), next(sums[count.dtype]))
+                    for metric, (total, count) in output.metrics.items()
+                },
+                chunk_loss=self._all_chunks(name),
+            )
+            for name, output in self._first.items()
         }
 
+    def _all_chunks(self, name: str) -> torch.Tensor | None:
+        if name not in self._chunk_loss:
+            return None
+        by_tile = torch.cat(self._chunk_loss[name])
+        whole = torch.empty_like(by_tile)
+        whole[self._plan.chunks] = by_tile
+        return whole
 
-def _sum(one: LossOutput, other: LossOutput) -> LossOutput:
-    return LossOutput(
-        loss_sum=one.loss_sum + other.loss_sum,
-        count=one.count + other.count,
-        metrics={
-            name: (total + other.metrics[name][0], count + other.metrics[name][1])
-            for name, (total, count) in one.metrics.items()
-        },
-    )
+
+def _numbers(output: LossOutput) -> Iterator[torch.Tensor]:
+    """Scalars of an output, in the order in which ``AddedOutputs.outputs`` takes them."""
+    yield output.loss_sum
+    yield output.count
+    for total, count in output.metrics.values():
+        yield total
+        yield count
 
 
 class TeacherTiles:
@@ -230,9 +249,9 @@ class _Run:
         )
         gradient = logits if needs_gradient else None
         outputs = evaluate_together(self._objectives, self._scales, inputs, gradient=gradient)
-        self.added.add(tile, outputs)
+        self.added.add(outputs)
         sums = [self._scales[name] * output.loss_sum for name, output in outputs.items()]
-        return torch.stack(sums).sum(), gradient
+        return reduce(torch.add, sums), gradient
 
 
 def no_logits(hidden: torch.Tensor, shard: VocabShard) -> torch.Tensor:

@@ -9,13 +9,14 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.constants import NO_CHUNK
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs
 from megatron_ext.losses.checks import check_match
 from megatron_ext.losses.targets import TeacherTargets
-from megatron_ext.ops.chunk_rows import ChunkedLogits
+from megatron_ext.ops.chunk_rows import ChunkedLogits, ChunkRows
 
 
 class MatchedColumns(NamedTuple):
@@ -105,15 +106,38 @@ def counted_ids(inputs: DistillationInputs) -> tuple[torch.Tensor, torch.Tensor]
     )
 
 
-def chunked_pair(
-    inputs: DistillationInputs,
-    teacher: TeacherTargets,
-    ids: tuple[torch.Tensor, torch.Tensor],
-    count: int,
-) -> tuple[ChunkedLogits, ChunkedLogits]:
-    """Student's and teacher's logits by chunk; ``ids`` [B Ts] and [B Tt] of ``count`` chunks."""
-    student, rows = inputs.student_logits.flatten(0, 1), teacher.to_logits().flatten(0, 1)
+def chunk_rows(alignment: AlignmentBatch) -> tuple[ChunkRows, ChunkRows]:
+    """Student's and teacher's rows by chunk, which were sorted where data was loaded."""
     return (
-        ChunkedLogits.of(student, ids[0], count, inputs.student_shard),
-        ChunkedLogits.of(rows, ids[1], count, teacher.shard),
+        ChunkRows(
+            alignment.student_order,
+            alignment.student_offsets,
+            alignment.student_chunk_id.flatten(),
+        ),
+        ChunkRows(
+            alignment.teacher_order,
+            alignment.teacher_offsets,
+            alignment.teacher_chunk_id.flatten(),
+        ),
+    )
+
+
+def counted_rows(inputs: DistillationInputs) -> tuple[ChunkRows, ChunkRows]:
+    """``chunk_rows`` of ``counted_ids``."""
+    assert inputs.alignment is not None
+    if inputs.chunk_mask is None:
+        return chunk_rows(inputs.alignment)
+    student, teacher = counted_ids(inputs)
+    count = inputs.alignment.chunk_count
+    return ChunkRows.of(student, count), ChunkRows.of(teacher, count)
+
+
+def chunked_pair(
+    inputs: DistillationInputs, teacher: TeacherTargets, rows: tuple[ChunkRows, ChunkRows]
+) -> tuple[ChunkedLogits, ChunkedLogits]:
+    """Student's and teacher's logits, with the rows [B Ts] and [B Tt] of each chunk."""
+    student, logits = inputs.student_logits.flatten(0, 1), teacher.to_logits().flatten(0, 1)
+    return (
+        ChunkedLogits(student, rows[0], inputs.student_shard),
+        ChunkedLogits(logits, rows[1], teacher.shard),
     )

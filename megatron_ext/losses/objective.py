@@ -16,6 +16,7 @@ from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput, Over
+from megatron_ext.losses.diagnostics import used_chunks
 from megatron_ext.losses.vocabulary_match import VocabularyMatch
 from megatron_ext.ops.unit_gradient import kept_gradient
 from megatron_ext.projection.speller import ProjectionMethod
@@ -292,7 +293,14 @@ class FusedObjective(Objective):
 
 def label_scales(inputs: DistillationInputs, scale: Scale) -> torch.Tensor:
     """fp32 [B Ts]: ``scale`` at every label, 0 where there is none."""
-    return torch.where(inputs.labels.flatten() != IGNORE_INDEX, 1.0, 0.0) * scale
+    return ((inputs.labels.flatten() != IGNORE_INDEX) * scale).float()
+
+
+def chunk_scales(
+    inputs: DistillationInputs, scale: Scale, usable: torch.Tensor | None = None
+) -> torch.Tensor:
+    """fp32 [C]: ``scale`` at every chunk of ``used_chunks``, 0 elsewhere."""
+    return (used_chunks(inputs, usable) * scale).float()
 
 
 LOSS_REGISTRY: Registry[Callable[..., Objective]] = Registry("distillation objective")

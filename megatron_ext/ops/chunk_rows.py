@@ -35,8 +35,8 @@ class ChunkRows(NamedTuple):
     offsets: torch.Tensor
     """int32 [C + 1]."""
 
-    slots: torch.Tensor
-    """int64 [T]: chunk of each row, C for none."""
+    chunk_id: torch.Tensor
+    """int64 [T]: chunk of each row, negative for none."""
 
     @classmethod
     def of(cls, chunk_id: torch.Tensor, chunk_count: int) -> ChunkRows:
@@ -48,7 +48,12 @@ class ChunkRows(NamedTuple):
         sizes.index_add_(0, slots, torch.ones_like(slots, dtype=torch.int32))
         offsets = torch.zeros_like(sizes)
         offsets[1:] = sizes[:-1].cumsum(0)
-        return cls(order, offsets, slots)
+        return cls(order, offsets, chunk_id)
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """Chunk of each row, int64 [T], C for none."""
+        return chunk_slots(self.chunk_id, self.chunk_count)
 
     @property
     def chunk_count(self) -> int:

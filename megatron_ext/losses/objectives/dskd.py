@@ -19,7 +19,13 @@ from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
 from megatron_ext.losses.checks import check_alignment, check_choice, check_student
 from megatron_ext.losses.diagnostics import chunk_output, over_chunks, used_chunks
-from megatron_ext.losses.objective import LOSS_REGISTRY, ModelPair, Needs, Objective
+from megatron_ext.losses.objective import (
+    LOSS_REGISTRY,
+    ModelPair,
+    Needs,
+    Objective,
+    chunk_scales,
+)
 from megatron_ext.losses.objectives.dskd_spaces import (
     DskdProjectors,
     Positions,
@@ -181,7 +187,7 @@ class DskdLoss(Objective):
             onto_teacher,
             positions,
             partial(self._terms, inputs, teacher, positions.rows, used),
-            grad_scale=torch.where(used, 1.0, 0.0) * inputs.grad_scale,
+            grad_scale=chunk_scales(inputs, inputs.grad_scale, usable),
         )
         has_target = terms.target >= 0
         loss, means = terms.loss, {}

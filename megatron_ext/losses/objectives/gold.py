@@ -22,7 +22,7 @@ from megatron_ext.losses.diagnostics import chunk_output
 from megatron_ext.losses.matched_columns import (
     MatchedColumns,
     chunked_pair,
-    counted_ids,
+    counted_rows,
     matched_columns,
 )
 from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, Objective
@@ -128,7 +128,7 @@ class GoldLoss(Objective):
         assert inputs.alignment is not None
         count, weight = inputs.alignment.chunk_count, self.temperature**2
         values = matched_divergence(
-            *chunked_pair(inputs, teacher, counted_ids(inputs), count),
+            *chunked_pair(inputs, teacher, counted_rows(inputs)),
             Matching(
                 columns.student_column,
                 columns.student_common,

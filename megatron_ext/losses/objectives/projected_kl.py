@@ -21,14 +21,15 @@ from megatron_ext.losses.checks import (
     check_student,
     why_nemo,
 )
-from megatron_ext.losses.diagnostics import chunk_output, over_chunks, read_rows, used_chunks
-from megatron_ext.losses.matched_columns import chunked_pair
+from megatron_ext.losses.diagnostics import chunk_mask, chunk_output, over_chunks, read_rows
+from megatron_ext.losses.matched_columns import chunk_rows, chunked_pair
 from megatron_ext.losses.objective import (
     LOSS_REGISTRY,
     Evaluated,
     FusedObjective,
     Needs,
     Scale,
+    chunk_scales,
     label_scales,
 )
 from megatron_ext.losses.objectives.nemo import nemo_projected_kl
@@ -125,7 +126,7 @@ class ProjectedKLLoss(FusedObjective):
             *self._pair(inputs, alignment, teacher),
             projection.operand(),
             self._options,
-            grad_scale=torch.where(used_chunks(inputs, usable), 1.0, 0.0) * scale,
+            grad_scale=chunk_scales(inputs, scale, usable),
             gradient=gradient,
             cross_entropy=None
             if ce_scale is None
@@ -163,7 +164,7 @@ class ProjectedKLLoss(FusedObjective):
             projection.operand(),
             self._options,
             learned=projection.learned,
-            grad_scale=torch.where(used_chunks(inputs, usable), 1.0, 0.0) * inputs.grad_scale,
+            grad_scale=chunk_scales(inputs, inputs.grad_scale, usable),
             implementation=self.implementation,
         )
         return self._output(inputs, values, usable)
@@ -178,8 +179,7 @@ class ProjectedKLLoss(FusedObjective):
     def _pair(
         self, inputs: DistillationInputs, alignment: AlignmentBatch, teacher: TeacherTargets
     ) -> tuple[ChunkedLogits, ChunkedLogits]:
-        ids = alignment.student_chunk_id.flatten(), alignment.teacher_chunk_id.flatten()
-        return chunked_pair(inputs, teacher, ids, alignment.chunk_count)
+        return chunked_pair(inputs, teacher, chunk_rows(alignment))
 
     @property
     def _options(self) -> ProjectedKLOptions:
@@ -198,21 +198,21 @@ class ProjectedKLLoss(FusedObjective):
         self, inputs: DistillationInputs, values: ProjectedKL, usable: torch.Tensor | None
     ) -> LossOutput:
         """Output from the operation's values; ``usable`` [C] bool, None: all."""
-        used = used_chunks(inputs, usable)
         means = {
             "teacher_entropy": values.teacher_entropy,
             "top1_agreement": values.top1_agreement,
         }
         if self.vocab_topk is not None:
             means["rest_mass"] = values.rest_mass
-        offsupport, _ = over_chunks(values.offsupport_mass, used)
-        teacher_rows = torch.where(used, values.teacher_rows, 0).sum()
+        of_used = chunk_mask(inputs, usable)
+        offsupport, _ = over_chunks(values.offsupport_mass, of_used)
+        rows = values.teacher_rows if of_used is None else values.teacher_rows * of_used
         output = chunk_output(
             inputs,
             values.chunk_loss,
             usable=usable,
             means=means,
-            metrics={"offsupport_mass": (offsupport, teacher_rows)},
+            metrics={"offsupport_mass": (offsupport, rows.sum())},
         )
         assert values.student_is_bad is not None
         of_student = values.student_is_bad & read_rows(inputs).flatten()

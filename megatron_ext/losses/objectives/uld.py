@@ -23,10 +23,11 @@ from megatron_ext.losses.checks import (
     check_temperature,
 )
 from megatron_ext.losses.diagnostics import chunk_output
-from megatron_ext.losses.matched_columns import chunked_pair, counted_ids
+from megatron_ext.losses.matched_columns import chunked_pair, counted_rows
 from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, Objective
 from megatron_ext.losses.targets import TeacherTargets
 from megatron_ext.losses.vocabulary_match import row_samples
+from megatron_ext.ops.chunk_rows import ChunkRows
 from megatron_ext.ops.launch import Implementation, check_implementation
 from megatron_ext.ops.sorted_l1 import ChunkSortedL1, chunk_sorted_l1
 
@@ -89,8 +90,8 @@ class ULDLoss(Objective):
         check_student(inputs)
         if self.alignment == "position":
             return self._over_positions(inputs)
-        alignment, teacher = check_alignment(inputs, objective="uld")
-        l1 = self._compare(inputs, teacher, counted_ids(inputs), alignment.chunk_count)
+        _, teacher = check_alignment(inputs, objective="uld")
+        l1 = self._compare(inputs, teacher, counted_rows(inputs))
         return chunk_output(
             inputs,
             self.temperature**2 * l1.chunk_loss,
@@ -110,7 +111,8 @@ class ULDLoss(Objective):
         teacher, labels = _check_positions(inputs)
         ids, count = _pairs(inputs.alignment, inputs.labels, labels)
         pair_count = min(inputs.labels.numel(), labels.numel())
-        l1 = self._compare(inputs, teacher, ids, pair_count)
+        rows = ChunkRows.of(ids[0], pair_count), ChunkRows.of(ids[1], pair_count)
+        l1 = self._compare(inputs, teacher, rows)
         discarded: SumCount = (l1.discarded_mass.sum(), count)
         return LossOutput(
             loss_sum=self.temperature**2 * l1.chunk_loss.sum(),
@@ -122,11 +124,11 @@ class ULDLoss(Objective):
         self,
         inputs: DistillationInputs,
         teacher: TeacherTargets,
-        ids: tuple[torch.Tensor, torch.Tensor],
-        count: int,
+        rows: tuple[ChunkRows, ChunkRows],
     ) -> ChunkSortedL1:
+        count = rows[0].chunk_count
         return chunk_sorted_l1(
-            *chunked_pair(inputs, teacher, ids, count),
+            *chunked_pair(inputs, teacher, rows),
             temperature=self.temperature,
             top_u=self.top_u,
             # So that the gradient is rounded once.
