@@ -1,4 +1,10 @@
-"""Reading of rectangles of tensors from safetensors files, and writing of whole checkpoints."""
+"""Reading of rectangles of tensors from safetensors files, and writing of whole checkpoints.
+
+Weights in MXFP4, as gpt-oss is published, are decoded: groups of 32 numbers of four bits and one
+exponent. A number is a sign, two bits of exponent and one of mantissa (E2M1); two numbers are in a
+byte, the first in its lower half. The exponent of a group is a byte that 127 is subtracted from
+(E8M0). From "OCP Microscaling Formats (MX) Specification", version 1.0.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +31,13 @@ from megatron_ext.huggingface.checkpoint_files import (
     CheckpointFiles,
     StoredTensor,
 )
-from megatron_ext.huggingface.mxfp4 import GROUP, decoded
 from megatron_ext.huggingface.tensor_map import Block, MegatronTensor
+
+_GROUP: Final = 32
+"""Numbers of a group of MXFP4."""
+
+_MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_BIAS: Final = 127
 
 
 class TensorReader:
@@ -98,12 +109,12 @@ class TensorReader:
     ) -> torch.Tensor:
         """A rectangle [columns, rows] of an entry of a tensor in MXFP4, in bf16."""
         expert, columns, rows = place
-        groups = slice(columns.start // GROUP, -(-columns.stop // GROUP))
+        groups = slice(columns.start // _GROUP, -(-columns.stop // _GROUP))
         packed, exponents = (
             self._read(part, part.name, (expert, rows, groups)) for part in (stored, scales)
         )
-        begin = columns.start - groups.start * GROUP
-        whole = decoded(packed, exponents)
+        begin = columns.start - groups.start * _GROUP
+        whole = _numbers(packed, exponents)
         return whole[:, begin : begin + columns.stop - columns.start].T
 
     def fill(
@@ -269,3 +280,20 @@ def write_json(file: Path, values: Mapping[str, Any]) -> None:
     """Write values as a file of JSON."""
     text = json.dumps(values, indent=2, ensure_ascii=False)
     file.write_text(text + "\n", encoding="utf-8")
+
+
+def _numbers(packed: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """Numbers of MXFP4 in bf16, which has all of them: none is rounded.
+
+    Args:
+        packed: [rows, groups, 16] uint8
+        exponents: [rows, groups] uint8
+
+    Returns:
+        [rows, groups x 32] bf16
+    """
+    values = torch.tensor(_MAGNITUDES + tuple(-value for value in _MAGNITUDES))
+    # Two numbers of each byte, the lower half first.
+    halves = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+    scale = exponents.to(torch.int32).unsqueeze(-1) - _BIAS
+    return torch.ldexp(values[halves.long()], scale).flatten(-2).to(torch.bfloat16)

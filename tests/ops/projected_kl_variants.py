@@ -8,13 +8,15 @@ from tests.ops.kernel_case import DIRECTIONS
 triton_kernels = pytest.importorskip("megatron_ext.ops.projected_kl.triton_kernels")
 single_kernel = pytest.importorskip("megatron_ext.ops.projected_kl.single_kernel")
 summed_kernels = pytest.importorskip("megatron_ext.ops.projected_kl.summed_kernels")
+number_kernels = pytest.importorskip("megatron_ext.ops.projected_kl.number_kernels")
 
 LOGITS = ("*bf16", "*fp32")
 
-FLOATS = {"temperature": "fp32", "mixture": "fp32"}
+FLOATS = {"temperature": "fp32", "mixture": "fp32", "scale": "fp32"}
 POINTERS = arguments(
     "lse student_lse carried_lse teacher_lse plain_lse weight out slope values scratch crossed "
-    "value residual mass row_mass partial dots grad_scale label_weight: *fp32; is_scaled: *i1; "
+    "value residual mass row_mass partial dots grad_scale label_weight peak log_sum left_out "
+    "picked single sums largest: *fp32; is_scaled compared: *i1; "
     "label row column student_column teacher_column: *i64"
 )
 
@@ -22,9 +24,8 @@ POINTERS = arguments(
 def variant(name, logits, **constants):
     """Types of every argument of a kernel that ``constants`` does not name."""
     types = {}
-    module = next(
-        each for each in (triton_kernels, single_kernel, summed_kernels) if name in vars(each)
-    )
+    modules = (triton_kernels, single_kernel, summed_kernels, number_kernels)
+    module = next(each for each in modules if name in vars(each))
     for argument in getattr(module, name).arg_names:
         if argument in ("logits_ptr", "student_ptr", "teacher_ptr", "gradient_ptr"):
             types[argument] = logits
@@ -43,8 +44,19 @@ def other_variants():
     return [
         *found,
         variant("outside_kernel", "*bf16", HAS_LABELS=False, **unlabelled, **block),
-        variant("chunk_sums_kernel", "*bf16", **block),
         variant("entry_gradient_kernel", "*bf16", **learned, **block),
+    ]
+
+
+def number_variants():
+    both = {"HAS_SINGLES": True, "PARTS": 16, "BLOCK": 128}
+    sweep_alone = {"HAS_SINGLES": False, "PARTS": 1, "BLOCK": 128}
+    sweep_alone |= {"single_ptr": None, "single_best_ptr": None}
+    return [
+        variant("chunk_numbers_kernel", "*bf16", BLOCK=128),
+        *(variant("label_numbers_kernel", logits, BLOCK=1024) for logits in LOGITS),
+        variant("chunk_values_kernel", "*bf16", **both, HAS_DIAGNOSTICS=True),
+        variant("chunk_values_kernel", "*bf16", **sweep_alone, HAS_DIAGNOSTICS=False),
     ]
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from tests.ops.compile_kernel import arguments, compiled_variants, compiles
 from tests.ops.projected_kl_variants import (
+    number_variants,
     other_variants,
     single_variants,
     summed_variants,
@@ -199,6 +200,7 @@ def test_matched_divergence():
         ("triton_kernels", other_variants),
         ("triton_kernels", sweep_variants),
         ("summed_kernels", summed_variants),
+        ("number_kernels", number_variants),
         ("single_kernel", single_variants),
     ],
 )
@@ -221,7 +223,8 @@ def test_rows_are_read_16_bytes_at_once(module, variant):
         ("partition_kl.triton_kernels", 5),
         ("sorted_l1.triton_kernels", 4),
         ("matched_divergence.triton_kernels", 2),
-        ("projected_kl.triton_kernels", 4),
+        ("projected_kl.triton_kernels", 3),
+        ("projected_kl.number_kernels", 3),
         ("projected_kl.summed_kernels", 4),
         ("projected_kl.single_kernel", 1),
     ],

@@ -28,12 +28,17 @@ from megatron_ext.ops.projected_kl.operands import (
     LearnedEntries,
     ProjectedKL,
     ProjectedKLOptions,
-    ProjectedValues,
     RequestedOutputs,
     ShardedProjection,
     WeightedLabels,
 )
-from megatron_ext.ops.projected_kl.statistics import chunk_statistics, label_logits, token_losses
+from megatron_ext.ops.projected_kl.statistics import (
+    MergedSums,
+    chunk_statistics,
+    label_logits,
+    merged_sums,
+    token_losses,
+)
 from megatron_ext.ops.projected_kl.torch_evaluation import TorchEvaluation
 from megatron_ext.ops.unit_gradient import kept_gradient
 
@@ -89,17 +94,27 @@ def evaluate_projected_kl(
         implementation, options, projection, student.logits, teacher.logits
     )
     dtype = accumulation_dtype(student.logits.dtype)
-    weights = student.logits.new_ones(student.rows.chunk_count, dtype=dtype)
-    if grad_scale is not None:
+    if grad_scale is None:
+        weights = student.logits.new_ones(student.rows.chunk_count, dtype=dtype)
+    else:
         weights = grad_scale.to(dtype)
     requested = RequestedOutputs(gradient, weights, cross_entropy, learned, entry_gradient)
-    statistics = chunk_statistics(
+    sums = merged_sums(
         student,
         teacher,
         projection,
         temperature=options.temperature,
         untempered=cross_entropy is not None,
-        implementation=implementation if by_kernels else "cpu" if by_loops else "torch",
+        implementation="triton" if by_kernels else "cpu" if by_loops else "torch",
+    )
+    if by_kernels:
+        return _by_kernels(sums, student, teacher, projection, options, requested)
+    statistics = chunk_statistics(
+        sums,
+        student,
+        projection,
+        temperature=options.temperature,
+        untempered=cross_entropy is not None,
     )
     token_loss = None
     if cross_entropy is not None:
@@ -114,53 +129,52 @@ def evaluate_projected_kl(
     # Nor do student rows that mask all mapped columns.
     compared &= ~statistics.carried.is_empty
     requested = requested._replace(grad_scale=torch.where(compared, weights, 0.0))
-    if by_kernels:
-        numbers = KernelNumbers.of(statistics, student, teacher, requested)
-        kernels = KernelEvaluation(student, teacher, projection, numbers, options, requested)
-        values, left_out = kernels.run(), numbers.left_out
-    else:
-        by: type[TorchEvaluation | CompiledEvaluation] = TorchEvaluation
-        if by_loops:
-            from megatron_ext.ops.projected_kl.compiled_evaluation import CompiledEvaluation
+    by: type[TorchEvaluation | CompiledEvaluation] = TorchEvaluation
+    if by_loops:
+        from megatron_ext.ops.projected_kl.compiled_evaluation import CompiledEvaluation
 
-            by = CompiledEvaluation
-        values = by(student, teacher, projection, statistics, options, requested).run()
-        left_out = teacher.rows.sums(statistics.left_out)
-    return _result(
-        values,
-        compared,
-        left_out,
-        teacher,
-        options,
-        token_loss,
-        statistics.top_column,
-        statistics.student.log_sum,
-    )
-
-
-def _result(
-    values: ProjectedValues,
-    compared: torch.Tensor,
-    left_out: torch.Tensor,
-    teacher: ChunkedLogits,
-    options: ProjectedKLOptions,
-    token_loss: torch.Tensor | None,
-    top_column: torch.Tensor | None,
-    log_sum: torch.Tensor,
-) -> ProjectedKL:
-    """Results, of which some have to be masked; ``log_sum`` [Ts] is of the student's rows."""
+        by = CompiledEvaluation
+    values = by(student, teacher, projection, statistics, options, requested).run()
     return ProjectedKL(
         torch.where(compared, options.temperature**2 * values.value, 0.0),
         torch.where(compared, values.entropy, 0.0),
         values.agreement & compared,
-        left_out,
+        teacher.rows.sums(statistics.left_out),
         teacher.rows.sizes().long(),
         values.rest_mass,
         token_loss,
-        top_column,
-        # An infinity less the row's peak, itself, is NaN, and so is every sum with it.
-        log_sum.isnan(),
+        statistics.top_column,
+        _is_bad(statistics.student.log_sum),
     )
+
+
+def _by_kernels(
+    sums: MergedSums,
+    student: ChunkedLogits,
+    teacher: ChunkedLogits,
+    projection: ShardedProjection,
+    options: ProjectedKLOptions,
+    requested: RequestedOutputs,
+) -> ProjectedKL:
+    """``evaluate_projected_kl`` from the rows' sums, by kernels."""
+    numbers = KernelNumbers.of(sums, student, teacher, projection, requested, options.temperature)
+    values = KernelEvaluation(student, teacher, projection, numbers, options, requested).run()
+    return ProjectedKL(
+        values.value,
+        values.entropy,
+        values.agreement,
+        numbers.left_out,
+        teacher.rows.sizes().long(),
+        values.rest_mass,
+        numbers.token_loss,
+        sums.top_column,
+        _is_bad(numbers.student_lse[1]),
+    )
+
+
+def _is_bad(log_sum: torch.Tensor) -> torch.Tensor:
+    """bool [Ts]: rows with NaN or +inf; an infinity less the row's peak, itself, is NaN."""
+    return log_sum.isnan()
 
 
 def _runs_kernels(

@@ -11,12 +11,11 @@ from typing import Final, NamedTuple
 import torch
 
 from megatron_ext.distributed.shard_collectives import all_reduce_sum
-from megatron_ext.distributed.vocab_parallel import merge_argmax
 from megatron_ext.errors import LossError
 from megatron_ext.ops.chunk_rows import ChunkedLogits
 from megatron_ext.ops.launch import LaunchConfig, chosen_config, fitting_config
 from megatron_ext.ops.projected_kl.column_plan import SUMS
-from megatron_ext.ops.projected_kl.kernel_numbers import KernelNumbers, launch_singles
+from megatron_ext.ops.projected_kl.kernel_numbers import KernelNumbers, chunk_values, launch_singles
 from megatron_ext.ops.projected_kl.operands import (
     ProjectedKLOptions,
     ProjectedValues,
@@ -107,7 +106,7 @@ class KernelEvaluation:
 
     def run(self) -> ProjectedValues:
         """Evaluate all chunks; the collectives are those of ``evaluate_projected_kl``."""
-        count, group = self.student.rows.chunk_count, self.student.shard.group
+        count = self.student.rows.chunk_count
         partial, best = self._terms(count, self.slot_blocks + self.column_blocks)
         step = self._tile_chunks()
         dots = self._dots()
@@ -117,20 +116,11 @@ class KernelEvaluation:
             self._summed_columns(tile)
             self._evaluate(tile, dots)
         # After the residual columns are read, which have no gradient from here.
-        terms, columns = [partial], [best]
-        if self.is_forward:
-            found = self._singles()
-            terms.append(found[0])
-            columns.append(found[1])
+        singles = self._singles() if self.is_forward else None
         self._outside_chunks()
-        whole = torch.cat(terms, dim=-1)
-        sums = all_reduce_sum(whole[:2].sum(dim=-1), group)
-        agreement = torch.zeros(count, dtype=torch.bool, device=partial.device)
-        if self.options.diagnostics:
-            best_column = self._largest(whole[2:], torch.cat(columns, dim=-1))
-            p_top, q_top = merge_argmax(*best_column, group)
-            agreement = p_top == q_top
-        return ProjectedValues(sums[0], sums[1], agreement, torch.zeros_like(sums[0]))
+        return chunk_values(
+            (partial, best), singles, self.numbers.compared, self.teacher.shard, self.options
+        )
 
     def _tile_chunks(self) -> int:
         """C', chunks of a tile, whole groups, the same on every rank."""
@@ -157,15 +147,6 @@ class KernelEvaluation:
         scratch = new(groups, len(self.plan.home), CHUNKS)
         residual = new(count, self.plan.residual_rows)
         return _ChunkTile(first, count, scratch, residual, partial, best, groups)
-
-    def _largest(
-        self, values: torch.Tensor, columns: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Largest P and Q~ [2, C] of this rank's columns, and their global columns."""
-        best = values.amax(dim=-1)
-        beaten = values != best[..., None]
-        column = columns.masked_fill(beaten, torch.iinfo(torch.int32).max).amin(dim=-1)
-        return best, column.long() + self.teacher.shard.start
 
     def _summed_columns(self, tile: _ChunkTile) -> None:
         """Q~, P and slopes of summed columns, ``W f`` and gradients of residual rows."""

@@ -6,25 +6,36 @@ from typing import Final, NamedTuple
 
 import torch
 
-from megatron_ext.ops.chunk_rows import ChunkedLogits, ChunkRows
+from megatron_ext.distributed.shard_collectives import all_reduce_sum
+from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard, merge_argmax
+from megatron_ext.ops.chunk_rows import ChunkedLogits
 from megatron_ext.ops.divergence import probability_floor
 from megatron_ext.ops.launch import HALF_FULL, small_block
 from megatron_ext.ops.projected_kl.column_plan import pair_block, pair_parts
 from megatron_ext.ops.projected_kl.operands import (
     ProjectedKLOptions,
+    ProjectedValues,
     RequestedOutputs,
     ShardedProjection,
 )
-from megatron_ext.ops.projected_kl.statistics import ChunkStatistics, label_columns
+from megatron_ext.ops.projected_kl.statistics import MergedSums, mapped_mass, token_losses
 
-_SUMMED_CHUNKS: Final = 1024
+_CHUNKS: Final = 128
+_LABELS: Final = 1024
+"""Chunks, and labels, of a program."""
+
+_BLOCKS: Final = 128
+"""Blocks of columns whose terms a program adds at once."""
 
 
 class KernelNumbers(NamedTuple):
     """What kernels read of rows and chunks; a log-sum-exp is its peak and logarithm, [2, T]."""
 
     student_lse: torch.Tensor
+
     carried_lse: torch.Tensor
+    """Of rows of chunks alone."""
+
     teacher_lse: torch.Tensor
 
     plain_lse: torch.Tensor | None
@@ -35,6 +46,9 @@ class KernelNumbers(NamedTuple):
 
     mass: torch.Tensor
     """M_c, fp32 [C]"""
+
+    compared: torch.Tensor
+    """bool [C]: chunks in which both models have a distribution."""
 
     grad_scale: torch.Tensor
     """fp32 [C], 0 of chunks that are not compared."""
@@ -51,28 +65,71 @@ class KernelNumbers(NamedTuple):
     label_weight: torch.Tensor | None
     """fp32 [Ts]"""
 
+    token_loss: torch.Tensor | None
+    """fp32 [Ts] as ``token_losses`` gives it."""
+
     @classmethod
     def of(
         cls,
-        statistics: ChunkStatistics,
+        sums: MergedSums,
         student: ChunkedLogits,
         teacher: ChunkedLogits,
+        projection: ShardedProjection,
         requested: RequestedOutputs,
+        temperature: float,
     ) -> KernelNumbers:
-        """Collect what was exchanged; ``requested`` has the scale of what is compared."""
-        mass = mean_over_rows(statistics.mapped, student.rows)
-        plain = statistics.untempered
+        """Compute them from the rows' sums; ``requested`` has the scale of every chunk.
+
+        One all-reduce of [Ts] and another read of the student unless ``projection.has_unit_rows``,
+        and one of [Ts] for labels.
+        """
+        from megatron_ext.ops.projected_kl.number_kernels import chunk_numbers_kernel
+
+        parts = sums.parts
+        whole, rows = torch.stack(list(parts[0])), student.rows
+        plain = None
+        if requested.cross_entropy is not None:
+            plain = whole if len(parts) == 4 else torch.stack(list(parts[4]))
+        new, count = sums.peak.new_empty, rows.chunk_count
+        carried, (mass, left_out, grad_scale) = torch.empty_like(whole), new(3, count).unbind()
+        is_scaled, compared = new(2, count, dtype=torch.bool).unbind()
+        if count:
+            block = small_block(count, _CHUNKS)
+            chunk_numbers_kernel[(-(-count // block),)](
+                sums.peak,
+                sums.log_sum,
+                rows.order,
+                rows.offsets,
+                len(rows.order),
+                teacher.rows.order,
+                teacher.rows.offsets,
+                len(teacher.rows.order),
+                requested.grad_scale.float().contiguous(),
+                count,
+                carried,
+                is_scaled,
+                mass,
+                left_out,
+                compared,
+                grad_scale,
+                BLOCK=block,
+            )
+        if not projection.has_unit_rows:
+            mapped = mapped_mass(student, LogSumExp(*carried), projection, temperature)
+            mass = rows.means(mapped)
+            mass.clamp_(min=probability_floor(mass))
         return cls(
-            torch.stack(list(statistics.student)),
-            torch.stack(list(statistics.carried.lse)),
-            torch.stack(list(statistics.teacher)),
-            None if plain is None else torch.stack(list(plain)),
-            statistics.carried.is_scaled,
-            mass.clamp_(min=probability_floor(mass)),
-            requested.grad_scale.float().contiguous(),
-            sum_over_rows(statistics.left_out, teacher.rows),
-            statistics.local_columns,
-            *_labels(student, requested),
+            whole,
+            carried,
+            torch.stack(list(parts[3])),
+            plain,
+            is_scaled,
+            mass,
+            compared,
+            grad_scale,
+            left_out,
+            sums.local_columns,
+            *_labels(student, requested, plain),
         )
 
 
@@ -148,29 +205,84 @@ def launch_singles(
     return partial, best
 
 
-def mean_over_rows(values: torch.Tensor, rows: ChunkRows) -> torch.Tensor:
-    """Means [C] of ``values`` fp32 [T] over the rows of each chunk, in a fixed order."""
-    return sum_over_rows(values, rows).div_(rows.sizes().clamp(min=1))
+def chunk_values(
+    terms: tuple[torch.Tensor, torch.Tensor],
+    singles: tuple[torch.Tensor, torch.Tensor] | None,
+    compared: torch.Tensor,
+    shard: VocabShard,
+    options: ProjectedKLOptions,
+) -> ProjectedValues:
+    """``tau^2 D_c`` and the other values of all chunks, 0 of those that are not compared.
 
+    One all-reduce of [2, C], and for diagnostics two.
 
-def sum_over_rows(values: torch.Tensor, rows: ChunkRows) -> torch.Tensor:
-    """Sums [C] of ``values`` fp32 [T] over the rows of each chunk, in a fixed order."""
-    from megatron_ext.ops.projected_kl.triton_kernels import chunk_sums_kernel
+    Args:
+        terms: By blocks of columns, fp32 [4, C, blocks] and int32 [2, C, blocks].
+        singles: Those of ``launch_singles``.
+        compared: bool [C]
+        shard: The teacher's.
+    """
+    from megatron_ext.ops.projected_kl.number_kernels import chunk_values_kernel
 
-    out = torch.empty(rows.chunk_count, dtype=torch.float32, device=values.device)
-    if len(out):
-        block = small_block(len(out), _SUMMED_CHUNKS)
-        chunk_sums_kernel[(-(-len(out) // block),)](
-            values, rows.order, rows.offsets, len(out), out, BLOCK=block
+    (partial, best), count = terms, len(compared)
+    more, more_best = singles or (None, None)
+    sums, largest = partial.new_empty(2, 2, count).unbind()
+    column = best.new_empty(2, count, dtype=torch.int64)
+    blocks = partial.shape[-1]
+    if count:
+        chunk_values_kernel[(count,)](
+            partial,
+            best,
+            blocks,
+            more,
+            more_best,
+            compared,
+            options.temperature**2,
+            shard.start,
+            count,
+            sums,
+            largest,
+            column,
+            HAS_SINGLES=more is not None,
+            HAS_DIAGNOSTICS=options.diagnostics,
+            PARTS=1 if more is None else more.shape[-1],
+            BLOCK=small_block(blocks, _BLOCKS),
+            num_warps=1,
         )
-    return out
+    value, entropy = all_reduce_sum(sums, shard.group)
+    agreement = torch.zeros_like(compared)
+    if options.diagnostics:
+        p_top, q_top = merge_argmax(largest, column, shard.group)
+        agreement = (p_top == q_top) & compared
+    return ProjectedValues(value, entropy, agreement, torch.zeros_like(value))
 
 
 def _labels(
-    student: ChunkedLogits, requested: RequestedOutputs
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    student: ChunkedLogits, requested: RequestedOutputs, plain: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Column, weight and loss of each label; None where there are none."""
     if requested.cross_entropy is None:
-        return None, None
-    label, weight = requested.cross_entropy
-    column = label_columns(label, student.shard)
-    return column, weight.float().masked_fill(label < 0, 0.0)
+        return None, None, None
+    from megatron_ext.ops.projected_kl.number_kernels import label_numbers_kernel
+
+    assert plain is not None
+    (label, weight), logits, shard = requested.cross_entropy, student.logits, student.shard
+    label, rows = label.contiguous(), len(logits)
+    column, (label_weight, picked) = torch.empty_like(label), plain.new_empty(2, rows).unbind()
+    if rows:
+        block = small_block(rows, _LABELS)
+        label_numbers_kernel[(-(-rows // block),)](
+            logits,
+            logits.stride(0),
+            label,
+            weight.float().contiguous(),
+            shard.start,
+            shard.valid_width,
+            rows,
+            column,
+            label_weight,
+            picked,
+            BLOCK=block,
+        )
+    picked = all_reduce_sum(picked, shard.group)
+    return column, label_weight, token_losses(picked, label, LogSumExp(*plain), shard)

@@ -88,11 +88,36 @@ class ChunkStatistics(NamedTuple):
     top_column: torch.Tensor | None
     """int64 [Ts]: global column of the largest ``z``, the first of equals; None as above."""
 
+
+class MergedSums(NamedTuple):
+    """Sums of exponentials of both models' rows over all ranks."""
+
+    peak: torch.Tensor
+    """[2 Ts + 2 Tt]: of the student's rows over all columns and over mapped ones, then of the
+    teacher's over all and over reachable ones; and [Ts] more where tau is not 1, over all of the
+    student's at temperature 1."""
+
+    log_sum: torch.Tensor
+    """As ``peak``."""
+
+    top_column: torch.Tensor | None
+    """int64 [Ts]: global column of the largest ``z``, the first of equals; None unless asked."""
+
     local_columns: tuple[torch.Tensor, torch.Tensor]
     """int64 [Ts] and [Tt]: this rank's column of the largest logit; of kernels alone."""
 
+    @property
+    def parts(self) -> list[LogSumExp]:
+        """Sums of each kind of row, in their order."""
+        students, teachers = (len(columns) for columns in self.local_columns)
+        rows = [students, students, teachers, teachers]
+        if len(self.peak) > sum(rows):
+            rows.append(students)
+        split = (part.split(rows) for part in (self.peak, self.log_sum))
+        return [LogSumExp(*pair) for pair in zip(*split, strict=True)]
 
-def chunk_statistics(
+
+def merged_sums(
     student: ChunkedLogits,
     teacher: ChunkedLogits,
     projection: ShardedProjection,
@@ -100,12 +125,11 @@ def chunk_statistics(
     temperature: float,
     untempered: bool,
     implementation: Implementation,
-) -> ChunkStatistics:
+) -> MergedSums:
     """Read both models' logits once. No graph.
 
     Two all-reduces of [2 Ts + 2 Tt], and of Ts more for ``untempered`` at another temperature; two
-    of [Ts] for its largest columns. One all-reduce of [Ts] and another read of the student unless
-    ``projection.has_unit_rows``.
+    of [Ts] for its largest columns.
     """
     by = implementation
     sides = [
@@ -119,34 +143,50 @@ def chunk_statistics(
         )
         for side, members in ((student, projection.row_mass > 0), (teacher, projection.reachable))
     ]
-    peaks, totals = ([part for x in sides for part in x[index]] for index in (0, 1))
+    peaks, totals = (
+        [part.view(-1) for part in x] for x in zip(*(s[:2] for s in sides), strict=True)
+    )
     if untempered and temperature != 1.0:
         plain = row_statistics(student.logits, student.shard, with_column=False, implementation=by)
         peaks.append(plain.peak[0])
         totals.append(plain.total[0])
     merged = merge_log_sum_exp(torch.cat(peaks), torch.cat(totals), student.shard.group)
-    rows = [len(peak) for peak in peaks]
-    parts = [LogSumExp(*pair) for pair in zip(*(x.split(rows) for x in merged), strict=True)]
-    student_whole, inside, whole, reached = parts[:4]
+    top = None
+    if untempered:
+        own, shard = sides[0], student.shard
+        top = own.column + shard.start
+        if shard.group is not None:
+            best = own.peak[0].masked_fill(own.total[0] == 0, -torch.inf)
+            top = merge_argmax(best, top, shard.group)
+    return MergedSums(*merged, top, (sides[0].column, sides[1].column))
+
+
+def chunk_statistics(
+    sums: MergedSums,
+    student: ChunkedLogits,
+    projection: ShardedProjection,
+    *,
+    temperature: float,
+    untempered: bool,
+) -> ChunkStatistics:
+    """What follows from the rows' sums.
+
+    One all-reduce of [Ts] and another read of the student unless ``projection.has_unit_rows``.
+    """
+    student_whole, inside, whole, reached, *plain = sums.parts
     carried = carried_rows(student_whole, inside, student.rows)
     if projection.has_unit_rows:
         mapped = log_ratio(inside, carried.lse).exp_()
     else:
-        mapped = _mapped_mass(student, carried.lse, projection, temperature)
+        mapped = mapped_mass(student, carried.lse, projection, temperature)
     left_out = -torch.expm1(log_ratio(reached, whole))
-    plain_rows = (parts[4:] or [student_whole])[0] if untempered else None
-    top = None
-    if untempered:
-        own, shard = sides[0], student.shard
-        best = own.peak[0].masked_fill(own.total[0] == 0, -torch.inf)
-        top = merge_argmax(best, own.column + shard.start, shard.group)
-    columns = (sides[0].column, sides[1].column)
+    plain_rows = (plain or [student_whole])[0] if untempered else None
     return ChunkStatistics(
-        student_whole, carried, mapped, reached, left_out, plain_rows, top, columns
+        student_whole, carried, mapped, reached, left_out, plain_rows, sums.top_column
     )
 
 
-def _mapped_mass(
+def mapped_mass(
     student: ChunkedLogits, lse: LogSumExp, projection: ShardedProjection, temperature: float
 ) -> torch.Tensor:
     """``sum_s q_i[s] row_mass[s]`` [Ts] for projection rows of any sum. One all-reduce."""

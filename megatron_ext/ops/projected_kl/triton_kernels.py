@@ -150,20 +150,6 @@ def chunk_centre(dots_ptr, order_ptr, begin, end, mass):
     return total / (tl.maximum(end - begin, 1) * mass)
 
 
-@triton.jit(do_not_specialize=["chunks"])
-def chunk_sums_kernel(values_ptr, order_ptr, chunk_ptr, chunks, out_ptr, BLOCK: tl.constexpr):
-    """Sums [C] of ``values`` [T] over the rows of each chunk, in their order."""
-    chunk = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    exists = chunk < chunks
-    begin = tl.load(chunk_ptr + chunk, mask=exists, other=0)
-    rows = tl.load(chunk_ptr + chunk + 1, mask=exists, other=0) - begin
-    total = tl.zeros((BLOCK,), tl.float32)
-    for step in range(0, tl.max(rows, axis=0)):
-        row = tl.load(order_ptr + begin + step, mask=step < rows, other=0)
-        total += tl.load(values_ptr + row, mask=step < rows, other=0.0)
-    tl.store(out_ptr + chunk, total, mask=exists)
-
-
 @triton.jit(
     do_not_specialize=[
         "student_rows",
