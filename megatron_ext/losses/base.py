@@ -8,7 +8,7 @@ global count must be known before the first forward. ``KnownAhead`` holds the da
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Literal
@@ -114,9 +114,9 @@ class LossOutput:
     """[C] without a graph: each chunk's share of ``loss_sum``, 0 for chunks left out; None from an
     objective that does not sum over chunks."""
 
-    bad: torch.Tensor | None = None
-    """int32 [2] as ``FiniteCheck.bad`` has it of one teacher, from sums that the objective knows;
-    None unless ``Objective.tells_bad``."""
+    bad: Callable[[], torch.Tensor] | None = None
+    """Function that makes int32 [2] as ``FiniteCheck.bad`` has it of one teacher, from sums that
+    the objective knows; None unless ``Objective.tells_bad``."""
 
 
 Over = Literal["chunks", "tokens"]

@@ -51,10 +51,11 @@ def chunk_output(
     """
     used = chunk_mask(inputs, usable)
     kept = chunk_loss if used is None else torch.where(used, chunk_loss, 0.0)
-    averages = {name: over_chunks(values, used) for name, values in (means or {}).items()}
+    count = _count(chunk_loss, used)
+    averages = {name: (masked_sum(values, used), count) for name, values in (means or {}).items()}
     return LossOutput(
         loss_sum=kept.sum(),
-        count=_count(chunk_loss, used),
+        count=count,
         chunk_loss=kept.detach(),
         metrics=averages | dict(metrics or {}) | class_metrics(inputs, kept.detach(), used),
     )
@@ -85,11 +86,16 @@ def _count(values: torch.Tensor, used: torch.Tensor | None) -> torch.Tensor:
 
 def over_chunks(values: torch.Tensor, used: torch.Tensor | None) -> SumCount:
     """Sum of ``values`` [C] over the used chunks, None for all, and their number."""
+    return masked_sum(values, used), _count(values, used)
+
+
+def masked_sum(values: torch.Tensor, used: torch.Tensor | None) -> torch.Tensor:
+    """Sum of ``values`` [C] over the used chunks, None for all, in fp32 at least."""
     dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
     kept = values.detach()
     if used is not None:
         kept = torch.where(used, kept, torch.zeros_like(kept))
-    return kept.sum(dtype=dtype), _count(values, used)
+    return kept.sum(dtype=dtype)
 
 
 def class_metrics(

@@ -16,7 +16,7 @@ from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput, Over
-from megatron_ext.losses.diagnostics import used_chunks
+from megatron_ext.losses.diagnostics import chunk_mask
 from megatron_ext.losses.vocabulary_match import VocabularyMatch
 from megatron_ext.ops.unit_gradient import kept_gradient
 from megatron_ext.projection.speller import ProjectionMethod
@@ -300,7 +300,14 @@ def chunk_scales(
     inputs: DistillationInputs, scale: Scale, usable: torch.Tensor | None = None
 ) -> torch.Tensor:
     """fp32 [C]: ``scale`` at every chunk of ``used_chunks``, 0 elsewhere."""
-    return (used_chunks(inputs, usable) * scale).float()
+    mask = chunk_mask(inputs, usable)
+    if mask is not None:
+        return (mask * scale).float()
+    assert inputs.alignment is not None
+    count, logits = inputs.alignment.chunk_count, inputs.student_logits
+    if isinstance(scale, torch.Tensor):
+        return scale.to(logits.device, torch.float32).expand(count)
+    return torch.full((count,), scale, device=logits.device)
 
 
 LOSS_REGISTRY: Registry[Callable[..., Objective]] = Registry("distillation objective")

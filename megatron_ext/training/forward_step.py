@@ -130,7 +130,7 @@ Checks = Mapping[str, torch.Tensor | None]
 
 def _told(output: LossOutput) -> torch.Tensor:
     assert output.bad is not None
-    return output.bad[None]
+    return output.bad()[None]
 
 
 class StepReport(NamedTuple):
@@ -363,6 +363,19 @@ class StudentStep:
         return total, no_tokens, StepReport(metrics, FiniteCheck(torch.cat(flags), tuple(checks)))
 
 
+def _by_dtype(
+    metrics: Mapping[str, SumCount],
+) -> Iterator[tuple[list[tuple[str, int]], torch.Tensor]]:
+    """All sums and counts of a dtype in one tensor, with the name of each and its place in the
+    pair: an operation for each dtype, not for each number."""
+    numbers = {
+        (name, place): part for name, pair in metrics.items() for place, part in enumerate(pair)
+    }
+    for dtype in dict.fromkeys(part.dtype for part in numbers.values()):
+        places = [place for place, part in numbers.items() if part.dtype == dtype]
+        yield places, torch.stack([numbers[place] for place in places])
+
+
 def reduce_reports(
     reports: Sequence[StepReport], groups: ProcessGroups
 ) -> tuple[dict[str, float], FiniteCheck]:
@@ -374,19 +387,22 @@ def reduce_reports(
     """
     if not reports:
         return {}, FiniteCheck(torch.zeros(1, 2, dtype=torch.int32))
-    names = list(reports[0].metrics)
-    sums = [
-        torch.stack([torch.stack([value.double() for value in r.metrics[name]]) for r in reports])
-        for name in names
-    ]
+    numbers = [list(_by_dtype(report.metrics)) for report in reports]
     bad = torch.stack([report.finite.bad for report in reports]).double().sum(dim=0)
-    totals = torch.cat([*(metric.sum(dim=0, keepdim=True) for metric in sums), bad])
+    sums = [
+        torch.stack([values for _, values in parts]).double().sum(dim=0)
+        for parts in zip(*numbers, strict=True)
+    ]
+    totals = torch.cat([*sums, bad.flatten()])
     dist.all_reduce(totals, group=groups.dp_cp)
     # The only time in a step that the host waits for its forward and backward passes.
     totals = totals.cpu()
-    values, bad = totals[: len(names)], totals[len(names) :]
+    places = [place for part, _ in numbers[0] for place in part]
+    found = dict(zip(places, totals.tolist(), strict=False))
+    values = ((found[name, 0], found[name, 1]) for name in reports[0].metrics)
+    bad = totals[len(places) :].view(bad.shape)
     means = {
         name: total if count == 0 else total / count
-        for name, (total, count) in zip(names, values.tolist(), strict=True)
+        for name, (total, count) in zip(reports[0].metrics, values, strict=True)
     }
     return means, reports[0].finite._replace(bad=(bad > 0).to(torch.int32))

@@ -76,14 +76,10 @@ class NextTokenLoss(FusedObjective):
             top_column: int64 [B Ts], the token of the largest logit.
         """
         labels = inputs.labels.flatten()
-        trained = labels != IGNORE_INDEX
-        count = trained.sum()
-        hits = trained & (top_column == labels)
-        return LossOutput(
-            loss_sum=row_loss.sum(),
-            count=count,
-            metrics={"accuracy": (hits.sum().to(row_loss.dtype), count)},
-        )
+        count = (labels != IGNORE_INDEX).sum()
+        # No column is ``IGNORE_INDEX``.
+        hits = (top_column == labels).sum(dtype=row_loss.dtype)
+        return LossOutput(loss_sum=row_loss.sum(), count=count, metrics={"accuracy": (hits, count)})
 
     @property
     def sums_over(self) -> Over:

@@ -105,7 +105,7 @@ def test_sums_of_rows_tell_what_a_read_of_all_numbers_does(
                 inputs, student_logits=student, teacher=replace(inputs.teacher, logits=teacher)
             )
             read = check_finite(bad).bad[0].tolist()
-            assert objective(bad).bad.tolist() == read, name
+            assert objective(bad).bad().tolist() == read, name
             is_bad = poison != -torch.inf and "unread" not in name
             assert sum(read) == is_bad, name
 
