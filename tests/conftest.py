@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.durations import DurationRecorder, longest_first
+from tests.durations import DurationRecorder, in_order
 from tests.fork_server import fork_server
 from tests.unsynced_disk import do_not_wait_for_the_disk
 
@@ -58,7 +58,7 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     """Begin with what takes long: no worker is left with a long file when the others are done."""
-    recorded = longest_first()
+    recorded = in_order()
     if recorded is not None:
         items.sort(key=recorded)
         return

@@ -3,6 +3,7 @@
 Run the whole suite with MEGATRON_EXT_RECORD_DURATIONS=1 to write ``durations.json``.
 """
 
+import heapq
 import json
 import time
 from contextlib import suppress
@@ -13,6 +14,9 @@ import psutil
 import pytest
 
 RECORDED = Path(__file__).with_name("durations.json")
+
+_WAITING_S = 2.0
+"""A file that is idle for longer waits."""
 
 
 class Seconds(NamedTuple):
@@ -90,10 +94,35 @@ def write_durations(measured, path):
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
-def longest_first(path=RECORDED):
-    """A key to sort tests by, files of unknown length first; None: nothing was recorded."""
+def in_order(path=RECORDED, *, workers=2):
+    """A key to sort tests by, files of unknown length first; None: nothing was recorded.
+
+    Long files come first, so that no worker is left with one. Beside one that waits, for a server
+    to be given up, say, comes one of several processes, which use its core.
+    """
     if not path.exists():
         return None
     table = json.loads(path.read_text(encoding="utf-8"))
-    wall = {path.parent / file: seconds["wall"] for file, seconds in table.items()}
-    return lambda item: -wall.get(item.path, float("inf"))
+    files = {path.parent / file: Seconds(**seconds) for file, seconds in table.items()}
+    place = {file: number for number, file in enumerate(_dealt_out(files, workers))}
+    return lambda item: place.get(item.path, -1)
+
+
+def _dealt_out(files, workers):
+    """The files in the order in which workers begin them."""
+    left = sorted(files, key=lambda file: -files[file].wall)
+    waiting = [file for file in left if files[file].wall - files[file].cpu > _WAITING_S]
+    several = [file for file in left if file not in waiting and _has_ranks(file)]
+    ends = [(0.0, None)] * workers
+    while left:
+        now, _ = heapq.heappop(ends)
+        is_beside = any(end > now and file in waiting for end, file in ends)
+        wanted = several if is_beside else waiting
+        chosen = next((file for file in wanted if file in left), left[0])
+        left.remove(chosen)
+        heapq.heappush(ends, (now + files[chosen].wall, chosen))
+        yield chosen
+
+
+def _has_ranks(file):
+    return file.exists() and "ranks" in file.read_text(encoding="utf-8")

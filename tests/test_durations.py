@@ -3,7 +3,7 @@
 import json
 from types import SimpleNamespace
 
-from tests.durations import DurationRecorder, Seconds, longest_first, write_durations
+from tests.durations import DurationRecorder, Seconds, in_order, write_durations
 
 pytest_plugins = ("pytester",)
 
@@ -65,12 +65,24 @@ def test_a_worker_reports_and_writes_nothing(tmp_path):
 
 def test_long_files_come_first_and_unknown_ones_before_them(tmp_path):
     path = tmp_path / "durations.json"
-    assert longest_first(path) is None
+    assert in_order(path) is None
     for name in ("short", "long"):
         (tmp_path / f"{name}.py").touch()
     write_durations({"short.py": Seconds(9.0, 1.0), "gone.py": Seconds(1.0, 1.0)}, path)
     write_durations({"long.py": Seconds(0.1, 5.0)}, path)
     assert list(json.loads(path.read_text())) == ["long.py", "short.py"]
-    key = longest_first(path)
+    key = in_order(path)
     items = [SimpleNamespace(path=tmp_path / f"{name}.py") for name in ("short", "long", "new")]
     assert [item.path.stem for item in sorted(items, key=key)] == ["new", "long", "short"]
+
+
+def test_beside_a_file_that_waits_comes_one_of_ranks(tmp_path):
+    path = tmp_path / "durations.json"
+    measured = {"waits": (1, 9), "waits_too": (1, 5), "long": (12, 12), "ranks": (4, 4)}
+    for name in (*measured, "ranks_too"):
+        (tmp_path / f"{name}.py").write_text("run_ranks" if "ranks" in name else "")
+    measured["ranks_too"] = (6, 6)
+    write_durations({f"{name}.py": Seconds(*its) for name, its in measured.items()}, path)
+    key = in_order(path)
+    names = sorted(measured, key=lambda name: key(SimpleNamespace(path=tmp_path / f"{name}.py")))
+    assert names == ["waits", "ranks_too", "ranks", "waits_too", "long"]
