@@ -131,8 +131,7 @@ def merge_exp_sums(sums: Sequence[ExpSums], shard: VocabShard) -> list[LogSumExp
 def local_column(token_id: torch.Tensor, shard: VocabShard) -> torch.Tensor:
     """This rank's column of each row's token, int64 [T], -1 where another rank has it."""
     column = token_id - shard.start
-    here = (token_id >= 0) & (column >= 0) & (column < shard.valid_width)
-    return torch.where(here, column, -1)
+    return column.masked_fill((column < 0) | (column >= shard.valid_width), -1)
 
 
 def token_exp_sums(logits: torch.Tensor, column: torch.Tensor, temperature: float = 1.0) -> ExpSums:

@@ -13,7 +13,7 @@ import torch
 from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.distributed.vocab_parallel import LogSumExp, merge_argmax
 from megatron_ext.errors import LossError
-from megatron_ext.ops.chunk_rows import ChunkedLogits
+from megatron_ext.ops.chunk_rows import ChunkedLogits, local_column
 from megatron_ext.ops.divergence import probability_floor
 from megatron_ext.ops.divergence_loops import DIRECTIONS
 from megatron_ext.ops.projected_kl import compiled_loops as compiled
@@ -24,7 +24,7 @@ from megatron_ext.ops.projected_kl.operands import (
     RequestedOutputs,
     ShardedProjection,
 )
-from megatron_ext.ops.projected_kl.statistics import ChunkStatistics, label_columns
+from megatron_ext.ops.projected_kl.statistics import ChunkStatistics
 from megatron_ext.ops.row_loops import BLOCK, FlatRows, flat_rows, in_threads
 
 _SCRATCH_BYTES: Final = 1 << 24
@@ -202,7 +202,7 @@ def _labels(
         return compiled.Labels(np.zeros(0, dtype=np.int64), none, none, none)
     label, weight = requested.cross_entropy
     return compiled.Labels(
-        label_columns(label, student.shard).numpy(),
+        local_column(label, student.shard).numpy(),
         weight.float().masked_fill(label < 0, 0.0).numpy(),
         statistics.untempered.peak.numpy(),
         statistics.untempered.log_sum.numpy(),

@@ -19,7 +19,7 @@ from megatron_ext.distributed.vocab_parallel import (
     row_slices,
     scaled_logits,
 )
-from megatron_ext.ops.chunk_rows import ChunkedLogits, ChunkRows
+from megatron_ext.ops.chunk_rows import ChunkedLogits, ChunkRows, local_column
 from megatron_ext.ops.launch import Implementation
 from megatron_ext.ops.projected_kl.operands import ShardedProjection, WeightedLabels
 from megatron_ext.ops.softmax_statistics import row_statistics
@@ -200,15 +200,9 @@ def mapped_mass(
     return all_reduce_sum(out, shard.group)
 
 
-def label_columns(label: torch.Tensor, shard: VocabShard) -> torch.Tensor:
-    """This rank's column of each label, int64 [T], -1 where it has none."""
-    column = label - shard.start
-    return column.masked_fill((column < 0) | (column >= shard.valid_width), -1)
-
-
 def label_logits(logits: torch.Tensor, label: torch.Tensor, shard: VocabShard) -> torch.Tensor:
     """Logit [T] of each label int64 [T], 0 of those that no rank has. One all-reduce of [T]."""
-    column = label_columns(label, shard)
+    column = local_column(label, shard)
     picked = logits.detach().gather(-1, column.clamp(min=0)[:, None])[:, 0]
     picked = picked.to(accumulation_dtype(logits.dtype))
     return all_reduce_sum(picked.masked_fill_(column < 0, 0.0), shard.group)
@@ -241,7 +235,7 @@ def add_label_gradient_(
         out: [T', Vp] in the accumulation dtype.
         logits: [T', Vp] of ``rows``.
         lse: [T] at temperature 1.
-        column: int64 [T] from ``label_columns``.
+        column: int64 [T] from ``local_column``.
         rows: int64 [T'].
     """
     weight = term.weight[rows].to(out.dtype).masked_fill(term.label[rows] < 0, 0.0)[:, None]

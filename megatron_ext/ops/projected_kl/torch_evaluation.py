@@ -23,7 +23,7 @@ from megatron_ext.distributed.vocab_parallel import (
     merge_argmax,
     row_slices,
 )
-from megatron_ext.ops.chunk_rows import ChunkedLogits, ChunkRows
+from megatron_ext.ops.chunk_rows import ChunkedLogits, ChunkRows, local_column
 from megatron_ext.ops.divergence import ProjectedTerms, probability_floor, projected_terms
 from megatron_ext.ops.projected_kl.operands import (
     ProjectedKLOptions,
@@ -36,7 +36,6 @@ from megatron_ext.ops.projected_kl.statistics import (
     ChunkStatistics,
     add_label_gradient_,
     kept_threshold,
-    label_columns,
     pool_rest,
 )
 
@@ -127,7 +126,7 @@ class TorchEvaluation:
         self.mass = mean_mapped_mass(statistics, student.rows)
         self.labels = None
         if requested.cross_entropy is not None:
-            self.labels = label_columns(requested.cross_entropy.label, student.shard)
+            self.labels = local_column(requested.cross_entropy.label, student.shard)
 
     def run(self) -> ProjectedValues:
         """Evaluate all chunks; the collectives are those of ``evaluate_projected_kl``."""
