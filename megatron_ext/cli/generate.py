@@ -41,8 +41,7 @@ from megatron_ext.conversation import Message
 from megatron_ext.conversation.records import ConversationRecord
 from megatron_ext.distributed.layout import launched_processes
 from megatron_ext.engines.chat_endpoint import Answer, ChatEndpoint
-from megatron_ext.engines.engine import Sampling
-from megatron_ext.engines.engine_config import EngineConfig
+from megatron_ext.engines.engine import EngineConfig, Sampling
 from megatron_ext.errors import ConfigError
 from megatron_ext.evaluation.language_model import GenerationOptions
 from megatron_ext.evaluation.tasks.task import texts_of

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron_ext.conversation.records import ConversationRecord
-from megatron_ext.engines.engine import Sampling
-from megatron_ext.engines.engine_config import EngineConfig
+from megatron_ext.engines.engine import EngineConfig, Sampling
 from megatron_ext.errors import DistributedError
 from megatron_ext.imports import needed_packages
 

@@ -14,7 +14,7 @@ from requests.adapters import HTTPAdapter
 from requests.utils import get_environ_proxies
 from urllib3.util import Retry
 
-from megatron_ext.engines.engine_config import EngineConfig
+from megatron_ext.engines.engine import EngineConfig
 from megatron_ext.errors import DistributedError
 
 _CONNECT_S: Final = 10.0

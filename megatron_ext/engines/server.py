@@ -9,8 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
-from megatron_ext.engines.engine import Answers, AskedPrompt, Completion, Sampling, Scores
-from megatron_ext.engines.engine_config import EngineConfig, EngineKind
+from megatron_ext.engines.engine import (
+    Answers,
+    AskedPrompt,
+    Completion,
+    EngineConfig,
+    EngineKind,
+    Sampling,
+    Scores,
+)
 from megatron_ext.engines.http_client import HttpClient
 from megatron_ext.engines.sglang import Sglang
 from megatron_ext.engines.vllm import Vllm

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.process_groups import ProcessGroups
-from megatron_ext.engines.engine import Answers, AskedPrompt, Completion, Sampling
-from megatron_ext.engines.engine_config import EngineConfig
+from megatron_ext.engines.engine import Answers, AskedPrompt, Completion, EngineConfig, Sampling
 from megatron_ext.engines.server import InferenceServer, check_processed
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.huggingface.checkpoint_files import is_checkpoint_folder

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.engines.engine import AskedPrompt, Sampling
-from megatron_ext.engines.engine_config import EngineConfig
+from megatron_ext.engines.engine import AskedPrompt, EngineConfig, Sampling
 from megatron_ext.engines.server import InferenceServer, check_processed
 from megatron_ext.errors import ConfigError, DistributedError
 from megatron_ext.teachers.base import TokenRows

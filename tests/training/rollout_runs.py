@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_ext.engines.engine_config import EngineConfig
+from megatron_ext.engines.engine import EngineConfig
 from megatron_ext.errors import DistributedError
 from megatron_ext.evaluation.student_engine import engine_of
 from megatron_ext.losses import TeacherTargets

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Literal
 
 from megatron_ext.constants import MAX_RECORD_MIB
-from megatron_ext.engines.engine_config import EngineConfig
+from megatron_ext.engines.engine import EngineConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.tokenizers.config import TokenizerConfig
 from megatron_ext.training.configuration.exclusions import check_exclusions

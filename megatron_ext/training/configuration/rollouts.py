@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron_ext.engines.engine_config import EngineConfig
+from megatron_ext.engines.engine import EngineConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.training.configuration.model import check_positive
 

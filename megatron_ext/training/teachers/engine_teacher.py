@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from megatron.core import parallel_state
 
 from megatron_ext.distributed import process_groups
-from megatron_ext.engines.engine_config import EngineConfig
+from megatron_ext.engines.engine import EngineConfig
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.imports import needed_packages
 from megatron_ext.teachers.remote_teacher import RemoteTeacher
