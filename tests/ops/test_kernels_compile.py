@@ -154,6 +154,24 @@ def test_partition_kl():
     compiles("partition_kl.triton_kernels", variants)
 
 
+def test_chains():
+    types = arguments(
+        "student_chosen student_others teacher_chosen teacher_others scale divergence "
+        "student_rest teacher_rest chosen_gradient others_gradient: *fp32; "
+        "student_step teacher_step completion: *i32; counted agreement: *i1; "
+        "student_steps teacher_steps: i32; temperature mixture: fp32"
+    )
+    variants = [
+        (
+            "compare_chains_kernel",
+            types,
+            {"DIRECTION": direction, "HAS_MASSES": known, "HAS_GRADIENT": True, "BLOCK": 128},
+        )
+        for direction, known in (("jensen_shannon", False), ("forward", True), ("reverse", False))
+    ]
+    compiles("partition_kl.chain_kernels", variants)
+
+
 def test_prefix_masses():
     types = arguments(
         "row: *i64; peak log_sum: *fp32; column pointers slot: *i32; out: *fp32; "

@@ -6,7 +6,7 @@ model.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
@@ -30,6 +30,9 @@ from megatron_ext.ops.partition_kl.operands import (
 )
 from megatron_ext.ops.partition_kl.single_chunks import token_numbers
 from megatron_ext.ops.partition_kl.split_statistics import RowGroup, RowSplit
+
+_EVENTS: Final = 128
+"""Completions that a program holds at once."""
 
 
 class ChosenLogits(NamedTuple):
@@ -91,6 +94,66 @@ def compare_chains(
         grad_chosen.masked_fill_(of_chosen, 0.0),
         grads[1].masked_fill(torch.cat([of_step, unused]), 0.0),
     )
+
+
+def compare_chains_by_kernel(
+    student: ChosenLogits,
+    teacher: ChosenLogits | RowMasses,
+    plan: PartitionPlan,
+    grad_scale: torch.Tensor | None,
+    *,
+    with_gradient: bool,
+) -> tuple[EventComparison, ChosenLogits]:
+    """``compare_chains`` by a kernel, which has a program for each chain."""
+    from megatron_ext.ops.partition_kl.chain_kernels import compare_chains_kernel
+
+    chains, count = plan.chains, plan.chains.chain_count
+    chosen, rest = (part.float().contiguous() for part in student)
+    divergence, student_rest, teacher_rest = rest.new_empty(3, count).unbind()
+    agreement, gradients = plan.counted.new_empty(count), (chosen, rest)
+    if with_gradient:
+        gradients = torch.empty_like(chosen), torch.empty_like(rest)
+    if isinstance(teacher, RowMasses):
+        its = torch.cat(teacher[::2]), torch.cat(teacher[1::2])
+    else:
+        its = teacher.chosen, teacher.rest
+    bounds = torch.arange(count + 1, device=rest.device)
+    if grad_scale is None:
+        grad_scale = rest.new_ones(count)
+    if count:
+        compare_chains_kernel[(count,)](
+            chosen,
+            rest,
+            _edges(chains.student.step_chain, bounds),
+            len(chains.student.step_chain),
+            *(part.float().contiguous() for part in its),
+            _edges(chains.teacher.step_chain, bounds),
+            len(chains.teacher.step_chain),
+            _edges(chains.completion_chain, bounds),
+            plan.counted,
+            grad_scale.float().contiguous(),
+            plan.options.temperature,
+            plan.options.mixture,
+            divergence,
+            student_rest,
+            teacher_rest,
+            agreement,
+            *gradients,
+            DIRECTION=plan.options.direction,
+            HAS_MASSES=isinstance(teacher, RowMasses),
+            HAS_GRADIENT=with_gradient,
+            BLOCK=_EVENTS,
+            num_warps=1,
+        )
+    if not with_gradient:
+        gradients = torch.zeros_like(chosen), torch.zeros_like(rest)
+    compared = EventComparison(divergence, student_rest, teacher_rest, agreement)
+    return compared, ChosenLogits(*gradients)
+
+
+def _edges(chain: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+    """Where each chain begins among ascending ones, int32 [H + 1]."""
+    return torch.searchsorted(chain, bounds, out_int32=True)
 
 
 def _masses(logits: ChosenLogits, rows: ChainRows, plan: PartitionPlan) -> RowMasses:

@@ -25,6 +25,7 @@ from megatron_ext.ops.partition_kl.chain_chunks import (
     ChainGradient,
     ChosenLogits,
     compare_chains,
+    compare_chains_by_kernel,
     write_other_rows_,
     write_other_rows_by_kernel_,
 )
@@ -143,7 +144,8 @@ def evaluate_partition_kl(
         ChosenLogits.of(sums.picked, sums.at_chains(model), model.split.chosen)
         for sums, model in zip(merged, models, strict=True)
     ]
-    chain, grads = compare_chains(
+    compare = compare_chains_by_kernel if by == "triton" else compare_chains
+    chain, grads = compare(
         chosen[0],
         chosen[1] if masses is None else masses,
         plan,

@@ -39,10 +39,10 @@ class ChainRows(NamedTuple):
     """int64 [S]: the observed token."""
 
     step_chain: torch.Tensor
-    """int64 [S]: the chain it belongs to."""
+    """int64 [S] ascending: the chain it belongs to."""
 
     step_place: torch.Tensor
-    """int64 [S]: number of tokens of the chain before it."""
+    """int64 [S] ascending in a chain: number of tokens of the chain before it."""
 
     last_row: torch.Tensor
     """int64 [H]: row that predicts the token after the prefix."""
