@@ -8,6 +8,8 @@ import gc
 import os
 from importlib import import_module
 
+from tests.huge_pages import collapse_memory
+
 _MODULES = (
     "megatron.core.dist_checkpointing.strategies.torch",
     "megatron_ext.cli.main",
@@ -31,3 +33,4 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 gc.freeze()
 gc.set_threshold(100_000, 20, 20)
 gc.enable()
+collapse_memory()
