@@ -161,7 +161,7 @@ def test_the_extra_for_everything_has_every_extra_of_users():
 
 @pytest.mark.parametrize("extra", BROUGHT_BY)
 def test_the_extra_of_a_verb_brings_the_smaller_ones(extra):
-    assert {*BROUGHT_BY[extra]} == within(extra) - {"tokenizers"}
+    assert {*BROUGHT_BY[extra]} == within(extra)
 
 
 def test_a_verb_names_one_extra_for_all_that_it_needs():
