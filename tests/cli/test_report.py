@@ -129,7 +129,7 @@ def refused(capsys, *words):
 
 @pytest.mark.parametrize(
     ("size", "words"),
-    [(1023, "1,023 bytes"), (3 * 2**29, "1.5 GiB"), (1010 * 2**20, "1,010 MiB"), (None, "–")],
+    [(1023, "1,023 bytes"), (3 * 2**29, "1.5 GiB"), (999.6 * 2**20, "1,000 MiB"), (None, "–")],
 )
 def test_memory_has_three_digits_and_whole_numbers_in_full(size, words):
     assert token_view.memory(size) == words

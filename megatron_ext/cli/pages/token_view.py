@@ -104,7 +104,7 @@ def memory(size: float | None) -> str:
     while size >= 1024 and unit < len(_BYTE_UNITS) - 1:
         size /= 1024
         unit += 1
-    places = ",.0f" if unit == 0 or size >= 1000 else ".3g"
+    places = ",.0f" if unit == 0 or size >= 999.5 else ".3g"
     return f"{size:{places}} {_BYTE_UNITS[unit]}"
 
 
