@@ -26,7 +26,7 @@ from megatron_ext.cli.output import MOST_NAMED, quiet_libraries, warn_left_out
 from megatron_ext.constants import MAX_RECORD_MIB
 from megatron_ext.conversation.records import RECORD_SCHEMA_REGISTRY, RecordSchemaName
 from megatron_ext.documents.id_tokenizers import LOSS_MASK
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, counted
 from megatron_ext.preprocessing.config import PreprocessConfig
 from megatron_ext.preprocessing.preprocess import preprocess
 from megatron_ext.preprocessing.report import Report
@@ -197,7 +197,7 @@ def _warn(config: PreprocessConfig, report: Report) -> None:
 
 def _summary(config: PreprocessConfig, report: Report) -> str:
     counts = [
-        f"{report.documents:,} documents",
+        counted(report.documents, "document"),
         f"{report.text_bytes / 1e6:,.1f} MB of text",
         *(f"{count:,} {_unit(name)}" for name, count in report.tokens.items()),
         f"{report.empty_documents:,} empty",
