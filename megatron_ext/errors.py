@@ -33,6 +33,12 @@ def printable(text: str) -> str:
     return shown
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things in words, such as ``1 document`` or ``2,000 documents``."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
+
+
 def escape_controls(text: str, allowed: str = "") -> str:
     """``text`` with escapes in place of control characters other than those ``allowed``."""
     return _CONTROLS.sub(

@@ -28,7 +28,7 @@ EXTRA_OF: Final = {
     "pyarrow": "data",
     "regex": "audit",
     "requests": "engines",
-    "safetensors": "train",
+    "safetensors": "tokenizers",
     "sentencepiece": "sentencepiece",
     "setuptools": "train",
     "tensorboard": "watch",
@@ -44,9 +44,12 @@ EXTRA_OF: Final = {
 """Import name of a package -> the smallest extra that brings it."""
 
 BROUGHT_BY: Final = {
-    "train": ("train", "data", "audit", "huggingface", "sentencepiece", "tiktoken", "fast"),
+    "train": (
+        *("train", "data", "audit", "tokenizers"),
+        *("huggingface", "sentencepiece", "tiktoken", "fast"),
+    ),
     "demo": (
-        *("demo", "train", "data", "audit"),
+        *("demo", "train", "data", "audit", "tokenizers"),
         *("huggingface", "sentencepiece", "tiktoken", "fast"),
     ),
 }

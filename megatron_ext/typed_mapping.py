@@ -71,11 +71,12 @@ class _Builder(NamedTuple):
         fields = {field.name: field for field in dataclasses.fields(config_type)}
         for key in values:
             if key not in fields:
+                near = did_you_mean(key, list(fields))
                 raise self.error(
                     "unknown configuration key",
                     where=self.where((*keys, str(key))),
-                    expected=f"one of {', '.join(fields)}",
-                    fix=did_you_mean(key, list(fields)),
+                    expected=None if near else f"one of {', '.join(fields)}",
+                    fix=near,
                 )
         hints = typing.get_type_hints(config_type)
         arguments = {

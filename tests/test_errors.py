@@ -3,7 +3,7 @@ import pickle
 import pytest
 
 from megatron_ext import errors
-from megatron_ext.errors import MegatronExtError, MissingDependencyError, printable
+from megatron_ext.errors import MegatronExtError, MissingDependencyError, counted, printable
 
 KINDS = [
     kind
@@ -45,6 +45,11 @@ def test_text_of_any_script_is_shown_as_it_is():
     text = "naïve Ελληνικά हिन्दी 日本語 👩‍👩‍👧 \u00a0\u3000"
     assert printable(text) == text
     assert "[... 1,100 characters ...]" in printable("a" * 3000)
+
+
+def test_one_thing_is_counted_in_the_singular():
+    counts = [counted(1, "row"), counted(0, "row"), counted(2000, "row"), counted(2, "microbatch")]
+    assert counts == ["1 row", "0 rows", "2,000 rows", "2 microbatches"]
 
 
 def test_parts_that_are_not_given_leave_no_trace():

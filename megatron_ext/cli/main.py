@@ -13,7 +13,7 @@ import os
 import re
 import select
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Final, NoReturn
@@ -74,9 +74,9 @@ _NAMES_ELSEWHERE: Final = {
     "seq-length": "max-length max-seq-length max-seq-len",
     "loss-objective": "objective loss",
     "precision": "bf16 dtype torch-dtype",
-    "train-iters": "max-steps steps num-train-steps",
+    "train-iters": "max-steps steps num-train-steps epochs num-epochs num-train-epochs",
     "micro-batch-size": "per-device-train-batch-size mbs",
-    "global-batch-size": "batch-size gbs",
+    "global-batch-size": "batch-size gbs gradient-accumulation-steps",
     "lr-warmup-iters": "warmup-steps",
     "save-interval": "save-steps",
     "eval-interval": "eval-steps",
@@ -87,7 +87,23 @@ _NAMES_ELSEWHERE: Final = {
 }
 """Flag -> its names in transformers, TRL and Megatron-LM, and abbreviations."""
 
-_FLAG_OF: Final = {name: flag for flag, names in _NAMES_ELSEWHERE.items() for name in names.split()}
+_VERBS_ELSEWHERE: Final = {
+    "doctor": "env info version",
+    "export-hf": "export",
+    "generate": "chat infer inference sample",
+    "serve-teacher": "serve",
+    "sft": "finetune fine-tune",
+    "tokenize": "preprocess preprocess-data",
+}
+"""Verb -> its names in TRL, axolotl, vLLM and Megatron-LM."""
+
+
+def _by_other_names(names_of: Mapping[str, str]) -> dict[str, str]:
+    return {name: ours for ours, names in names_of.items() for name in names.split()}
+
+
+_FLAG_OF: Final = _by_other_names(_NAMES_ELSEWHERE)
+_VERB_OF: Final = _by_other_names(_VERBS_ELSEWHERE)
 
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 _COLOUR: Final = re.compile("(\x1b\\[[0-9;]{0,16}m)")
@@ -255,7 +271,9 @@ class _Parser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            near = did_you_mean(value, [str(choice) for choice in action.choices or ()])
+            choices = [str(choice) for choice in action.choices or ()]
+            verb = _VERB_OF.get(value) if action.dest == "verb" else None
+            near = did_you_mean(value if verb is None else verb, choices)
             if near is None:
                 raise
             raise argparse.ArgumentError(action, f"{error.message}; {near}") from None

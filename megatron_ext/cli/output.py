@@ -47,7 +47,7 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
     added = []
     if "--quiet" not in parser._option_string_actions:
         words = "leave out notes and progress on standard error"
-        added.append(parser.add_argument("--quiet", action="store_true", help=words))
+        added.append(parser.add_argument("-q", "--quiet", action="store_true", help=words))
     words = "show where an error arose, and debug messages (or set MEGATRON_EXT_DEBUG=1)"
     added.append(parser.add_argument("--debug", action="store_true", help=words))
     # Of many flags the help is to show the few that a beginner needs.

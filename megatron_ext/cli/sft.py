@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 -m megatron_ext sft --config run.yaml --tokenizer-prompt-format auto
 
-The configuration is that of ``megatron-ext distill`` without teachers, with records of
+The configuration is that of megatron-ext distill without teachers, with records of
 conversations in data.train. The loss is the cross-entropy of the tokens that the prompt format and
 --tokenizer-train-on name.
 """

@@ -26,7 +26,7 @@ from megatron_ext.cli.output import MOST_NAMED, quiet_libraries, warn_left_out
 from megatron_ext.constants import MAX_RECORD_MIB
 from megatron_ext.conversation.records import RECORD_SCHEMA_REGISTRY, RecordSchemaName
 from megatron_ext.documents.id_tokenizers import LOSS_MASK
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, counted
 from megatron_ext.preprocessing.config import PreprocessConfig
 from megatron_ext.preprocessing.preprocess import preprocess
 from megatron_ext.preprocessing.report import Report
@@ -197,7 +197,7 @@ def _warn(config: PreprocessConfig, report: Report) -> None:
 
 def _summary(config: PreprocessConfig, report: Report) -> str:
     counts = [
-        f"{report.documents:,} documents",
+        counted(report.documents, "document"),
         f"{report.text_bytes / 1e6:,.1f} MB of text",
         *(f"{count:,} {_unit(name)}" for name, count in report.tokens.items()),
         f"{report.empty_documents:,} empty",
@@ -208,4 +208,5 @@ def _summary(config: PreprocessConfig, report: Report) -> str:
         schema = report.settings["conversation_schema"]
         if schema != "auto":
             counts.append(f"read as {schema} ({RECORD_SCHEMA_REGISTRY[schema].shape})")
-    return f"{config.output_prefix}: {', '.join(counts)}\n"
+    written = " ".join(str(prefix) for _, prefix in config.names.datasets())
+    return f"{config.output_prefix}: {', '.join(counts)}\nwritten: {written} (.bin, .idx)\n"

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 -m megatron_ext train --config run.yaml --lr 3e-4
 
-The configuration is that of ``megatron-ext distill`` without teachers, the loss the cross-entropy
+The configuration is that of megatron-ext distill without teachers, the loss the cross-entropy
 of the next token. Everything else is the same: layouts, resuming, checkpoints, --dry-run.
 """
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -198,7 +199,8 @@ class CrossTokenizerCollator:
         memory_cache_bytes: int = 0,
     ) -> None:
         refuse_foreign(student_tokenizer, "encode_with_byte_ends")
-        _check_names(teachers)
+        _check_length(student_length)
+        _check_teachers(teachers)
         self.teachers = tuple(teachers)
         self.text_key = text_key
         self.messages_key = messages_key
@@ -363,7 +365,25 @@ def _tokenizer(spec: TeacherCTSpec) -> MegatronTokenizerText:
     return spec.tokenizer
 
 
-def _check_names(teachers: Sequence[TeacherCTSpec]) -> None:
+def _check_length(length: object) -> None:
+    if not isinstance(length, Integral):
+        raise ConfigError(
+            "student_length is not a number",
+            got=type(length).__name__,
+            expected="the most label positions of the student's rows",
+            fix="pass (student_tokenizer, student_length, [TeacherCTSpec(...)])",
+        )
+
+
+def _check_teachers(teachers: Sequence[TeacherCTSpec]) -> None:
+    for spec in teachers:
+        if not isinstance(spec, TeacherCTSpec):
+            raise ConfigError(
+                "a teacher has another type",
+                got=type(spec).__name__,
+                expected="TeacherCTSpec",
+                fix="pass [TeacherCTSpec(name=..., tokenizer=...)]",
+            )
     names = [spec.name for spec in teachers]
     for name in names:
         if names.count(name) > 1:

@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from megatron_ext.constants import __version__
 from megatron_ext.conversation.rendering.template_limits import stopped_at
@@ -133,6 +132,8 @@ def survey(reader: SFTReader, records: NDArray[np.integer[Any]]) -> CachedArrays
 
 
 def _all_blocks(reader: SFTReader, records: NDArray[np.integer[Any]], moment: datetime) -> Block:
+    from tqdm import tqdm
+
     rows: list[NDArray[np.int64]] = [np.zeros((0, 4), np.int64)]
     total = SFTReport()
     progress = tqdm(

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.conversation.records import ConversationRecord
+from megatron_ext.errors import counted
 from megatron_ext.tokenizers.token_ids import IdArray
 
 _PLACES_SHOWN: Final = 10
@@ -48,7 +49,8 @@ class CorpusReport(ReadReport):
     """``file:row: reason`` of the first few empty and bad rows."""
 
     def __str__(self) -> str:
-        lines = [f"{self.documents:,} documents of {self.bytes:,} bytes in {self.rows:,} rows"]
+        read = f"{counted(self.documents, 'document')} of {counted(self.bytes, 'byte')}"
+        lines = [f"{read} in {counted(self.rows, 'row')}"]
         if self.empty_rows or self.bad_rows:
             lines.append(f"{self.empty_rows:,} empty and {self.bad_rows:,} bad rows left out")
         return "\n".join([*lines, *self.places])

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.errors import ConfigError, DataError, counted
 from megatron_ext.evaluation.tasks import TASKS, Task, TaskOptions
 from megatron_ext.evaluation.tasks.task import TaskResult
 from megatron_ext.files import write_text
@@ -142,7 +142,7 @@ def write_samples(path: Path, result: TaskResult) -> None:
 def results_table(task: str, result: TaskResult) -> str:
     """A row for each metric."""
     width = max(len(name) for name in (*result.metrics, task))
-    lines = [f"{task:<{width}}  {result.count} items"]
+    lines = [f"{task:<{width}}  {counted(result.count, 'item')}"]
     lines += [f"{name:<{width}}  {value:.4f}" for name, value in result.metrics.items()]
     return "\n".join(lines) + "\n"
 

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from megatron_ext.documents.record_fields import BadRecord
+from megatron_ext.errors import counted
 from megatron_ext.imports import needed_packages
 
 MOST_LISTED: Final = 10_000
@@ -208,7 +209,7 @@ class ProgressBar:
         seconds = max(time.monotonic() - self._start, 1e-9)
         bad = f", {self._bad:,} bad" if self._bad else ""
         speed = self._text_bytes / seconds / 1e6
-        return f"{speed:.1f} MB/s of text, {self._documents:,} documents{bad}"
+        return f"{speed:.1f} MB/s of text, {counted(self._documents, 'document')}{bad}"
 
     def __enter__(self) -> ProgressBar:
         return self

@@ -16,9 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from megatron_ext.errors import refused_input
 from megatron_ext.files import parse_json, whole_lines, write_bytes, write_text
@@ -26,6 +24,9 @@ from megatron_ext.imports import missing_package
 from megatron_ext.training.configuration.config import TrainingConfig
 from megatron_ext.training.run_folder import METRICS_FILE
 from megatron_ext.training.run_plan import RunPlan
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 
 class MetricsWriter(Protocol):
@@ -258,6 +259,8 @@ def without_measurements(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def progress_bar(description: str, *, total: int, done: int) -> tqdm[Any]:
     """A line with the share done, the time left and the last numbers."""
+    from tqdm import tqdm
+
     return tqdm(
         total=total,
         initial=done,

@@ -266,9 +266,15 @@ def test_what_a_pointer_shows_of_differing_chunks_has_the_focus_of_keyboards_and
 
 
 def _shown(view):
-    from megatron_ext.cli.pages.token_view import one_line
+    from megatron_ext.cli.pages.frame import in_line
 
-    return one_line(view.shown).replace("␤", "↵") or "∅"
+    return in_line(view.shown) or "∅"
+
+
+def test_control_characters_are_shown_by_what_fonts_of_browsers_have():
+    from megatron_ext.cli.pages.frame import in_line
+
+    assert in_line("a\r\n\tb\x1b\x00") == r"a\r↵\tb\x1b\x00"
 
 
 def test_the_page_is_bounded_and_breaks_lines(capsys, tmp_path):

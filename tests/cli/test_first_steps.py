@@ -107,7 +107,7 @@ def test_every_verb_and_action_can_be_quiet_and_be_debugged(verb):
         return [parser]
 
     for leaf in leaves(verb_parser(verb)):
-        assert {"--quiet", "--debug"} <= set(leaf._option_string_actions), leaf.prog
+        assert {"-q", "--quiet", "--debug"} <= set(leaf._option_string_actions), leaf.prog
 
 
 def test_quiet_leaves_out_notes_and_keeps_errors(capsys, monkeypatch, tmp_path):
@@ -116,7 +116,7 @@ def test_quiet_leaves_out_notes_and_keeps_errors(capsys, monkeypatch, tmp_path):
     main(words)
     told = capsys.readouterr()
     assert told.err == "note: there is no file nothing.jsonl, so it is shown as a text\n"
-    main([*words, "--quiet"])
+    main([*words, "-q"])
     assert capsys.readouterr() == (told.out, "")
     words = ["inspect", "--quiet", "--tokenizer-model", "nothing", "text"]
     assert "the tokenizer does not exist" in refusal(capsys, *words)

@@ -137,7 +137,7 @@ def test_the_page_shows_the_text_and_the_mask_and_nothing_of_it_becomes_markup(
     assert out.endswith(f"written: {path}\n")
     source = path.read_text(encoding="utf-8")
     page = HtmlPage(source)
-    shown = WRITTEN.replace("\u202e", "\\u202e").replace("\x1b", "␛")
+    shown = WRITTEN.replace("\u202e", "\\u202e").replace("\x1b", "\\x1b")
     assert "".join(page.inside("i", "kbd")) == shown
     assert "".join(page.inside("i", "kbd", style="t")) == " It is 4.\n</s>"
     assert page.inside("kbd") == ["<s>", "[INST]", "[/INST]", "</s>"]

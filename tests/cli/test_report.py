@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.alignment import ChunkCounts
 from megatron_ext.cli.main import main
-from megatron_ext.cli.pages import frame, run_tables
+from megatron_ext.cli.pages import frame, run_tables, token_view
 from megatron_ext.cli.pages.chart import SIDE, Chart, Curve, means, smoothed
 from megatron_ext.cli.pages.frame import element, swatch
 from megatron_ext.training.faults import FaultCounts
@@ -125,6 +125,14 @@ def refused(capsys, *words):
     error = refusal(capsys, "report", *words)
     assert error.count("\n") == 1
     return error
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [(1023, "1,023 bytes"), (3 * 2**29, "1.5 GiB"), (999.6 * 2**20, "1,000 MiB"), (None, "–")],
+)
+def test_memory_has_three_digits_and_whole_numbers_in_full(size, words):
+    assert token_view.memory(size) == words
 
 
 def test_the_page_of_a_run_has_its_numbers_curves_settings_and_texts(capsys, tmp_path, tokenizers):

@@ -43,6 +43,7 @@ def test_a_run_says_what_came_of_it(tmp_path, corpus, capsys):
     assert f"5 documents, 0.0 MB of text, {size} tokens in text_document, 1 empty, 1 left out" in (
         output
     )
+    assert output.endswith(f"written: {tmp_path / 'out' / 'a_text_document'} (.bin, .idx)\n")
     assert f"left out: {corpus}:6: the line is not JSON" in errors
     assert "MB/s of text" in errors
     assert f"output_prefix: {tmp_path / 'out' / 'a'}\n" in output

@@ -191,6 +191,10 @@ def test_lengths_and_names_that_cannot_be_are_refused():
         )
     with pytest.raises(ConfigError, match="no room for a token of a text; got 1 positions"):
         CrossTokenizerCollator(student_tokenizer(), 1)
+    with pytest.raises(ConfigError, match="student_length is not a number; got dict"):
+        CrossTokenizerCollator(student_tokenizer(), {"a": teacher_tokenizer()})
+    with pytest.raises(ConfigError, match="got str; expected TeacherCTSpec; pass"):
+        CrossTokenizerCollator(student_tokenizer(), 8, {"a": teacher_tokenizer()})
 
 
 @pytest.mark.parametrize("multiple", [1, 16, 50, 1000])

@@ -29,6 +29,7 @@ from megatron_ext.cli.pages.token_view import (
     styled,
     table_lines,
 )
+from megatron_ext.errors import counted
 from megatron_ext.tokenizers import MegatronTokenizerText
 
 
@@ -166,8 +167,8 @@ class _Text:
             )
         report = self._report
         yield (
-            f"{self._styled(BOLD, 'text')}     {report.documents:,} documents · "
-            f"{report.byte_count:,} bytes\n"
+            f"{self._styled(BOLD, 'text')}     {counted(report.documents, 'document')} · "
+            f"{counted(report.byte_count, 'byte')}\n"
         )
 
     def _totals(self) -> Iterator[str]:

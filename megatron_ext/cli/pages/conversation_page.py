@@ -11,7 +11,7 @@ from markupsafe import Markup, escape
 from megatron_ext.alignment.audit import share_in_words
 from megatron_ext.cli.pages.conversation_cells import KINDS, Cell, Kind
 from megatron_ext.cli.pages.conversation_view import ConversationView, TurnView
-from megatron_ext.cli.pages.frame import BarPart, bar, element, html_page
+from megatron_ext.cli.pages.frame import IN_BROWSER, BarPart, bar, element, html_page
 from megatron_ext.cli.pages.token_view import number, readable_text
 from megatron_ext.conversation import Provenance
 
@@ -73,7 +73,8 @@ def _cell_markup(cell: Cell) -> Markup:
     if cell.token_count != 1:
         attributes["data-n"] = cell.token_count
     # Line feeds are shown by style, so that they are not copied as text.
-    text = escape(readable_text(cell.text)).replace("␤\n", Markup("<s>↵</s>\n"))
+    text = escape(readable_text(cell.text).translate(IN_BROWSER))
+    text = text.replace("↵\n", Markup("<s>↵</s>\n"))
     return element("kbd" if cell.is_control else "i", text, attributes)
 
 

@@ -22,8 +22,9 @@ from megatron_ext.alignment.audit import share_in_words
 from megatron_ext.cli.pages.audit_ribbon import Ribbon, RibbonChunk, chunk_title, token_title
 from megatron_ext.cli.pages.token_view import TokenView, number, one_line
 
-_LINE_FEED: Final = ("␤", "↵")
-"""The picture of a line feed in terminals, and its replacement that browser fonts have."""
+_CONTROLS: Final = range(0x20)
+IN_BROWSER: Final = {0x2400 + code: repr(chr(code))[1:-1] for code in _CONTROLS} | {ord("␤"): "↵"}
+"""Picture of a control character in terminals -> what is shown of it where fonts lack that."""
 _NONE: Final[Mapping[str, str]] = MappingProxyType({})
 
 
@@ -103,7 +104,7 @@ def swatch(style: str, text: str) -> Markup:
 
 def in_line(text: str) -> str:
     """Text on one line, with invisible characters shown."""
-    return one_line(text).replace(*_LINE_FEED)
+    return one_line(text).translate(IN_BROWSER)
 
 
 def ribbon_markup(ribbon: Ribbon) -> Markup:

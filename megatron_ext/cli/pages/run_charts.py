@@ -137,7 +137,7 @@ def _main(runs: Sequence[RunRecord], kind: _Kind, names: Sequence[str], *, is_fi
     if len(runs) > 1 or not kind.is_together:
         constant = [] if len(names) == 1 else [n for n in names if len(_values(runs, n)) == 1]
         groups = [[name] for name in names if name not in constant]
-        unchanged = [(name, number(_values(runs, name).pop())) for name in constant]
+        unchanged = [(_shown(name), number(_values(runs, name).pop())) for name in constant]
     charts = (_chart(runs, group, kind.title, kind) for group in groups)
     return Panel(kind.title, kind.about, tuple(charts), tuple(unchanged), is_first=is_first)
 
@@ -170,12 +170,16 @@ def _chart(
         for name_number, name in enumerate(names):
             points = [(iteration, value / divisor) for iteration, value in run.points(name)]
             if points:
-                label, colour = (name, name_number) if is_one else (run.name, run_number)
-                if is_one and "_bits_per_byte" in name:
-                    label = name.replace("_bits_per_byte", "").replace("/", " ")
+                label, colour = (_shown(name), name_number) if is_one else (run.name, run_number)
                 curves.append(Curve.of(label, points, most=most, number=colour, run=run_number))
     is_smoothed = kind is None or kind.is_smoothed
-    return Chart(title if is_one else names[0], curves, is_smoothed=is_smoothed, unit=unit)
+    return Chart(title if is_one else _shown(names[0]), curves, is_smoothed=is_smoothed, unit=unit)
+
+
+def _shown(name: str) -> str:
+    """The name of a measurement under the heading of its panel, which says what is measured."""
+    whose = re.sub("_bits_per_byte|_accuracy$", "", name)
+    return name if whose == name else whose.replace("/", " ")
 
 
 def clocks(runs: Sequence[RunRecord]) -> list[list[list[float]]]:

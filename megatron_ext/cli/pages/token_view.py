@@ -100,11 +100,12 @@ def memory(size: float | None) -> str:
     """Bytes in a suitable unit."""
     if size is None:
         return NOTHING
-    for unit in _BYTE_UNITS[:-1]:
-        if size < 1024:
-            return f"{size:,.3g} {unit}" if unit != "bytes" else f"{size:,.0f} bytes"
+    unit = 0
+    while size >= 1024 and unit < len(_BYTE_UNITS) - 1:
         size /= 1024
-    return f"{size:,.3g} {_BYTE_UNITS[-1]}"
+        unit += 1
+    places = ",.0f" if unit == 0 or size >= 999.5 else ".3g"
+    return f"{size:{places}} {_BYTE_UNITS[unit]}"
 
 
 def duration(seconds: float | None) -> str:

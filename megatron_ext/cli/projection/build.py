@@ -196,7 +196,7 @@ def add_embed_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def embed(arguments: argparse.Namespace) -> None:
-    """Write a model with the vocabulary of another tokenizer: ``megatron-ext transfer init``.
+    """Write a model with the vocabulary of another tokenizer: megatron-ext transfer init.
 
     megatron-ext projection embed models/Qwen3-0.6B models/qwen-with-llama --tokenizer llama3_2/
 

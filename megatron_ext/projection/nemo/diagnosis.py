@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_ext.errors import counted
 from megatron_ext.projection.nemo.loose_entries import LooseEntries, Mask
 from megatron_ext.projection.nemo.tokenizer_pair import Filler, TokenizerPair, find_filler
 
@@ -79,10 +80,9 @@ class Defect:
         }
 
     def __str__(self) -> str:
-        rows = "1 row" if len(self.rows) == 1 else f"{len(self.rows):,} rows"
         mass = f", {self.share:.1%} of their mass" if self.mass else ""
         detail = f" ({self.detail})" if self.detail else ""
-        return f"{WHAT[self.kind]}: {rows}{mass}{detail}"
+        return f"{WHAT[self.kind]}: {counted(len(self.rows), 'row')}{mass}{detail}"
 
 
 _COLUMNS_SHOWN = 3

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
+from megatron_ext.errors import counted
 from megatron_ext.training.dry_run.memory import RankMemory, rank_memory
 from megatron_ext.training.dry_run.plan import ModelShape, Plan
 from megatron_ext.training.dry_run.step_time import (
@@ -97,8 +98,8 @@ def _run(plan: Plan) -> str:
     lines = [
         f"processes   {plan.world_size}: TP {student.tp} x {context}PP {student.pp} x DP {plan.dp}"
         + _experts_over(plan),
-        f"step        {training.global_batch_size} rows in {plan.microbatches} "
-        f"microbatches of {plan.batch} for each replica",
+        f"step        {counted(training.global_batch_size, 'row')} in "
+        f"{counted(plan.microbatches, 'microbatch')} of {plan.batch} for each replica",
         f"layers      {layers}, {training.precision}",
         f"student     {_model(student)}",
     ]
@@ -163,7 +164,8 @@ def _text(data: Mapping[str, Any]) -> str:
     for split in ("train", "validation"):
         if data.get(split):
             text = data[split]
-            lines.append(f"{split:<11} {text['documents']:,} documents, {text['bytes']:,} bytes")
+            read = f"{counted(text['documents'], 'document')}, {counted(text['bytes'], 'byte')}"
+            lines.append(f"{split:<11} {read}")
     return "\n".join(lines)
 
 
