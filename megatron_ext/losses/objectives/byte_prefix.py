@@ -6,7 +6,6 @@ B batch, Ts Tt tokens, Vps Vpt local columns, C chunks, S starts, M middles, E c
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import ClassVar, Final
 
 import torch
@@ -41,7 +40,7 @@ from megatron_ext.ops.partition_kl import (
     SingleRows,
     evaluate_partition_kl,
 )
-from megatron_ext.ops.prefix_masses import PrefixColumns, PrefixTargets, TargetRows, on_device
+from megatron_ext.ops.prefix_masses import PrefixColumns, PrefixTargets, TargetRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +125,12 @@ class BytePrefixLoss(FusedObjective):
         targets = PrefixTargets(
             teacher.to_logits().flatten(0, 1),
             TargetRows(
-                rows.starts.teacher, rows.middles.teacher, rows.prefixes, rows.pointers, rows.spans
+                start=rows.starts.teacher,
+                middle=rows.middles.teacher,
+                prefixes=rows.prefixes,
+                pointers=rows.pointers,
+                event_counts=rows.counts,
+                spans=rows.spans,
             ),
             columns,
             shards=(inputs.student_shard, teacher.shard),
@@ -212,7 +216,6 @@ class BytePrefixLoss(FusedObjective):
         starts = rows.starts.student[cut.starts] - cut.rows.start
         middles = rows.middles.student[cut.middles] - cut.rows.start
         number = torch.arange(len(middles), device=middles.device)
-        counts = on_device([stop - start for start, stop in pairwise(own)], middles)
         nothing = number[:0]
         student = ChainRows(nothing, nothing, nothing, nothing, middles, rows.completion[events])
         plan = PartitionPlan(
@@ -221,7 +224,9 @@ class BytePrefixLoss(FusedObjective):
             Chains(
                 student=student,
                 teacher=student,
-                completion_chain=number.repeat_interleave(counts, output_size=pointers[-1]),
+                completion_chain=number.repeat_interleave(
+                    rows.counts[cut.middles], output_size=pointers[-1]
+                ),
                 completion_pointers=pointers,
                 longest=0,
             ),
