@@ -49,6 +49,11 @@ RUNS: dict[str, Callable[[Path, str], DistillConfig]] = {
     ),
     "packed": lambda folder, name: changed(_one_step(folder, name), data={"packing": True}),
     "partition": lambda folder, name: _one_step(folder, name, "partition_kl"),
+    # One row: its kernel takes the interpreter long.
+    "byte_prefix": lambda folder, name: changed(
+        _one_step(folder, name, "byte_prefix"),
+        training={"micro_batch_size": 1, "global_batch_size": 1},
+    ),
 }
 """By name; all but the first learn from the teacher that the first makes."""
 

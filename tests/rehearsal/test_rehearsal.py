@@ -25,7 +25,7 @@ LOSSES = list(CASES) if ALL else ["partition_kl"]
 RUNS = ["teacher", "strict_topk"]
 if ALL:
     RUNS += ["validated", "resumed", "distributed", "linear", "dskd", "learned", "packed"]
-    RUNS += ["partition"]
+    RUNS += ["partition", "byte_prefix"]
 RANKS = (1, 2)
 """Tensor-parallel ranks of the runs."""
 
