@@ -5,7 +5,7 @@ B batch, Ts Tt tokens, Vps Vpt local columns, C chunks, S starts, M middles, E c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Final
 
 import torch
@@ -16,7 +16,13 @@ from megatron_ext.distributed.vocab_parallel import SLICE_ELEMENTS
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
 from megatron_ext.losses.checks import check_alignment, check_student
-from megatron_ext.losses.diagnostics import class_metrics, over_chunks, used_chunks
+from megatron_ext.losses.diagnostics import (
+    bad_flags,
+    class_metrics,
+    over_chunks,
+    read_rows,
+    used_chunks,
+)
 from megatron_ext.losses.objective import (
     LOSS_REGISTRY,
     Evaluated,
@@ -143,6 +149,7 @@ class BytePrefixLoss(FusedObjective):
         labels = label_weight = None
         if ce_scale is not None:
             labels, label_weight = inputs.labels.flatten(), label_scales(inputs, ce_scale)
+        told = read_rows(inputs).flatten()
         logits, middles, values = inputs.student_logits.flatten(0, 1), targets.middles(), []
         for cut in rows.cuts(len(logits), _rows_at_once(logits)):
             plan, masses = self._part(inputs, cut, used[1], middles)
@@ -156,14 +163,24 @@ class BytePrefixLoss(FusedObjective):
                     ce_weight=None if label_weight is None else label_weight[cut.rows],
                     gradient=None if gradient is None else gradient[cut.rows],
                     chain_masses=masses,
+                    told=(told[cut.rows],),
                     implementation=self.implementation,
                 )
             )
         token_loss = [part.token_loss for part in values if part.token_loss is not None]
+
+        def bad() -> torch.Tensor:
+            student = torch.cat([part.bad()[0] for part in values])
+            return bad_flags(inputs, student, targets.is_bad())
+
         return Evaluated(
-            self._output(inputs, values, torch.cat(used)),
+            replace(self._output(inputs, values, torch.cat(used)), bad=bad),
             torch.cat(token_loss) if token_loss else None,
         )
+
+    def tells_bad(self, inputs: DistillationInputs) -> bool:
+        """True: a row of NaN or +inf has no sum."""
+        return True
 
     def count_ahead(self, known: KnownAhead) -> torch.Tensor:
         """Student rows of chunks with all their labels, of which those with other bytes on both

@@ -159,6 +159,10 @@ class PrefixTargets:
         self._middle = spans.row - len(rows.start)
         self._masses = self._with_spans(masses)
 
+    def is_bad(self) -> torch.Tensor:
+        """bool [T]: rows with NaN or +inf in a column of any rank, which make their sums NaN."""
+        return self._whole.log_sum.isnan()
+
     def middles(self) -> RowMasses:
         """Log-masses of the events of middles [E] and of their rests [M], given the prefix.
 
