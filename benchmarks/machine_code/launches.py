@@ -238,7 +238,7 @@ _ROWS: Final[tuple[tuple[str, str, str, dict[str, Any], tuple[LaunchConfig, ...]
         "partition_kl.triton_kernels",
         "split_statistics_kernel",
         "every row",
-        {"HAS_UNSCALED": False, "EVERY_ROW": True, **_PLAIN},
+        {"HAS_UNSCALED": False, **_PLAIN},
         LANE_CONFIGS,
     ),
     (

@@ -188,26 +188,42 @@ def check_finite(inputs: DistillationInputs) -> FiniteCheck:
 
     Collectives: one all-reduce of int32 [2] over the student's group.
     """
-    alignment, teacher = inputs.alignment, inputs.teacher
+    teacher = inputs.teacher
     rows, device = read_rows(inputs), inputs.student_logits.device
     bad = torch.zeros(1, 2, dtype=torch.int32, device=device)
     bad[0, 0] = _is_bad(inputs.student_logits, rows, inputs.student_shard)
     if teacher is not None:
-        teacher_rows = torch.ones(teacher.positions, dtype=torch.bool, device=device)
-        if alignment is not None:
-            teacher_rows = alignment.teacher_chunk_id != NO_CHUNK
+        its_rows = teacher_rows(inputs)
         for tensor in (teacher.logits, teacher.hidden, teacher.topk_logits):
             if tensor is not None:
                 shard = teacher.shard if tensor is teacher.logits else None
-                bad[0, 1] |= _is_bad(tensor, teacher_rows, shard)
+                bad[0, 1] |= _is_bad(tensor, its_rows, shard)
         labels = teacher.label_log_probs
         if labels is not None and teacher.kind == "topk":
             # NaN of a model is in its logits too; here it is a label that is not known.
             labels = labels.masked_fill(labels.isnan(), 0)
         for vector in (teacher.log_normaliser, labels):
             if vector is not None:
-                bad[0, 1] |= _is_bad(vector[..., None], teacher_rows, None)
+                bad[0, 1] |= _is_bad(vector[..., None], its_rows, None)
     return FiniteCheck(all_reduce_max(bad, inputs.student_shard.group))
+
+
+def bad_flags(
+    inputs: DistillationInputs, student: torch.Tensor, teacher: torch.Tensor
+) -> torch.Tensor:
+    """``LossOutput.bad`` from the rows of logits with bad numbers, bool [B Ts] and [B Tt]."""
+    of_student = student & read_rows(inputs).flatten()
+    of_teacher = teacher & teacher_rows(inputs).flatten()
+    return torch.stack([of_student.any(), of_teacher.any()]).to(torch.int32)
+
+
+def teacher_rows(inputs: DistillationInputs) -> torch.Tensor:
+    """bool [B, Tt]: rows of chunks, or all without an alignment."""
+    assert inputs.teacher is not None
+    if inputs.alignment is None:
+        device = inputs.student_logits.device
+        return torch.ones(inputs.teacher.positions, dtype=torch.bool, device=device)
+    return inputs.alignment.teacher_chunk_id != NO_CHUNK
 
 
 def read_rows(inputs: DistillationInputs) -> torch.Tensor:

@@ -229,7 +229,7 @@ class MultiTeacherLossAggregator:
             average = averaged_inputs(
                 {name: inputs[name] for name in self.teachers}, self._static()
             )
-            return {f"{self.term}/average": self._part("average", average, 1.0)}
+            return {self.part_name("average"): self._part("average", average, 1.0)}
         if self.measure is not None and weights is None:
             raise LossError(
                 "the weights of the teachers follow their scores and were not given",
@@ -242,8 +242,12 @@ class MultiTeacherLossAggregator:
             if self.mode == "select_teacher":
                 weight = 1.0
             part = self._part(name, inputs[name], weight * normalisation[name])
-            parts[f"{self.term}/{name}"] = part
+            parts[self.part_name(name)] = part
         return parts
+
+    def part_name(self, name: str) -> str:
+        """Name of a teacher's part."""
+        return f"{self.term}/{name}"
 
     def scores(self, texts: Mapping[str, TeacherText]) -> torch.Tensor:
         """Nats and bytes [P, 2] fp64 of one microbatch, to be summed; see ``sample_scores``.
@@ -305,7 +309,7 @@ class MultiTeacherLossAggregator:
         return [teacher.objective for teacher in self.teachers.values()]
 
     def _count_name(self, name: str) -> str:
-        return self.term if self.mode == "select_teacher" else f"{self.term}/{name}"
+        return self.term if self.mode == "select_teacher" else self.part_name(name)
 
     def _part(
         self, name: str, inputs: DistillationInputs, weight: float | torch.Tensor

@@ -81,6 +81,9 @@ class PrefixRows:
     pointers: tuple[int, ...]
     """[M + 1] start of each middle's completions, on the host."""
 
+    counts: torch.Tensor
+    """int64 [M] number of each middle's completions."""
+
     spans: Spans
     """Rows count over starts and then middles. ``gains`` and ``loses`` of a start are student
     tokens, of a middle indices among all completions."""
@@ -155,6 +158,7 @@ class PrefixRows:
             middles=self.middles.each(change),
             prefixes=self.prefixes.each(change),
             completion=change(self.completion),
+            counts=change(self.counts),
             spans=self.spans.each(change),
         )
 
@@ -237,7 +241,8 @@ class _Found:
         orders = [rows.argsort() for rows in (start[0], middle[0])]
         places = [order.argsort() for order in orders]
         completions = [self._completions[row] for row in orders[1].tolist()]
-        pointers = [0, *accumulate(map(len, completions))]
+        counts = torch.tensor(list(map(len, completions)), dtype=torch.int64)
+        pointers = [0, *accumulate(counts.tolist())]
         is_middle = span[0] == 1
         starts, middles = (
             RowPairs(side[0][order], side[1][order], side[2][order], tuple(side[0][order].tolist()))
@@ -254,6 +259,7 @@ class _Found:
             prefixes=self._sums(middle[3][orders[1]]),
             completion=torch.from_numpy(np.concatenate([_NOTHING, *completions])),
             pointers=tuple(pointers),
+            counts=counts,
             spans=Spans(
                 row=row,
                 gains=span[2] + shift,
@@ -271,7 +277,7 @@ class _Found:
         table, index = self._table, number.numpy()
         pairs = table.pointers[index + 1] - table.pointers[index]
         slots = table.next_pointers[index + 1] - table.next_pointers[index]
-        return PrefixSums(number, tuple(pairs.tolist()), tuple(slots.tolist()))
+        return PrefixSums(number, tuple(pairs.tolist()), torch.from_numpy(slots))
 
 
 def _at(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -307,10 +307,15 @@ class StudentStep:
             parts |= self.term.aggregator(of_teachers, weights=self.teacher_weights)
         plan = LossPlan(parts=parts, term_weights=self.term_weights)
         checks = {
-            name: None if self._is_told(parts.get(name), inputs) else self._checked(inputs)
+            name: None
+            if self._is_told(parts.get(self._part_name(name)), inputs)
+            else self._checked(inputs)
             for name, inputs in (of_teachers or {ONE_TEACHER[0]: student}).items()
         }
         return plan, checks
+
+    def _part_name(self, teacher: str) -> str:
+        return self.term.aggregator.part_name(teacher) if self.term else teacher
 
     def _is_told(self, part: LossPart | None, inputs: DistillationInputs) -> bool:
         """Whether the output of a teacher's part has the flags of these inputs.
@@ -358,7 +363,8 @@ class StudentStep:
         if shares:
             metrics["kd"] = (torch.stack(shares).sum(), no_tokens)
         flags = [
-            bad if bad is not None else _told(loss.outputs[name]) for name, bad in checks.items()
+            bad if bad is not None else _told(loss.outputs[self._part_name(name)])
+            for name, bad in checks.items()
         ]
         return total, no_tokens, StepReport(metrics, FiniteCheck(torch.cat(flags), tuple(checks)))
 

@@ -10,8 +10,10 @@ import torch.distributed as dist
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
+from megatron_ext.losses import LOSS_REGISTRY
 from megatron_ext.losses.checks import check_shard, check_shards_agree
 from megatron_ext.losses.diagnostics import check_finite
+from tests.distributed.sharded_inputs import completed, prefixed
 from tests.losses.microbatch import Microbatch
 
 
@@ -34,6 +36,32 @@ def errors_of_poison(rank: int) -> dict[str, str | None]:
             found[side] = None
         except LossError as error:
             found[side] = str(error)
+    return found
+
+
+def flags_of_poison(rank: int) -> dict[str, dict[str, tuple[list[int], list[int]]]]:
+    """What ``check_finite`` and each objective say of a number that rank 1 alone holds."""
+    found: dict[str, dict[str, tuple[list[int], list[int]]]] = {}
+    for name, more in (("partition_kl", completed), ("byte_prefix", prefixed)):
+        batch = Microbatch.random()
+        inputs = batch.inputs(rank=rank, ranks=2, group=dist.group.WORLD, padding=(3, 1))
+        inputs = more(batch, inputs)
+        objective, found[name] = LOSS_REGISTRY[name](), {}
+        assert objective.tells_bad(inputs)
+        for place in ("nothing", "student", "teacher"):
+            logits = [inputs.student_logits.detach().clone(), inputs.teacher.logits.clone()]
+            if rank == 1 and place != "nothing":
+                ids = inputs.alignment.student_chunk_id, inputs.alignment.teacher_chunk_id
+                side = place == "teacher"
+                row = (ids[side] == 0).nonzero()[0].tolist()
+                logits[side][(*row, 2)] = torch.inf
+            bad = replace(
+                inputs,
+                student_logits=logits[0],
+                teacher=replace(inputs.teacher, logits=logits[1]),
+            )
+            read, told = check_finite(bad).bad[0], objective(bad).bad()
+            found[name][place] = read.tolist(), told.tolist()
     return found
 
 

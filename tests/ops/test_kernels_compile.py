@@ -127,8 +127,8 @@ def test_partition_kl():
     others = {**tokens, **arguments("row_stride width: i32; set: *i32; rests: *fp32")}
     entries = arguments("row column: *i64; value: *fp32; count gradient_stride: i32")
     block = {"BLOCK": 4096}
-    every = {"HAS_UNSCALED": True, "EVERY_ROW": True, **TEMPERED}
-    few = {"HAS_TEMPERATURE": False, "HAS_UNSCALED": False, "EVERY_ROW": False, **block}
+    every = {"HAS_UNSCALED": True, **TEMPERED}
+    few = {"HAS_TEMPERATURE": False, "HAS_UNSCALED": False, **block}
     alone = {"HAS_TEMPERATURE": False, "HAS_ARRIVED": False, **block}
     sent = {"HAS_ARRIVED": True, **TEMPERED}
     variants = []

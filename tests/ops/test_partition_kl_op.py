@@ -209,7 +209,7 @@ def test_the_value_does_not_depend_on_how_rows_are_sliced(monkeypatch, direction
 
 def test_agreement_and_rests_are_those_of_the_events():
     case = Case.random(seed=3)
-    singles, chains, _ = case.run()[0]
+    singles, chains, *_ = case.run()[0]
     q, p = (torch.softmax(x, -1) for x in (case.student_logits, case.teacher_logits))
     for index, chunk in enumerate(case.singles):
         events = []

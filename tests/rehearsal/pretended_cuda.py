@@ -98,6 +98,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _is_pinned(args[0])
     if kwargs.get("pin_memory"):
         return _pin(func(*args, **{**kwargs, "pin_memory": False}))
+    if func.namespace == "c10d" and name != "barrier":
+        _refuse_to_send(name, ours)
     if not theirs and goes_to != "cuda":
         return func(*args, **kwargs)
     is_copy = name in ("copy_", "_to_copy")
@@ -142,6 +144,13 @@ def _record_copy(name: str, args: Any, kwargs: Any, goes_to: str | None) -> None
         EVENTS.add("pinned upload" if _is_pinned(source) else "upload", what)
 
 
+def _refuse_to_send(name: str, ours: list[Any]) -> None:
+    if ours:
+        shapes = [tuple(t.shape) for t in ours]
+        EVENTS.add("mismatch", f"{name} of {shapes} of the host")
+        raise RuntimeError("No backend type associated with device type cpu")
+
+
 def _refuse_host_tensors(
     func: Any, name: str, args: Any, theirs: list[Any], ours: list[Any]
 ) -> None:
@@ -168,10 +177,17 @@ def _record(func: Any, name: str, args: Any, kwargs: Any, theirs: list[Any]) -> 
     if name in _INDEXING:
         indices = [i for i in args[1] if isinstance(i, torch.Tensor)]
         waits = any(i.dtype in (torch.bool, torch.uint8) for i in indices)
+        # A number of the host is put where one mask says without the mask's places.
+        is_fill = len(indices) == 1 and not any(args[3:4]) and _is_number(args[2:3])
+        waits = waits and not is_fill
     if name == "repeat_interleave":
         waits = kwargs.get("output_size") is None
     if waits:
         EVENTS.add("wait", name)
+
+
+def _is_number(values: tuple[Any, ...]) -> bool:
+    return any(value.numel() == 1 and not isinstance(value, Pretended) for value in values)
 
 
 def _pin(tensor: torch.Tensor) -> torch.Tensor:

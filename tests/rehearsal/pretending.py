@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
@@ -120,6 +121,8 @@ def _replace_nccl() -> None:
         begin("gloo", **options)
 
     dist.init_process_group = init_process_group
+    # NCCL sends objects as bytes on the device.
+    distributed_c10d._get_object_coll_device = lambda group=None: "cuda"
 
 
 def _read_scalars() -> None:

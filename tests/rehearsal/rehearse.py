@@ -1,36 +1,39 @@
 """``LD_PRELOAD=GUARD python -m tests.rehearsal.rehearse FOLDER REQUEST``: runs what is asked for.
 
-The request is JSON, ``{"losses": [...], "runs": [...]}``; the answer is written to
-``FOLDER/answer.json``.
+The request is JSON, ``{"losses": [...], "runs": {"1": [...], "2": [...]}}``, runs by the number of
+their ranks, each in a folder of that name; the answer is written to ``FOLDER/answer.json``.
 """
 
 import json
 import os
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
 # No process that this one starts pretends, too.
 del os.environ["LD_PRELOAD"]
 os.environ["TRITON_INTERPRET"] = "1"
 
 
-def main(folder: Path, request: dict[str, list[str]]) -> None:
+def main(folder: Path, request: dict[str, Any]) -> None:
     """Answer one request."""
     from tests.rehearsal.pretending import pretend
 
     pretend()
+    from tests.rehearsal.ranks import answers_of, start_ranks
     from tests.rehearsal.rehearsed_losses import rehearse_loss
     from tests.triton_interpreter import interpret_quickly
 
     interpret_quickly()
 
-    answer = {"losses": {name: rehearse_loss(name) for name in request["losses"]}, "runs": {}}
-    if request["runs"]:
-        from tests.rehearsal.rehearsed_runs import rehearse_runs
-
-        answer["runs"] = rehearse_runs(folder, request["runs"])
-    answer["seconds"] = time.process_time()
+    # Before the first operation, and beside the losses.
+    started = {
+        count: start_ranks(folder / count, names, int(count))
+        for count, names in request["runs"].items()
+    }
+    losses = {name: rehearse_loss(name) for name in request["losses"]}
+    runs = {count: answers_of(ranks) for count, ranks in started.items()}
+    answer = {"losses": losses, "runs": runs}
     (folder / "answer.json").write_text(json.dumps(answer, indent=2))
 
 

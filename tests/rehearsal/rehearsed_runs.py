@@ -1,7 +1,7 @@
-"""Runs of ``distill`` on the pretended device, and what each step asked of it."""
+"""Runs of ``distill`` on the pretended device and what each step asked of it; the same on a CPU."""
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,20 +10,15 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_ext.distributed import process_groups
+from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.training.configuration.config import DistillConfig, LossConfig
 from megatron_ext.training.distill import build_trainer
 from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.metrics import read_metrics
 from megatron_ext.training.trainer import Trainer
 from tests.rehearsal.pretended_cuda import EVENTS
-from tests.training.rank_functions import _ONCE
-from tests.training.tiny_run import (
-    changed,
-    student_run,
-    teacher_run,
-    write_corpus,
-    write_rank_list,
-)
+from tests.training.rank_functions import _ONCE, fresh_groups
+from tests.training.tiny_run import changed, student_run, teacher_run
 
 
 def _one_step(folder: Path, name: str, objective: str | None = None) -> DistillConfig:
@@ -54,19 +49,54 @@ RUNS: dict[str, Callable[[Path, str], DistillConfig]] = {
     ),
     "packed": lambda folder, name: changed(_one_step(folder, name), data={"packing": True}),
     "partition": lambda folder, name: _one_step(folder, name, "partition_kl"),
+    # One row: its kernel takes the interpreter long.
+    "byte_prefix": lambda folder, name: changed(
+        _one_step(folder, name, "byte_prefix"),
+        training={"micro_batch_size": 1, "global_batch_size": 1},
+    ),
 }
 """By name; all but the first learn from the teacher that the first makes."""
 
 
-def rehearse_runs(folder: Path, names: list[str]) -> dict[str, Any]:
-    """By name of the run its metrics, and what its last step asked of the device."""
-    write_corpus(folder)
-    write_rank_list(folder)
+def rehearse_runs(folder: Path, names: list[str], ranks: int) -> dict[str, Any]:
+    """By name of the run its losses, and what its last step asked of this rank's device."""
+    with _quickly():
+        return {name: _rehearse(_run(folder, name, ranks)) for name in names}
+
+
+def losses_on_cpu(rank: int, folder: Path, names: list[str], ranks: int) -> dict[str, list[float]]:
+    """By name of the run its losses on ranks that have joined over gloo."""
+    with _quickly():
+        configs = [_run(folder, name, ranks) for name in names]
+        return {
+            name: _trained(config, fresh_groups(config.parallel.layout))
+            for name, config in zip(names, configs, strict=True)
+        }
+
+
+@contextmanager
+def _quickly() -> Iterator[None]:
     with ExitStack() as stack:
         for once in _ONCE:
             stack.enter_context(once())
         stack.enter_context(patch("megatron_ext.training.trainer.plot_loss_curve"))
-        return {name: _rehearse(RUNS[name](folder, name)) for name in names}
+        yield
+
+
+def _run(folder: Path, name: str, ranks: int) -> DistillConfig:
+    """A run in bf16, tensor-parallel over the ranks."""
+    return changed(
+        RUNS[name](folder, name),
+        training={"precision": "bf16"},
+        parallel={"tensor_model_parallel_size": ranks},
+    )
+
+
+def _trained(config: DistillConfig, groups: ProcessGroups) -> list[float]:
+    build_trainer(config, groups, read_inputs(config, world_size=dist.get_world_size())).train()
+    # The first rank writes the losses.
+    dist.barrier()
+    return [row["loss"] for row in read_metrics(Path(config.run_dir))]
 
 
 def _rehearse(config: DistillConfig) -> dict[str, Any]:
@@ -89,17 +119,15 @@ def _rehearse(config: DistillConfig) -> dict[str, Any]:
         )
         return metrics
 
-    config = changed(config, training={"precision": "bf16"})
-    if dist.is_initialized():
-        parallel_state.destroy_model_parallel()
+    parallel_state.destroy_model_parallel()
     groups = process_groups.initialize(config.parallel.layout)
     EVENTS.clear()
     with patch.object(Trainer, "_iterate", recorded):
-        build_trainer(config, groups, read_inputs(config, world_size=1)).train()
+        losses = _trained(config, groups)
     return {
         "device": str(groups.device),
         "steps": len(steps),
         "last": steps[-1],
         "mismatches": EVENTS.lines("mismatch"),
-        "losses": [row["loss"] for row in read_metrics(Path(config.run_dir))],
+        "losses": losses,
     }

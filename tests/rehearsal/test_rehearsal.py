@@ -5,7 +5,6 @@ rehearse-gpu`` does.
 """
 
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -16,23 +15,19 @@ import pytest
 import torch
 
 from tests.losses.objective_cases import CASES
+from tests.process_group import run_ranks
 from tests.rehearsal.guard import build_guard
+from tests.rehearsal.rehearsed_runs import losses_on_cpu
+from tests.training.tiny_run import write_corpus, write_rank_list
 
 ALL = bool(os.environ.get("MEGATRON_EXT_ALL_TEXT"))
 LOSSES = list(CASES) if ALL else ["partition_kl"]
-RUNS = ["teacher"]
+RUNS = ["teacher", "strict_topk"]
 if ALL:
-    RUNS += [
-        "strict_topk",
-        "validated",
-        "resumed",
-        "distributed",
-        "linear",
-        "dskd",
-        "learned",
-        "packed",
-    ]
-    RUNS += ["partition"]
+    RUNS += ["validated", "resumed", "distributed", "linear", "dskd", "learned", "packed"]
+    RUNS += ["partition", "byte_prefix"]
+RANKS = (1, 2)
+"""Tensor-parallel ranks of the runs."""
 
 WAITING = {
     "projected_kl on the teacher's top tokens": "torch_evaluation.py",
@@ -49,18 +44,34 @@ def answer(tmp_path_factory):
     if torch.version.cuda is not None:
         pytest.skip("torch is built with CUDA: its own device would answer")
     folder = tmp_path_factory.mktemp("rehearsal")
+    for ranks in RANKS:
+        prepare(folder / str(ranks))
     environment = os.environ | {"LD_PRELOAD": str(build_guard(folder)), "OMP_NUM_THREADS": "1"}
-    request = json.dumps({"losses": LOSSES, "runs": RUNS})
+    request = json.dumps({"losses": LOSSES, "runs": dict.fromkeys(map(str, RANKS), RUNS)})
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.rehearsal.rehearse", str(folder), request],
         cwd=Path(__file__).parents[2],
         env=environment,
         capture_output=True,
         text=True,
-        timeout=1200,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((folder / "answer.json").read_text())
+
+
+def prepare(folder):
+    """What runs read, in a folder of its own."""
+    folder.mkdir()
+    write_corpus(folder)
+    write_rank_list(folder)
+
+
+def runs_in(answer):
+    """Name, number of ranks, and what each rank recorded of each run."""
+    for count in RANKS:
+        for of_rank in answer["runs"][str(count)]:
+            yield from ((name, count, of_rank[name]) for name in RUNS)
 
 
 def test_losses_and_their_gradients_are_those_of_the_cpu(answer):
@@ -72,9 +83,10 @@ def test_losses_and_their_gradients_are_those_of_the_cpu(answer):
             assert max(form["errors"]) < 1e-5, (name, form)
 
 
-def uploads_of(lines):
-    """Uploads but for megatron-core's of frequencies of positions, in a process's first step."""
-    return [x for x in lines if "rotary_pos_embedding.py" not in x]
+def in_every_step(lines):
+    """Lines but for those of a process's first step: megatron-core's uploads of frequencies of
+    positions, and what ``partition_kl`` reads of tokens that lie on several ranks."""
+    return [x for x in lines if not ("rotary_pos_embedding.py" in x or "shared_columns.py" in x)]
 
 
 def test_losses_upload_nothing_and_the_host_waits_for_two_at_most_once(answer):
@@ -82,25 +94,33 @@ def test_losses_upload_nothing_and_the_host_waits_for_two_at_most_once(answer):
         for form in answer["losses"][name]:
             assert len(form["waits"]) == (name in WAITING), (name, form)
             assert all(WAITING[name] in wait for wait in form["waits"])
-            assert uploads_of(form["uploads"]) == [], (name, form)
+            assert form["uploads"] == [], (name, form)
 
 
 def test_runs_end_and_no_tensor_of_the_host_meets_one_of_the_device(answer):
-    for name in RUNS:
-        run = answer["runs"][name]
+    for name, count, run in runs_in(answer):
         assert run["device"] == "cuda:0"
         assert run["mismatches"] == []
-        assert all(math.isfinite(loss) for loss in run["losses"])
-    if ALL:
-        # The third step alone, from the checkpoint after the second.
-        resumed = answer["runs"]["resumed"]
-        assert resumed["steps"] == 1
-        assert resumed["losses"][:2] == answer["runs"]["validated"]["losses"]
+        assert run["steps"] == (2 if name == "validated" else 1), (name, count)
+
+
+@pytest.mark.parametrize("count", RANKS)
+def test_losses_of_runs_are_those_of_as_many_ranks_on_a_cpu(answer, tmp_path, count):
+    folder = tmp_path / "cpu"
+    prepare(folder)
+    truth = run_ranks(count, losses_on_cpu, folder, RUNS, count)[0]
+    for of_rank in answer["runs"][str(count)]:
+        for name in RUNS:
+            # Means over tokens in bf16, which rounds to 4e-3.
+            assert of_rank[name]["losses"] == pytest.approx(truth[name], rel=1e-4), (name, count)
+            if name == "resumed":
+                # The third step alone, from the checkpoint after the second.
+                assert of_rank[name]["losses"][:2] == of_rank["validated"]["losses"]
 
 
 def test_a_step_uploads_each_microbatch_once_and_the_host_waits_for_it_twice(answer):
-    for name in RUNS:
-        last = answer["runs"][name]["last"]
-        assert len(last["waits"]) == 2, (name, last)
-        assert uploads_of(last["uploads"]) == [], (name, last)
-        assert last["pinned"] == last["microbatches"], (name, last)
+    for name, count, run in runs_in(answer):
+        last = run["last"]
+        assert len(in_every_step(last["waits"])) == 2, (name, count, last)
+        assert in_every_step(last["uploads"]) == [], (name, count, last)
+        assert last["pinned"] == last["microbatches"], (name, count, last)

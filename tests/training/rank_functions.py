@@ -22,6 +22,7 @@ from megatron_ext.teachers.megatron_teacher import MegatronTeacher
 from megatron_ext.tokenizers import build_tokenizer
 from megatron_ext.tokenizers.assets import METADATA_FILE
 from megatron_ext.tokenizers.saved_tokenizer import load_saved
+from megatron_ext.training import forward_step
 from megatron_ext.training.checkpoints.checkpoint import save_checkpoint
 from megatron_ext.training.checkpoints.folder import checkpoint_path, set_latest_checkpoint
 from megatron_ext.training.checkpoints.saved_run import SavedRun
@@ -98,15 +99,16 @@ def train_objectives(rank, folder, runs):
             _trainer(config).train()
 
 
-def train_with_broken_teacher(rank, folder, parallel):
-    """The error of a run whose teacher predicts NaN."""
-    config = objective_run(folder, "broken", LossConfig(objective="strict_topk"), **parallel)
+def train_with_broken_teacher(rank, folder, parallel, objective="strict_topk"):
+    """The error of a run whose teacher predicts NaN, and how often its logits were read for it."""
+    config = objective_run(folder, "broken", LossConfig(objective=objective), **parallel)
     trainer = _trainer(config)
     if trainer.groups.is_last_stage:
         assert isinstance(trainer.teachers["teacher"], MegatronTeacher)
         with torch.no_grad():
             trainer.teachers["teacher"].chunks[-1].decoder.final_layernorm.weight[0] = torch.nan
-    return error_of(trainer.train)
+    with patch.object(forward_step, "check_finite", wraps=forward_step.check_finite) as reads:
+        return error_of(trainer.train), reads.call_count
 
 
 def error_of(begin):

@@ -17,6 +17,7 @@ from tests.training.rank_functions import (
 from tests.training.run_results import assert_same_numbers, assert_same_weights, weights_of
 from tests.training.tiny_run import CP2, PP2, TP2, student_run
 
+BROKEN = "LossError: iteration 1: the teacher's predictions hold NaN or infinity"
 OBJECTIVES = {
     "next_token": ("next_token", {}),
     "projected_kl": ("projected_kl", {"vocab_topk": 16, "direction": "jensen_shannon"}),
@@ -129,9 +130,21 @@ def test_projectors_go_on_exactly_from_a_checkpoint_in_bf16(runs):
 
 
 def test_nan_predictions_end_the_run_on_every_rank_before_anything_is_saved(runs):
-    errors = run_ranks(2, train_with_broken_teacher, runs, PP2)
-    assert errors[0] == errors[1]
-    assert errors[0].startswith(
-        "LossError: iteration 1: the teacher's predictions hold NaN or infinity"
-    )
+    (first, read_first), (last, read_last) = run_ranks(2, train_with_broken_teacher, runs, PP2)
+    assert first == last
+    assert first.startswith(BROKEN)
+    # The last stage reads the logits of both microbatches.
+    assert (read_first, read_last) == (0, 2)
     assert not (runs / "broken" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("objective", "ranks", "parallel"),
+    [("projected_kl", 1, {}), ("partition_kl", 2, TP2), ("byte_prefix", 1, {})],
+)
+def test_what_an_objective_knows_of_a_broken_teacher_is_not_read_again(
+    runs, objective, ranks, parallel
+):
+    for error, reads in run_ranks(ranks, train_with_broken_teacher, runs, parallel, objective):
+        assert error.startswith(BROKEN)
+        assert reads == 0

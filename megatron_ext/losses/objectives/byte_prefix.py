@@ -5,8 +5,7 @@ B batch, Ts Tt tokens, Vps Vpt local columns, C chunks, S starts, M middles, E c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from typing import ClassVar, Final
 
 import torch
@@ -17,7 +16,13 @@ from megatron_ext.distributed.vocab_parallel import SLICE_ELEMENTS
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
 from megatron_ext.losses.checks import check_alignment, check_student
-from megatron_ext.losses.diagnostics import class_metrics, over_chunks, used_chunks
+from megatron_ext.losses.diagnostics import (
+    bad_flags,
+    class_metrics,
+    over_chunks,
+    read_rows,
+    used_chunks,
+)
 from megatron_ext.losses.objective import (
     LOSS_REGISTRY,
     Evaluated,
@@ -41,7 +46,7 @@ from megatron_ext.ops.partition_kl import (
     SingleRows,
     evaluate_partition_kl,
 )
-from megatron_ext.ops.prefix_masses import PrefixColumns, PrefixTargets, TargetRows, on_device
+from megatron_ext.ops.prefix_masses import PrefixColumns, PrefixTargets, TargetRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +131,12 @@ class BytePrefixLoss(FusedObjective):
         targets = PrefixTargets(
             teacher.to_logits().flatten(0, 1),
             TargetRows(
-                rows.starts.teacher, rows.middles.teacher, rows.prefixes, rows.pointers, rows.spans
+                start=rows.starts.teacher,
+                middle=rows.middles.teacher,
+                prefixes=rows.prefixes,
+                pointers=rows.pointers,
+                event_counts=rows.counts,
+                spans=rows.spans,
             ),
             columns,
             shards=(inputs.student_shard, teacher.shard),
@@ -139,6 +149,7 @@ class BytePrefixLoss(FusedObjective):
         labels = label_weight = None
         if ce_scale is not None:
             labels, label_weight = inputs.labels.flatten(), label_scales(inputs, ce_scale)
+        told = read_rows(inputs).flatten()
         logits, middles, values = inputs.student_logits.flatten(0, 1), targets.middles(), []
         for cut in rows.cuts(len(logits), _rows_at_once(logits)):
             plan, masses = self._part(inputs, cut, used[1], middles)
@@ -152,14 +163,24 @@ class BytePrefixLoss(FusedObjective):
                     ce_weight=None if label_weight is None else label_weight[cut.rows],
                     gradient=None if gradient is None else gradient[cut.rows],
                     chain_masses=masses,
+                    told=(told[cut.rows],),
                     implementation=self.implementation,
                 )
             )
         token_loss = [part.token_loss for part in values if part.token_loss is not None]
+
+        def bad() -> torch.Tensor:
+            student = torch.cat([part.bad()[0] for part in values])
+            return bad_flags(inputs, student, targets.is_bad())
+
         return Evaluated(
-            self._output(inputs, values, torch.cat(used)),
+            replace(self._output(inputs, values, torch.cat(used)), bad=bad),
             torch.cat(token_loss) if token_loss else None,
         )
+
+    def tells_bad(self, inputs: DistillationInputs) -> bool:
+        """True: a row of NaN or +inf has no sum."""
+        return True
 
     def count_ahead(self, known: KnownAhead) -> torch.Tensor:
         """Student rows of chunks with all their labels, of which those with other bytes on both
@@ -212,7 +233,6 @@ class BytePrefixLoss(FusedObjective):
         starts = rows.starts.student[cut.starts] - cut.rows.start
         middles = rows.middles.student[cut.middles] - cut.rows.start
         number = torch.arange(len(middles), device=middles.device)
-        counts = on_device([stop - start for start, stop in pairwise(own)], middles)
         nothing = number[:0]
         student = ChainRows(nothing, nothing, nothing, nothing, middles, rows.completion[events])
         plan = PartitionPlan(
@@ -221,7 +241,9 @@ class BytePrefixLoss(FusedObjective):
             Chains(
                 student=student,
                 teacher=student,
-                completion_chain=number.repeat_interleave(counts, output_size=pointers[-1]),
+                completion_chain=number.repeat_interleave(
+                    rows.counts[cut.middles], output_size=pointers[-1]
+                ),
                 completion_pointers=pointers,
                 longest=0,
             ),

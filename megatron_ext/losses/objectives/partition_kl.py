@@ -6,7 +6,7 @@ B batch, Ts Tt tokens, Vps Vpt local columns, C chunks, H chains, K top-k.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -17,7 +17,13 @@ from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
 from megatron_ext.losses.checks import check_alignment, check_student
 from megatron_ext.losses.completions import ChunkCompletions
-from megatron_ext.losses.diagnostics import chunk_output, used_chunks
+from megatron_ext.losses.diagnostics import (
+    bad_flags,
+    chunk_output,
+    read_rows,
+    teacher_rows,
+    used_chunks,
+)
 from megatron_ext.losses.objective import (
     LOSS_REGISTRY,
     Evaluated,
@@ -133,6 +139,9 @@ class PartitionKLLoss(FusedObjective):
         weight = self._chunk_weight(inputs.alignment, torch.float32)
         used = torch.where(used_chunks(inputs)[events.chunk] & events.usable, 1.0, 0.0)
         labels = label_weight = None
+        told: tuple[torch.Tensor, ...] = ()
+        if self.tells_bad(inputs):
+            told = read_rows(inputs).flatten(), teacher_rows(inputs).flatten()
         if ce_scale is not None:
             labels, label_weight = inputs.labels.flatten(), label_scales(inputs, ce_scale)
         values = evaluate_partition_kl(
@@ -143,10 +152,17 @@ class PartitionKLLoss(FusedObjective):
             labels=labels,
             ce_weight=label_weight,
             gradient=gradient,
+            told=told,
             implementation=self.implementation,
         )
-        parts = values.singles, values.chains
-        return Evaluated(self._output(inputs, parts, events), values.token_loss)
+        output = self._output(inputs, (values.singles, values.chains), events)
+        if self.tells_bad(inputs):
+            output = replace(output, bad=lambda: bad_flags(inputs, *values.bad()))
+        return Evaluated(output, values.token_loss)
+
+    def tells_bad(self, inputs: DistillationInputs) -> bool:
+        """True with all of the teacher's logits: a row of NaN or +inf has no sum."""
+        return inputs.teacher is not None and inputs.teacher.kind != "topk"
 
     def count_ahead(self, known: KnownAhead) -> torch.Tensor:
         """Chunks of one token a side, and others with all their labels.

@@ -83,12 +83,11 @@ def _sums(values, count):
 
 
 @entry_point
-def split_statistics(first, stop, rows, plain, split, every_row, sums, column, is_masked):
+def split_statistics(first, stop, rows, plain, split, sums, column, is_masked):
     """Statistics of rows ``first`` to ``stop``, as ``split_statistics_kernel``.
 
     Args:
         rows: Logits at the temperature of the members; ``plain``: at 1.
-        every_row: Whether to read rows of neither kind too.
         sums: fp32 [3, 2, T], written: members, others, and members at temperature 1.
         column: int64 [T], of the largest member; ``is_masked`` bool [T].
     """
@@ -97,7 +96,7 @@ def split_statistics(first, stop, rows, plain, split, every_row, sums, column, i
     own = np.zeros(width, dtype=np.bool_)
     for row in range(first, stop):
         number = split.of_row[row]
-        if number < 0 and not every_row:
+        if number < -1:
             continue
         members = split.shared[:width] if number == 0 else own
         if number > 0:

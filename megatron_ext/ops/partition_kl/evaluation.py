@@ -6,6 +6,7 @@ memory are in the README.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -62,6 +63,7 @@ def evaluate_partition_kl(
     ce_weight: torch.Tensor | None = None,
     gradient: torch.Tensor | None = None,
     chain_masses: RowMasses | None = None,
+    told: Sequence[torch.Tensor] = (),
     implementation: Implementation = "auto",
 ) -> PartitionValues:
     """D(P_c || Q_c) of each chunk, and d(sum grad_scale * D + sum ce_weight * CE)/d student_logits.
@@ -80,6 +82,8 @@ def evaluate_partition_kl(
             gradient is computed.
         chain_masses: The teacher's log-masses at the rows of the chains, where its logits are
             those of the singles alone.
+        told: bool [Ts], and [Tt] of logits: rows of which ``PartitionValues.bad`` has to tell, even
+            if they belong to no chunk; () for none.
         implementation: See ``ops.launch``.
 
     Accumulates in fp32 (fp64 for fp64 logits). No fp32 tensor is as large as the logits.
@@ -103,10 +107,13 @@ def evaluate_partition_kl(
     elif uses_compiled(implementation, *given):
         by = "cpu"
     masses = teacher if isinstance(teacher, RowMasses) else chain_masses
-    models = [_Model.read(given[0], plan, is_student=True, labels=labels, by=by)]
+    asked: list[torch.Tensor | bool] = [*told, *[False] * (len(given) - len(told))]
+    models = [_Model.read(given[0], plan, asked[0], is_student=True, labels=labels, by=by)]
     models += [
-        _Model.read(logits, plan, is_student=False, has_chains=masses is None, labels=None, by=by)
-        for logits in given[1:]
+        _Model.read(
+            logits, plan, read, is_student=False, has_chains=masses is None, labels=None, by=by
+        )
+        for logits, read in zip(given[1:], asked[1:], strict=True)
     ]
     merged = _merge(models, plan)
     tokens, token_loss = _token_term(models[0], merged[0], labels, ce_weight, plan.student_shard)
@@ -158,7 +165,7 @@ def evaluate_partition_kl(
         )
         write = write_other_rows_by_kernel_ if by == "triton" else write_other_rows_
         write(gradient, given[0], rows, plan.student_shard)
-    return PartitionValues(single, chain, token_loss)
+    return PartitionValues(single, chain, token_loss, lambda: [part.is_bad() for part in merged])
 
 
 def _check_columns(given: list[torch.Tensor]) -> None:
@@ -190,6 +197,7 @@ class _Model(NamedTuple):
         cls,
         logits: torch.Tensor,
         plan: PartitionPlan,
+        told: torch.Tensor | bool,
         *,
         is_student: bool,
         labels: torch.Tensor | None,
@@ -203,14 +211,15 @@ class _Model(NamedTuple):
             ChosenColumns.of(rows, plan.chains, shard) if has_chains else ChosenColumns.none(rows)
         )
         shared = (plan.shared.student, plan.shared.teacher)[side]
-        split = RowSplit.of(len(logits), plan.singles[side], shared, chosen)
         has_labels = is_student and labels is not None
+        read = True if has_labels else told
+        split = RowSplit.of(len(logits), plan.singles[side], shared, chosen, read)
         statistics = split_statistics(
             logits,
             split,
             shard,
             temperature=plan.options.temperature,
-            every_row=has_labels,
+            also_unscaled=has_labels,
             by=by,
         )
         here = chosen.local >= 0
@@ -246,6 +255,10 @@ class _Merged(NamedTuple):
         """Log-sum-exp at the rows of chains [R], without their chosen columns."""
         row = model.split.chosen.row
         return LogSumExp(self.others.peak[row], self.others.log_sum[row])
+
+    def is_bad(self) -> torch.Tensor:
+        """bool [T]: rows with NaN or +inf in a column of any rank, which make their sums NaN."""
+        return self.members.log_sum.isnan() | self.others.log_sum.isnan()
 
     def whole(self) -> LogSumExp:
         """Log-sum-exp [T] over all columns at temperature 1."""

@@ -6,7 +6,7 @@ completions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -147,6 +147,10 @@ class PartitionValues(NamedTuple):
 
     token_loss: torch.Tensor | None
     """[T] cross-entropy of each label, 0 where there is none; None without labels."""
+
+    bad: Callable[[], list[torch.Tensor]] = list
+    """Function that makes bool [T] of the student, and of the teacher's logits: rows with NaN or
+    +inf on any rank, among those that were read."""
 
     def divergences(self) -> torch.Tensor:
         """Divergences [C + H], singles first."""

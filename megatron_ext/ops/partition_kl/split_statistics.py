@@ -54,16 +54,29 @@ class RowSplit(NamedTuple):
     """Members of the rows of chains."""
 
     of_row: torch.Tensor
-    """int32 [T]: 0 for a row of a single, r + 1 for the r-th of chains, -1 for a row of neither."""
+    """int32 [T]: 0 for a row of a single, r + 1 for the r-th of chains; of the others -1 for a row
+    that is read, which has no members, and -2 for one that is not."""
+
+    has_others: bool
+    """Whether any row may be at -1; on the host."""
 
     @classmethod
     def of(
-        cls, rows: int, single_row: torch.Tensor, shared: torch.Tensor, chosen: ChosenColumns
+        cls,
+        rows: int,
+        single_row: torch.Tensor,
+        shared: torch.Tensor,
+        chosen: ChosenColumns,
+        read: torch.Tensor | bool,
     ) -> RowSplit:
-        of_row = torch.full((rows,), -1, dtype=torch.int32, device=shared.device)
+        """Split some rows; ``read`` [T] are those to read of no chunk: True all, False none."""
+        if isinstance(read, bool):
+            of_row = torch.full((rows,), read - 2, dtype=torch.int32, device=shared.device)
+        else:
+            of_row = read.int() - 2
         number = torch.arange(1, len(chosen.row) + 1, dtype=torch.int32, device=shared.device)
         of_row.index_fill_(0, single_row, 0).index_copy_(0, chosen.row, number)
-        return cls(single_row, shared, chosen, of_row)
+        return cls(single_row, shared, chosen, of_row, read is not False)
 
     def singles(self) -> RowGroup:
         return RowGroup(self.single_row, lambda part: self.shared[None])
@@ -74,8 +87,15 @@ class RowSplit(NamedTuple):
 
     def unused(self) -> RowGroup:
         """Rows of neither singles nor chains; waits for the device."""
+        return self._without_members(self.of_row < 0)
+
+    def others(self) -> RowGroup:
+        """Those of ``unused`` that are read; waits for the device."""
+        return self._without_members(self.of_row == -1)
+
+    def _without_members(self, rows: torch.Tensor) -> RowGroup:
         none = torch.zeros_like(self.shared)[None]
-        return RowGroup(torch.nonzero(self.of_row < 0)[:, 0], lambda part: none)
+        return RowGroup(torch.nonzero(rows)[:, 0], lambda part: none)
 
     def bits(self) -> torch.Tensor:
         """Member masks, int32 [1 + R, W]: column v is bit v % 32 of word v // 32.
@@ -121,25 +141,30 @@ def split_statistics(
     shard: VocabShard,
     *,
     temperature: float,
-    every_row: bool,
+    also_unscaled: bool,
     by: Implementation,
 ) -> SplitStatistics:
     """Peaks and sums of each row's members and others, from one read. No graph, no collectives.
 
+    The sums of a row that is not read are 0, those of one with NaN or +inf are NaN.
+
     Args:
         logits: [T, Vp], any float dtype, contiguous in its columns. Padding is ignored.
         temperature: Temperature of the members; the others are at 1.
-        every_row: Whether to read rows of neither singles nor chains too, which have no members;
-            otherwise their sums are 0.
+        also_unscaled: Whether members' sums at temperature 1 are asked for.
         by: What computes them, not ``auto``.
     """
     run = {"triton": _by_kernel, "cpu": _by_loops}.get(by, _by_torch)
     run = run if shard.valid_width else _by_torch
-    return run(logits.detach(), split, shard, temperature, every_row)
+    return run(logits.detach(), split, shard, temperature, also_unscaled)
 
 
 def _by_loops(
-    logits: torch.Tensor, split: RowSplit, shard: VocabShard, temperature: float, every_row: bool
+    logits: torch.Tensor,
+    split: RowSplit,
+    shard: VocabShard,
+    temperature: float,
+    also_unscaled: bool,
 ) -> SplitStatistics:
     from megatron_ext.ops.partition_kl import compiled_loops as loops
     from megatron_ext.ops.row_loops import flat_rows, in_threads
@@ -157,7 +182,6 @@ def _by_loops(
             np.array(split.chosen.pointers, dtype=np.int64),
             split.chosen.local.numpy(),
         ),
-        every_row,
         sums.numpy(),
         column.numpy(),
         is_masked.numpy(),
@@ -170,15 +194,19 @@ def _by_loops(
 
 
 def _by_torch(
-    logits: torch.Tensor, split: RowSplit, shard: VocabShard, temperature: float, every_row: bool
+    logits: torch.Tensor,
+    split: RowSplit,
+    shard: VocabShard,
+    temperature: float,
+    also_unscaled: bool,
 ) -> SplitStatistics:
-    rows = len(logits)
+    rows, has_unscaled = len(logits), temperature != 1.0 and also_unscaled
     dtype = accumulation_dtype(logits.dtype)
     sums = torch.zeros(3, 2, rows, dtype=dtype, device=logits.device)
     column = torch.zeros(rows, dtype=torch.int64, device=logits.device)
     is_masked = torch.zeros(rows, dtype=torch.bool, device=logits.device)
     padding = torch.arange(shard.width, device=logits.device) >= shard.valid_width
-    groups = [split.singles(), split.chains(), *([split.unused()] if every_row else [])]
+    groups = [split.singles(), split.chains(), *([split.others()] if split.has_others else [])]
     for group in groups:
         for part in group.slices(shard.width):
             row = group.rows[part]
@@ -188,9 +216,9 @@ def _by_torch(
             is_masked[row] = ((logits_of_rows == -torch.inf) & members & ~padding).any(dim=-1)
             _store(sums[0], row, inside)
             _store(sums[1], row, scaled_logits(logits_of_rows, 1.0, members | padding))
-            if temperature != 1.0:
+            if has_unscaled:
                 _store(sums[2], row, scaled_logits(logits_of_rows, 1.0, ~members | padding))
-    unscaled = sums[0] if temperature == 1.0 else sums[2]
+    unscaled = sums[2] if has_unscaled else sums[0]
     return SplitStatistics(
         ExpSums(*sums[0]), ExpSums(*sums[1]), ExpSums(*unscaled), column, is_masked
     )
@@ -204,7 +232,11 @@ def _store(part: torch.Tensor, rows: torch.Tensor, scaled: torch.Tensor) -> None
 
 
 def _by_kernel(
-    logits: torch.Tensor, split: RowSplit, shard: VocabShard, temperature: float, every_row: bool
+    logits: torch.Tensor,
+    split: RowSplit,
+    shard: VocabShard,
+    temperature: float,
+    also_unscaled: bool,
 ) -> SplitStatistics:
     from megatron_ext.ops.partition_kl.triton_kernels import split_statistics_kernel
 
@@ -213,7 +245,7 @@ def _by_kernel(
     column = torch.empty(rows, dtype=torch.int64, device=logits.device)
     is_masked = torch.empty(rows, dtype=torch.bool, device=logits.device)
     bits = split.bits()
-    has_unscaled = temperature != 1.0 and every_row
+    has_unscaled = temperature != 1.0 and also_unscaled
 
     def launch(config: LaunchConfig) -> None:
         split_statistics_kernel[(rows,)](
@@ -231,7 +263,6 @@ def _by_kernel(
             temperature,
             HAS_TEMPERATURE=temperature != 1.0,
             HAS_UNSCALED=has_unscaled,
-            EVERY_ROW=every_row,
             BLOCK=small_block(width, config.block),
             num_warps=config.num_warps,
         )

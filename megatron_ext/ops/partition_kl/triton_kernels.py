@@ -38,7 +38,6 @@ def split_statistics_kernel(
     temperature,
     HAS_TEMPERATURE: tl.constexpr,
     HAS_UNSCALED: tl.constexpr,
-    EVERY_ROW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Peaks and sums of members and others; ``sums`` is [3, 2, T], see ``split_statistics``.
@@ -63,9 +62,7 @@ def split_statistics_kernel(
     raw_total = tl.zeros((LANES,), tl.float32)
     lowest = tl.full((LANES,), float("inf"), tl.float32)
     first = tl.zeros((LANES,), tl.int32)
-    end = width
-    if not EVERY_ROW:
-        end = tl.where(has_members, width, 0)
+    end = tl.where(own_set >= -1, width, 0)
     for start in tl.range(0, end, BLOCK, num_stages=3):
         columns = start + block
         logits = row_values(start_of_row, columns, columns < padded_width, columns < width)

@@ -1,4 +1,4 @@
-from megatron_ext.ops.prefix_masses.function import PrefixTargets, on_device, start_columns
+from megatron_ext.ops.prefix_masses.function import PrefixTargets, start_columns
 from megatron_ext.ops.prefix_masses.operands import (
     PrefixColumns,
     PrefixSums,
@@ -14,6 +14,5 @@ __all__ = [
     "Spans",
     "StartColumns",
     "TargetRows",
-    "on_device",
     "start_columns",
 ]

@@ -5,8 +5,7 @@ T rows, Vps Vpt local columns, S starts, M middles, E events of middles, N sums,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import torch
@@ -142,8 +141,8 @@ class PrefixTargets:
         self._whole = merge_log_sum_exp(*local_log_sum_exp(logits, 1.0, excluded), shard.group)
         own = _Pairs(logits, self._whole, columns)
         events, middles = rows.pointers[-1], len(rows.middle)
-        first = on_device(rows.pointers[:-1], rows.middle)
-        slots = on_device(rows.prefixes.slot_counts, rows.middle)
+        first = rows.event_counts.cumsum(0) - rows.event_counts
+        slots = rows.prefixes.slot_counts
 
         def place(number: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
             """Index of a slot's event, or of the rest of its row behind all events."""
@@ -160,6 +159,10 @@ class PrefixTargets:
         self._middle = spans.row - len(rows.start)
         self._masses = self._with_spans(masses)
 
+    def is_bad(self) -> torch.Tensor:
+        """bool [T]: rows with NaN or +inf in a column of any rank, which make their sums NaN."""
+        return self._whole.log_sum.isnan()
+
     def middles(self) -> RowMasses:
         """Log-masses of the events of middles [E] and of their rests [M], given the prefix.
 
@@ -167,7 +170,7 @@ class PrefixTargets:
         """
         rows, given = self._rows, self._masses
         events, count = rows.pointers[-1], len(rows.middle)
-        sizes = on_device([stop - start for start, stop in pairwise(rows.pointers)], given)
+        sizes = rows.event_counts
         number = torch.arange(count, device=given.device)
         row = torch.cat([number.repeat_interleave(sizes, output_size=events), number])
         total = index_sum(given, row, count)[row]
@@ -305,10 +308,11 @@ class _Pairs:
         """Masses [count] of the pairs of each prefix at its row, added up by ``place``."""
         total = self._whole.peak.new_zeros(count)
         first = self._columns.pointers[prefixes.number]
+        lengths = self._columns.pointers[prefixes.number + 1] - first
         for part in _pair_slices(prefixes.pair_counts):
             counts = prefixes.pair_counts[part]
             size = sum(counts)
-            length = on_device(counts, rows)
+            length = lengths[part]
             number = torch.arange(len(counts), device=rows.device)
             number = number.repeat_interleave(length, output_size=size)
             begin = length.cumsum(0) - length
@@ -346,11 +350,3 @@ def _pair_slices(counts: tuple[int, ...]) -> Iterator[slice]:
         size += count
     if size:
         yield slice(start, len(counts))
-
-
-def on_device(numbers: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    """int64 [N] from the host."""
-    values = torch.tensor(numbers, dtype=torch.int64)
-    if like.device.type == "cuda":
-        values = values.pin_memory()
-    return values.to(like.device, non_blocking=True)

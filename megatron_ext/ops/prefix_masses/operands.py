@@ -82,12 +82,12 @@ class PrefixSums(NamedTuple):
     pair_counts: tuple[int, ...]
     """[N] teacher tokens that begin with each, on the host."""
 
-    slot_counts: tuple[int, ...]
-    """[N] student tokens behind each, on the host."""
+    slot_counts: torch.Tensor
+    """int64 [N] student tokens behind each."""
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PrefixSums:
         """The same with changed tensors."""
-        return self._replace(number=change(self.number))
+        return self._replace(number=change(self.number), slot_counts=change(self.slot_counts))
 
 
 class Spans(NamedTuple):
@@ -141,6 +141,9 @@ class TargetRows(NamedTuple):
 
     pointers: tuple[int, ...]
     """[M + 1] start of each middle's events, at least as many as its slots, on the host."""
+
+    event_counts: torch.Tensor
+    """int64 [M] number of each middle's events."""
 
     spans: Spans
     """Rows count over starts and then middles. ``gains`` and ``loses`` of a start are student

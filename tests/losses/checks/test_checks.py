@@ -12,9 +12,9 @@ from megatron_ext.errors import LossError
 from megatron_ext.losses import LOSS_REGISTRY, TargetKind
 from megatron_ext.losses.checks import check_shard
 from megatron_ext.losses.diagnostics import FiniteCheck, check_finite
-from tests.losses.check_ranks import errors_of_poison, errors_of_shards
+from tests.losses.check_ranks import errors_of_poison, errors_of_shards, flags_of_poison
 from tests.losses.microbatch import Microbatch
-from tests.losses.objective_cases import as_kind, inputs_of
+from tests.losses.objective_cases import CASES, as_kind, inputs_of
 from tests.ops.kernel_case import EVERY_COMBINATION
 from tests.process_group import run_ranks
 
@@ -26,6 +26,14 @@ def test_a_number_that_one_rank_alone_holds_is_an_error_on_both() -> None:
     assert first["student"].startswith("iteration 7: the student's predictions hold NaN or inf")
     assert "the teacher's predictions" in first["teacher"]
     assert "the student's and the teacher's predictions" in first["both"]
+
+
+def test_sums_of_rows_tell_every_rank_of_a_number_that_one_alone_holds() -> None:
+    for flags in run_ranks(2, flags_of_poison):
+        for name, by_place in flags.items():
+            for place, (read, told) in by_place.items():
+                expected = [place == "student", place == "teacher"]
+                assert read == told == list(map(int, expected)), (name, place)
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
@@ -69,18 +77,18 @@ POISONED = [*product(["torch", "cpu"], [1.0, 1.7], POISONS), ("triton", 1.7, tor
 """Interpreted kernels are slow: all of theirs with MEGATRON_EXT_ALL_TEXT."""
 if EVERY_COMBINATION:
     POISONED = [*product(["torch", "cpu", "triton"], [1.0, 1.7], POISONS)]
+TELLING = ("projected_kl", "partition_kl", "byte_prefix")
 
 
+@pytest.mark.parametrize("name", TELLING)
 @pytest.mark.parametrize(("implementation", "temperature", "poison"), POISONED)
 def test_sums_of_rows_tell_what_a_read_of_all_numbers_does(
-    implementation: str, temperature: float, poison: float
+    name: str, implementation: str, temperature: float, poison: float
 ) -> None:
     if implementation == "triton":
         pytest.importorskip("triton")
-    objective = LOSS_REGISTRY["projected_kl"](
-        implementation=implementation, temperature=temperature
-    )
-    inputs = Microbatch.random().inputs(padding=(3, 1))
+    objective = LOSS_REGISTRY[name](implementation=implementation, temperature=temperature)
+    inputs = CASES[name].build(Microbatch.random(), (3, 1))
     inputs = replace(inputs, student_logits=inputs.student_logits.detach())
     assert objective.tells_bad(inputs)
     unread = (inputs.labels == IGNORE_INDEX) & (inputs.alignment.student_chunk_id < 0)
@@ -93,21 +101,26 @@ def test_sums_of_rows_tell_what_a_read_of_all_numbers_does(
     }
     places = {name: rows for name, rows in places.items() if rows.any()}
     assert {*_READ, "student unread"} <= places.keys()
+    others = torch.arange(inputs.alignment.chunk_count) % 2 == 1
     columns = (2, 7)
     if implementation == "triton" and not EVERY_COMBINATION:
         columns, places = (7,), {name: places[name] for name in _READ}
     for column in columns:
-        for name, rows in places.items():
+        for place, rows in places.items():
             teacher, student = inputs.teacher.logits.clone(), inputs.student_logits.clone()
             row = rows.nonzero()[0].tolist()
-            (student if name.startswith("student") else teacher)[(*row, column)] = poison
+            (student if place.startswith("student") else teacher)[(*row, column)] = poison
             bad = replace(
-                inputs, student_logits=student, teacher=replace(inputs.teacher, logits=teacher)
+                inputs,
+                student_logits=student,
+                teacher=replace(inputs.teacher, logits=teacher),
+                # Of chunks that another teacher teaches, the first among them.
+                chunk_mask=others if column == 2 else None,
             )
             read = check_finite(bad).bad[0].tolist()
-            assert objective(bad).bad().tolist() == read, name
-            is_bad = poison != -torch.inf and "unread" not in name
-            assert sum(read) == is_bad, name
+            assert objective(bad).bad().tolist() == read, place
+            is_bad = poison != -torch.inf and "unread" not in place
+            assert sum(read) == is_bad, place
 
 
 def test_checks_of_several_microbatches_are_one_question() -> None:
