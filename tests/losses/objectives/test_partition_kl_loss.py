@@ -295,7 +295,8 @@ def test_kernels_give_what_torch_gives(kind: str) -> None:
     options = {"temperature": 1.5, "chain_weight": 0.5}
     by_torch, plain = run(inputs, implementation="torch", **options)
     by_kernel, grad = run(inputs, implementation="triton", **options)
-    assert by_kernel.loss_sum.item() == pytest.approx(by_torch.loss_sum.item(), rel=1e-6)
+    # A small divergence is a difference of logarithms, which fp32 rounds in each of the two forms.
+    assert by_kernel.loss_sum.item() == pytest.approx(by_torch.loss_sum.item(), rel=1e-5)
     torch.testing.assert_close(grad, plain, rtol=0, atol=1e-6)
 
 
