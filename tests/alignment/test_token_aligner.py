@@ -64,6 +64,8 @@ def test_both_sides_of_a_chunk_spell_the_same_bytes_and_chunks_spell_the_text(al
 @given(text=texts)
 @any_text
 def test_ids_align_as_the_text_that_they_came_from(aligner, text):
+    # Ids of SentencePiece do not tell its mark of a space from a space.
+    text = text.replace("▁", "")
     student = aligner.student_tokenizer.text_to_ids(text)
     teacher = aligner.teacher_tokenizer.text_to_ids(text)
     from_text, from_ids = aligner.align(text), aligner.align_ids(student, teacher)
