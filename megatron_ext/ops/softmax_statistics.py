@@ -140,7 +140,8 @@ def _by_kernel(
     from megatron_ext.ops.softmax_kernels import row_statistics_kernel
 
     rows, held_width = logits.shape
-    peak, total = torch.empty(2, 2, rows, dtype=torch.float32, device=logits.device)
+    peak = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
+    total = torch.empty_like(peak)
     column = torch.empty(rows, dtype=torch.int64, device=logits.device)
 
     def launch(config: LaunchConfig) -> None:

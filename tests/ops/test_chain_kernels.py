@@ -36,7 +36,7 @@ def _chains():
     return Chains(*sides, chain, tuple(pointers), max(map(max, STEPS)))
 
 
-def _plan(direction, temperature):
+def plan_of(direction, temperature):
     shard = VocabShard(start=0, stop=8, vocab_size=8)
     nothing = torch.zeros(0, dtype=torch.int64)
     options = DivergenceOptions(temperature=temperature, direction=direction, mixture=0.3)
@@ -46,7 +46,7 @@ def _plan(direction, temperature):
     )
 
 
-def _logits(steps, *, spread, masked=()):
+def random_logits(steps, *, spread, masked=()):
     events, chains = sum(COMPLETIONS), len(COMPLETIONS)
     chosen = spread * torch.randn(sum(steps) + events, dtype=torch.float64)
     chosen[[sum(steps) + place for place in masked]] = IMPOSSIBLE
@@ -58,11 +58,11 @@ def _logits(steps, *, spread, masked=()):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("of_teacher", ["logits", "masses"])
 def test_values_and_gradients_are_those_of_autograd(of_teacher, direction, temperature, spread):
-    plan = _plan(direction, temperature)
-    student = _logits(STEPS[0], spread=spread, masked=(1,))
+    plan = plan_of(direction, temperature)
+    student = random_logits(STEPS[0], spread=spread, masked=(1,))
     # The reverse KL has the smallest normal number in a masked token's place: that of the dtype.
     masked = (1,) if direction == "reverse" else (1, 9)
-    teacher = _logits(STEPS[1], spread=spread, masked=masked)
+    teacher = random_logits(STEPS[1], spread=spread, masked=masked)
     if of_teacher == "masses":
         teacher = row_masses(*teacher, plan.chains, sum(STEPS[1]))
     scale = torch.tensor([0.5, 2.0, 0.0, 1.0, 1.0])
@@ -82,8 +82,8 @@ def test_values_and_gradients_are_those_of_autograd(of_teacher, direction, tempe
 
 
 def test_without_a_gradient_values_are_the_same():
-    plan = _plan("forward", 1.0)
-    given = _logits(STEPS[0], spread=2.0), _logits(STEPS[1], spread=2.0), plan, None
+    plan = plan_of("forward", 1.0)
+    given = random_logits(STEPS[0], spread=2.0), random_logits(STEPS[1], spread=2.0), plan, None
     with_gradient, _ = compare_chains_by_kernel(*given, with_gradient=True)
     alone, gradients = compare_chains_by_kernel(*given, with_gradient=False)
     assert all(map(torch.equal, alone, with_gradient))
@@ -91,15 +91,15 @@ def test_without_a_gradient_values_are_the_same():
 
 
 def test_a_number_that_is_none_makes_its_own_chain_none():
-    plan, student = _plan("forward", 1.0), _logits(STEPS[0], spread=1.0)
+    plan, student = plan_of("forward", 1.0), random_logits(STEPS[0], spread=1.0)
     student.chosen[sum(STEPS[0])] = torch.nan
-    teacher = _logits(STEPS[1], spread=1.0)
+    teacher = random_logits(STEPS[1], spread=1.0)
     values, _ = compare_chains_by_kernel(student, teacher, plan, None, with_gradient=True)
     assert values.divergence.isnan().tolist() == [True, False, False, False, False]
 
 
 def test_no_chain_is_no_launch():
-    plan = _plan("forward", 1.0)
+    plan = plan_of("forward", 1.0)
     nothing = torch.zeros(0, dtype=torch.int64)
     rows = ChainRows(*[nothing] * 6)
     plan = plan._replace(chains=Chains(rows, rows, nothing, (0,), 0), counted=nothing.bool())

@@ -109,7 +109,8 @@ def compare_chains_by_kernel(
 
     chains, count = plan.chains, plan.chains.chain_count
     chosen, rest = (part.float().contiguous() for part in student)
-    divergence, student_rest, teacher_rest = rest.new_empty(3, count).unbind()
+    # Each by itself: a kernel is compiled anew for a pointer that is no multiple of 16 bytes.
+    divergence, student_rest, teacher_rest = (rest.new_empty(count) for _ in range(3))
     agreement, gradients = plan.counted.new_empty(count), (chosen, rest)
     if with_gradient:
         gradients = torch.empty_like(chosen), torch.empty_like(rest)

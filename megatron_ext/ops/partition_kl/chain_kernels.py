@@ -129,7 +129,11 @@ def first_of(best, chosen, values, place):
     return tl.maximum(best, top), tl.where(top > best, place, chosen)
 
 
-@triton.jit(do_not_specialize=["student_steps", "teacher_steps"])
+@triton.jit(
+    do_not_specialize=["student_steps", "teacher_steps"],
+    # Parts of longer vectors.
+    do_not_specialize_on_alignment=["counted_ptr", "scale_ptr"],
+)
 def compare_chains_kernel(
     student_chosen_ptr,
     student_others_ptr,

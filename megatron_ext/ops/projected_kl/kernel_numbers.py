@@ -91,8 +91,14 @@ class KernelNumbers(NamedTuple):
         if requested.cross_entropy is not None:
             plain = whole if len(parts) == 4 else torch.stack(list(parts[4]))
         new, count = sums.peak.new_empty, rows.chunk_count
-        carried, (mass, left_out, grad_scale) = torch.empty_like(whole), new(3, count).unbind()
-        is_scaled, compared = new(2, count, dtype=torch.bool).unbind()
+        # Each by itself: a kernel is compiled anew for a pointer that is no multiple of 16 bytes.
+        carried, mass, left_out, grad_scale = (
+            torch.empty_like(whole),
+            new(count),
+            new(count),
+            new(count),
+        )
+        is_scaled, compared = new(count, dtype=torch.bool), new(count, dtype=torch.bool)
         if count:
             block = small_block(count, _CHUNKS)
             chunk_numbers_kernel[(-(-count // block),)](
@@ -226,7 +232,7 @@ def chunk_values(
 
     (partial, best), count = terms, len(compared)
     more, more_best = singles or (None, None)
-    sums, largest = partial.new_empty(2, 2, count).unbind()
+    sums, largest = partial.new_empty(2, count), partial.new_empty(2, count)
     column = best.new_empty(2, count, dtype=torch.int64)
     blocks = partial.shape[-1]
     if count:
@@ -268,7 +274,11 @@ def _labels(
     assert plain is not None
     (label, weight), logits, shard = requested.cross_entropy, student.logits, student.shard
     label, rows = label.contiguous(), len(logits)
-    column, (label_weight, picked) = torch.empty_like(label), plain.new_empty(2, rows).unbind()
+    column, label_weight, picked = (
+        torch.empty_like(label),
+        plain.new_empty(rows),
+        plain.new_empty(rows),
+    )
     if rows:
         block = small_block(rows, _LABELS)
         label_numbers_kernel[(-(-rows // block),)](
