@@ -158,6 +158,7 @@ _MOVED_IN_TRAINING: Final = {
 MOVED: Final = {
     "megatron_ext.alignment.chunk_class": "megatron_ext.alignment.alignment",
     "megatron_ext.atomic_file": "megatron_ext.files",
+    "megatron_ext.engines.engine_config": "megatron_ext.engines.engine",
     "megatron_ext.extras": "megatron_ext.imports",
     "megatron_ext.moved": "megatron_ext.imports",
     "megatron_ext.version": "megatron_ext.constants",
