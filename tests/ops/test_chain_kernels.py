@@ -17,7 +17,7 @@ from megatron_ext.ops.partition_kl.operands import (
     PartitionPlan,
     SingleRows,
 )
-from tests.ops.kernel_case import DIRECTIONS
+from tests.ops.kernel_case import DEVICE, DIRECTIONS
 
 STEPS = (0, 3, 1, 0, 2), (2, 0, 1, 0, 4)
 COMPLETIONS = (3, 1, 0, 300, 2)
@@ -25,22 +25,22 @@ COMPLETIONS = (3, 1, 0, 300, 2)
 
 
 def _chains():
-    nothing = torch.zeros(0, dtype=torch.int64)
+    nothing = torch.zeros(0, dtype=torch.int64, device=DEVICE)
     sides = []
     for steps in STEPS:
-        chain = torch.arange(len(steps)).repeat_interleave(torch.tensor(steps))
-        place = torch.cat([torch.arange(count) for count in steps])
+        chain = torch.arange(len(steps)).repeat_interleave(torch.tensor(steps)).to(DEVICE)
+        place = torch.cat([torch.arange(count) for count in steps]).to(DEVICE)
         sides.append(ChainRows(nothing, nothing, chain, place, nothing, nothing))
     pointers = torch.tensor([0, *COMPLETIONS]).cumsum(0).tolist()
-    chain = torch.arange(len(COMPLETIONS)).repeat_interleave(torch.tensor(COMPLETIONS))
+    chain = torch.arange(len(COMPLETIONS)).repeat_interleave(torch.tensor(COMPLETIONS)).to(DEVICE)
     return Chains(*sides, chain, tuple(pointers), max(map(max, STEPS)))
 
 
 def plan_of(direction, temperature):
     shard = VocabShard(start=0, stop=8, vocab_size=8)
-    nothing = torch.zeros(0, dtype=torch.int64)
+    nothing = torch.zeros(0, dtype=torch.int64, device=DEVICE)
     options = DivergenceOptions(temperature=temperature, direction=direction, mixture=0.3)
-    counted = torch.tensor([True, True, True, True, False])
+    counted = torch.tensor([True, True, True, True, False], device=DEVICE)
     return PartitionPlan(
         SingleRows(nothing, nothing), None, _chains(), counted, shard, shard, options
     )
@@ -48,9 +48,10 @@ def plan_of(direction, temperature):
 
 def random_logits(steps, *, spread, masked=()):
     events, chains = sum(COMPLETIONS), len(COMPLETIONS)
-    chosen = spread * torch.randn(sum(steps) + events, dtype=torch.float64)
+    chosen = spread * torch.randn(sum(steps) + events, dtype=torch.float64).to(DEVICE)
     chosen[[sum(steps) + place for place in masked]] = IMPOSSIBLE
-    return ChosenLogits(chosen, spread * torch.randn(sum(steps) + chains, dtype=torch.float64))
+    rest = spread * torch.randn(sum(steps) + chains, dtype=torch.float64)
+    return ChosenLogits(chosen, rest.to(DEVICE))
 
 
 @pytest.mark.parametrize("spread", [1.0, 12.0])
@@ -65,7 +66,7 @@ def test_values_and_gradients_are_those_of_autograd(of_teacher, direction, tempe
     teacher = random_logits(STEPS[1], spread=spread, masked=masked)
     if of_teacher == "masses":
         teacher = row_masses(*teacher, plan.chains, sum(STEPS[1]))
-    scale = torch.tensor([0.5, 2.0, 0.0, 1.0, 1.0])
+    scale = torch.tensor([0.5, 2.0, 0.0, 1.0, 1.0], device=DEVICE)
     given = student, teacher, plan, scale
     values, gradients = compare_chains(*given, with_gradient=True)
     found, written = compare_chains_by_kernel(*given, with_gradient=True)
@@ -100,9 +101,9 @@ def test_a_number_that_is_none_makes_its_own_chain_none():
 
 def test_no_chain_is_no_launch():
     plan = plan_of("forward", 1.0)
-    nothing = torch.zeros(0, dtype=torch.int64)
+    nothing = torch.zeros(0, dtype=torch.int64, device=DEVICE)
     rows = ChainRows(*[nothing] * 6)
     plan = plan._replace(chains=Chains(rows, rows, nothing, (0,), 0), counted=nothing.bool())
-    none = ChosenLogits(torch.zeros(0), torch.zeros(0))
+    none = ChosenLogits(*torch.zeros(2, 0, device=DEVICE))
     values, gradients = compare_chains_by_kernel(none, none, plan, None, with_gradient=True)
     assert [len(part) for part in (*values, *gradients)] == [0] * 6
