@@ -10,6 +10,7 @@ from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.ops.chunk_rows import ChunkedLogits
 from megatron_ext.ops.model_rows import pair_of_models
 from megatron_ext.ops.sorted_l1 import chunk_sorted_l1, evaluate_sorted_l1, sorted_l1_reference
+from megatron_ext.ops.sorted_l1.comparison import Largest, compare_sorted
 from megatron_ext.ops.sorted_l1.kernel_steps import capacity_of, select_by_kernel
 from megatron_ext.ops.top_columns import largest_columns
 from tests.ops.chunk_pair import FEW, MANY, ChunkPair
@@ -94,6 +95,28 @@ def test_extreme_rows_stay_finite_and_a_nan_shows_in_its_chunk_alone(implementat
     )
     assert out.chunk_loss.isnan().tolist() == [False, True, True]
     assert (grad[case.chunk_ids[0] == 2] == 0).all(), "a chunk that gets nothing"
+
+
+@pytest.mark.parametrize("counts", [(1500, 1200), (40, 1300), (700, 1)])
+@pytest.mark.parametrize("places", [1, 600, 2000])
+def test_places_are_compared_by_the_kernel_as_by_torch(counts, places):
+    torch.manual_seed(0)
+    sides = []
+    for count in counts:
+        # Ties, and fewer candidates than there is room for in the second chunk.
+        values = (torch.rand(3, count, device=DEVICE) * 50).floor() / 64
+        values[1, count // 2 :] = -1.0
+        columns = torch.arange(count, device=DEVICE).expand(3, count)
+        sides.append(Largest(values, columns, torch.rand(3, 1, device=DEVICE)))
+    expected, found = (
+        compare_sorted(*sides, places, None, by_kernel=by_kernel) for by_kernel in (False, True)
+    )
+    assert torch.equal(found.signs, expected.signs)
+    torch.testing.assert_close(found.value, expected.value, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.left_out, expected.left_out, rtol=1e-5, atol=1e-6)
+    sides[1].values[2, 0] = torch.nan
+    found = compare_sorted(*sides, places, None, by_kernel=True)
+    assert found.value.isnan().tolist() == [False, False, True]
 
 
 def _selected(logits, places, excluded):

@@ -72,6 +72,11 @@ def test_sorted_l1():
             ("write_chosen_kernel", write | candidates, flags | {"HAS_BASE": True}),
         ]
     compiles("sorted_l1.triton_kernels", variants)
+    places = arguments(
+        "student teacher rest value left_out: *fp32; origin: *i64; signs: *i8; "
+        "places student_count teacher_count first_origin own_count: i32"
+    )
+    compiles("sorted_l1.comparison_kernel", [("compare_places_kernel", places, {"BLOCK": 1024})])
 
 
 def test_token_likelihood():

@@ -200,7 +200,7 @@ def evaluate_by_kernels(task: MatchedTask) -> MatchedValues:
             select_by_kernel(model, chunks, places, out)
             for model, out in zip(models, excluded, strict=True)
         )
-        compared = compare_sorted(student_top, teacher_top, places, group)
+        compared = compare_sorted(student_top, teacher_top, places, group, by_kernel=True)
         results.uncommon[chunks], results.discarded[chunks] = compared.value, compared.left_out
 
         moved = pair.moved(chunks)

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 _ROUNDING: Final = 8
 """Units in the last place within which two probabilities count as equal."""
 
+_PLACES: Final = 1024
+"""Places that a program of the kernel compares at once."""
+
 
 class Largest(NamedTuple):
     """Candidates of this rank for the largest places, at least as many as are compared."""
@@ -128,6 +131,7 @@ def compare_sorted(
     group: ProcessGroup | None,
     *,
     by_loops: bool = False,
+    by_kernel: bool = False,
 ) -> Compared:
     """L1 of the ``places`` largest of all ranks' candidates; None: of all of them.
 
@@ -136,22 +140,74 @@ def compare_sorted(
     Args:
         by_loops: Compare in compiled loops what one rank has in descending order, no more than
             ``places`` of it.
+        by_kernel: Compare in a kernel what torch has sorted, which is in fp32.
     """
     if by_loops and group is None:
         return _compare_by_loops(student, teacher)
-    ranks = group_size(group)
+    first, second, rest = _gathered(student, teacher, group)
+    alone = group_size(group) == 1
+    a, origin = _sorted(first, student.is_descending and alone)
+    b, _ = _sorted(second, teacher.is_descending and alone)
+    count = student.values.shape[1]
+    start = 0 if group is None else dist.get_rank(group) * count
+    if by_kernel and places is not None:
+        return _compare_by_kernel((a, origin, b), rest, places, slice(start, start + count))
+    a, b = a.clamp(min=0), b.clamp(min=0)
+    kept = max(a.shape[1], b.shape[1]) if places is None else places
+    value, sign = _compare(a[:, :kept], b[:, :kept])
+    left_out = rest + a[:, kept:].sum(dim=-1) + b[:, kept:].sum(dim=-1)
+    spread = sign.new_zeros(first.shape).scatter_(1, origin[:, :kept], sign)
+    mine = spread[:, start : start + count]
+    return Compared(value, left_out, mine.masked_fill(student.values < 0, 0))
+
+
+def _gathered(
+    student: Largest, teacher: Largest, group: ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Both sides' candidates of all ranks [C, ranks K], and the sum [C] of what is outside."""
+    if group is None:
+        return student.values, teacher.values, (student.rest + teacher.rest)[:, 0]
     widths = [side.values.shape[1] for side in (student, teacher)]
     packed = torch.cat([student.values, teacher.values, student.rest, teacher.rest], dim=-1)
-    gathered = gather_columns(packed, group).unflatten(-1, (ranks, packed.shape[-1]))
+    gathered = gather_columns(packed, group).unflatten(-1, (group_size(group), packed.shape[-1]))
     first, second, rest = gathered.split([*widths, 2], dim=-1)
-    a, origin, a_tail = _merged(first, places, student.is_descending)
-    b, _, b_tail = _merged(second, places, teacher.is_descending)
-    value, sign = _compare(a, b)
-    left_out = rest.sum(dim=(1, 2)) + a_tail + b_tail
-    spread = sign.new_zeros(a.shape[0], ranks * widths[0]).scatter_(1, origin, sign)
-    start = 0 if group is None else dist.get_rank(group) * widths[0]
-    mine = spread[:, start : start + widths[0]]
-    return Compared(value, left_out, mine.masked_fill(student.values < 0, 0))
+    return first.flatten(1), second.flatten(1), rest.sum(dim=(1, 2))
+
+
+def _compare_by_kernel(
+    ordered: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    rest: torch.Tensor,
+    places: int,
+    own: slice,
+) -> Compared:
+    """Compare the student's sorted values, with their origins, and the teacher's.
+
+    Args:
+        own: Origins of this rank.
+    """
+    from megatron_ext.ops.sorted_l1.comparison_kernel import compare_places_kernel
+
+    student, origin, teacher = (side.contiguous() for side in ordered)
+    value, left_out = torch.empty_like(rest), torch.empty_like(rest)
+    signs = torch.empty(len(rest), own.stop - own.start, dtype=torch.int8, device=rest.device)
+    if len(rest):
+        compare_places_kernel[(len(rest),)](
+            student,
+            origin,
+            teacher,
+            rest,
+            value,
+            left_out,
+            signs,
+            places,
+            student.shape[1],
+            teacher.shape[1],
+            own.start,
+            signs.shape[1],
+            BLOCK=_PLACES,
+            num_warps=4,
+        )
+    return Compared(value, left_out, signs)
 
 
 def _compare_by_loops(student: Largest, teacher: Largest) -> Compared:
@@ -179,22 +235,16 @@ def add_signs_(
     slope.scatter_add_(1, student.columns, compared.signs.to(slope.dtype).mul_(weight))
 
 
-def _merged(
-    gathered: torch.Tensor, places: int | None, is_descending: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Largest of all ranks' values [C, ranks, K], descending, and the sum [C] of the others.
+def _sorted(gathered: torch.Tensor, is_descending: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """All ranks' values [C, ranks K] in descending order, and where each was.
 
-    Between the two come the origins of the largest values. A stable sort of candidates in the order
-    of ranks keeps ties in the order of columns; those of one rank may be in it.
+    A stable sort of candidates in the order of ranks keeps ties in the order of columns; those of
+    one rank may be in it.
     """
-    ordered = gathered.flatten(1)
-    if is_descending and gathered.shape[1] == 1:
-        origin = torch.arange(ordered.shape[1], device=ordered.device).expand_as(ordered)
-    else:
-        ordered, origin = ordered.sort(dim=-1, descending=True, stable=True)
-    ordered = ordered.clamp(min=0)
-    kept = ordered.shape[1] if places is None else places
-    return ordered[:, :kept], origin[:, :kept], ordered[:, kept:].sum(dim=-1)
+    if is_descending:
+        return gathered, torch.arange(gathered.shape[1], device=gathered.device).expand_as(gathered)
+    ordered, origin = gathered.sort(dim=-1, descending=True, stable=True)
+    return ordered, origin
 
 
 def _compare(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -198,7 +198,7 @@ def _by_kernel(
             select_by_kernel(model, chunks, top_u, None) for model in (student, teacher)
         )
         out.chunk_loss[chunks], out.discarded_mass[chunks], signs = compare_sorted(
-            student_top, teacher_top, top_u, group
+            student_top, teacher_top, top_u, group, by_kernel=True
         )
         if gradient is not None:
             centre = all_reduce_sum(
