@@ -14,7 +14,7 @@ _POINTERS: Final = {
     "*bf16": "logits student teacher gradient kept",
     "*i64": "column student_column teacher_column label row student_row teacher_row",
     "*i32": "order offsets chunk student_order student_offsets student_chunk teacher_order "
-    "teacher_offsets teacher_chunk columns pairs partner set bits target source entry blocks home "
+    "teacher_offsets teacher_chunk columns pairs ends partner set bits target source entry blocks home "
     "slot best row_offsets row_source row_entry part_columns counter",
     "*i1": "members student_members teacher_members read excluded masked is_masked is_scaled "
     "is_compared",
@@ -23,6 +23,7 @@ _POINTERS: Final = {
 _TYPES: Final = {
     f"{name}_ptr": f"{kind}:16" for kind, names in _POINTERS.items() for name in names.split()
 }
+_HALF_FULL: Final = ("compare_kernel", "gradient_kernel")
 _FLOATS: Final = ("temperature", "mixture", "weight")
 _PADDED: Final = ("held_width", "padded_width", "padded_teacher_width")
 """Widths in memory; that of a vocabulary ends anywhere, and a row's stride is padded too."""
@@ -35,6 +36,8 @@ _WITH_PARTS: Final = (
     "column_sums_kernel",
     "summed_slopes_kernel",
     "residual_gradients_kernel",
+    "compare_kernel",
+    "gradient_kernel",
 )
 
 
@@ -60,8 +63,8 @@ class KernelLaunch:
     @property
     def options(self) -> dict[str, int]:
         """Other options of the compiler."""
-        is_half_full = self.kernel == "single_kernel" and self.constants["IS_ALIGNED"]
-        return HALF_FULL if is_half_full else {}
+        is_aligned = self.kernel == "single_kernel" and self.constants["IS_ALIGNED"]
+        return HALF_FULL if is_aligned or self.kernel in _HALF_FULL else {}
 
     @property
     def name(self) -> str:

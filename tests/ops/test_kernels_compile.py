@@ -73,10 +73,12 @@ def test_sorted_l1():
         ]
     compiles("sorted_l1.triton_kernels", variants)
     places = arguments(
-        "student teacher rest value left_out: *fp32; origin: *i64; signs: *i8; "
-        "places student_count teacher_count first_origin own_count: i32"
+        "student teacher merged rest value left_out: *fp32; origin: *i64; signs: *i8; "
+        "places kept student_runs student_length teacher_runs teacher_length: i32; "
+        "first_run own_runs own_count: i32"
     )
-    compiles("sorted_l1.comparison_kernel", [("compare_places_kernel", places, {"BLOCK": 1024})])
+    steps = {"STUDENT_STEPS": 12, "TEACHER_STEPS": 12, "BLOCK": 1024}
+    compiles("sorted_l1.comparison_kernel", [("compare_places_kernel", places, steps)])
 
 
 def test_token_likelihood():
@@ -193,7 +195,7 @@ def test_matched_divergence():
         for side in ("student", "teacher")
     )
     shared += (
-        "; pairs: *i32; temperature mixture: fp32; "
+        "; pairs ends: *i32; temperature mixture: fp32; "
         "first_chunk width student_stride teacher_stride moved_stride: i32; "
     )
     compared = arguments(
@@ -214,6 +216,8 @@ def test_matched_divergence():
             flags["moved_ptr"] = None
         variants.append(("compare_kernel", compared | both, flags))
         variants.append(("gradient_kernel", written | both | {"gradient_ptr": kind}, flags))
+    ends = arguments("pairs ends: *i32; width: i32")
+    variants.append(("pair_ends_kernel", ends, {"BLOCK": 8192}))
     compiles("matched_divergence.triton_kernels", variants)
 
 

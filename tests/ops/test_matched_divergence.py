@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import log
 
 import pytest
@@ -137,6 +137,18 @@ def test_value_and_gradient_are_those_of_the_definition(implementation, directio
 def test_matches_of_every_size(implementation, name):
     case = Case.random(*MATCHES[name])
     check(case, matched_options(1.0, "forward", 0.5, 0.7, 9), implementation)
+
+
+@pytest.mark.usefixtures("nan_filled")
+@pytest.mark.parametrize(("direction", "dtype"), combinations(DIRECTIONS, DTYPES), ids=str)
+@pytest.mark.parametrize("apart", [0, 700], ids=["all aligned", "some aligned"])
+def test_pairs_side_by_side(direction, dtype, apart):
+    case = Case.random(4500, 4400, 4300, dtype=dtype, padding=5)
+    places = torch.arange(4300, device=DEVICE)
+    side_by_side = torch.cat([places[: 4300 - apart], places[4300 - apart :].flip(0)])
+    case = replace(case, common_student=places, common_teacher=side_by_side)
+    in_place = direction == "forward"
+    check(case, matched_options(1.3, direction, 0.3, 0.7, 64), "triton", in_place=in_place)
 
 
 @pytest.mark.usefixtures("nan_filled")

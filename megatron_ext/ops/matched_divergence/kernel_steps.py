@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from megatron_ext.distributed.shard_collectives import all_reduce_sum, group_size
 from megatron_ext.distributed.vocab_parallel import row_slices
 from megatron_ext.ops.launch import (
+    HALF_FULL,
     LANE_CONFIGS,
     LaunchConfig,
     chosen_config,
@@ -32,6 +33,10 @@ from megatron_ext.ops.sorted_l1.kernel_steps import (
 )
 
 
+_PAIRS: Final = 8192
+"""Columns that a program looks at at once for the ends of pairs."""
+
+
 class MatchedPair(NamedTuple):
     """Operands of both kernels."""
 
@@ -47,13 +52,17 @@ class MatchedPair(NamedTuple):
     columns: torch.Tensor
     """int32 [Vps], ``Matching.teacher_columns``."""
 
+    ends: torch.Tensor
+    """int32 [2]: columns before the first that is not aligned, and up to the last that is common."""
+
     options: MatchedOptions
 
     @classmethod
     def of(cls, task: MatchedTask) -> MatchedPair:
         """Build from the task; allocates nothing over chunks and columns."""
         columns = task.matching.teacher_columns(task.student.shard)
-        return cls(task.student, task.teacher, task.matching, task.rest.used, columns, task.options)
+        ends, used = _pair_ends(columns), task.rest.used
+        return cls(task.student, task.teacher, task.matching, used, columns, ends, task.options)
 
     def moved(self, chunks: slice) -> torch.Tensor | None:
         """Teacher's chunk distributions in this rank's student columns [C', Vps], if pairs cross.
@@ -83,6 +92,7 @@ class MatchedPair(NamedTuple):
             }
         return named | {
             "pairs_ptr": self.columns,
+            "ends_ptr": self.ends,
             "moved_ptr": moved,
             "moved_stride": 0 if moved is None else moved.stride(0),
             "temperature": self.options.temperature,
@@ -91,6 +101,16 @@ class MatchedPair(NamedTuple):
             "MOVED": moved is not None,
             "HAS_TEMPERATURE": self.options.temperature != 1.0,
         }
+
+
+def _pair_ends(columns: torch.Tensor) -> torch.Tensor:
+    """``MatchedPair.ends``."""
+    from megatron_ext.ops.matched_divergence.triton_kernels import pair_ends_kernel
+
+    ends = columns.new_zeros(2)
+    if len(columns):
+        pair_ends_kernel[(1,)](columns, ends, len(columns), BLOCK=_PAIRS, num_warps=8)
+    return ends
 
 
 class SliceValues(NamedTuple):
@@ -132,6 +152,7 @@ def compare_by_kernel(pair: MatchedPair, chunks: slice, moved: torch.Tensor | No
             column_start=student.shard.start,
             BLOCK=small_block(width, config.block),
             num_warps=config.num_warps,
+            **HALF_FULL,
             **pair.arguments(moved),
         )
 
@@ -180,6 +201,7 @@ def write_gradient(
             valid_width=shard.valid_width,
             BLOCK=config.block,
             num_warps=config.num_warps,
+            **HALF_FULL,
             **pair.arguments(moved),
         )
 

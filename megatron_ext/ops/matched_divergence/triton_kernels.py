@@ -55,17 +55,23 @@ def _single_pair(
     teacher_peak,
     teacher_log_sum,
     temperature,
+    IS_ALIGNED: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
 ):
     """Logarithms of P^ and Q^ to base 2 at columns that are all real, and which are common.
 
     The logarithms of the sums are to base 2 and hold those of the used masses. Where a column is
-    not common, P^ is 0, and Q^ is the row's probability over the used mass.
+    not common, P^ is 0, and Q^ is the row's probability over the used mass. Aligned columns are
+    common, each with the teacher's column of the same number.
     """
-    pair = tl.load(pairs_ptr + columns)
-    common = pair >= 0
     own = scaled(tl.load(start_of_student + columns), temperature, HAS_TEMPERATURE)
-    other = tl.load(start_of_teacher + pair, mask=common, other=-float("inf"))
+    if IS_ALIGNED:
+        common = columns >= 0
+        other = tl.load(start_of_teacher + columns)
+    else:
+        pair = tl.load(pairs_ptr + columns)
+        common = pair >= 0
+        other = tl.load(start_of_teacher + pair, mask=common, other=-float("inf"))
     log_p = _bits(scaled(other, temperature, HAS_TEMPERATURE), teacher_peak, teacher_log_sum)
     return log_p, _bits(own, student_peak, student_log_sum), common
 
@@ -94,6 +100,97 @@ def _single_terms(log_p, log_q, common, mixture, DIRECTION: tl.constexpr):
         value = tl.where(common, value, 0.0)
         slope = tl.where(common, slope, 0.0)
     return value, slope, q
+
+
+@triton.jit
+def _compared_block(
+    found,
+    start,
+    block,
+    start_of_own,
+    start_of_other,
+    pairs_ptr,
+    own_peak,
+    own_log_sum,
+    other_peak,
+    other_log_sum,
+    temperature,
+    mixture,
+    IS_ALIGNED: tl.constexpr,
+    DIRECTION: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
+):
+    """What each lane has found after a block: sums, peaks of log P^ and log Q^, and their blocks."""
+    values, wholes, p_peak, q_peak, p_first, q_first = found
+    log_p, log_q, common = _single_pair(
+        start_of_own,
+        start_of_other,
+        pairs_ptr,
+        start + block,
+        own_peak,
+        own_log_sum,
+        other_peak,
+        other_log_sum,
+        temperature,
+        IS_ALIGNED,
+        HAS_TEMPERATURE,
+    )
+    value, slope, _ = _single_terms(log_p, log_q, common, mixture, DIRECTION)
+    values += tl.sum(value, axis=1)
+    wholes += tl.sum(slope, axis=1)
+    top = tl.max(log_p, axis=1)
+    p_first = tl.where(top > p_peak, start, p_first)
+    p_peak = tl.maximum(p_peak, top)
+    if IS_ALIGNED:
+        top = tl.max(log_q, axis=1)
+    else:
+        top = tl.max(tl.where(common, log_q, LOWEST), axis=1)
+    q_first = tl.where(top > q_peak, start, q_first)
+    q_peak = tl.maximum(q_peak, top)
+    return values, wholes, p_peak, q_peak, p_first, q_first
+
+
+@triton.jit
+def _write_block(
+    start_of_gradient,
+    columns,
+    start_of_own,
+    start_of_other,
+    pairs_ptr,
+    own_peak,
+    own_log_sum,
+    other_peak,
+    other_log_sum,
+    on_common,
+    on_others,
+    scale,
+    temperature,
+    mixture,
+    IS_ALIGNED: tl.constexpr,
+    DIRECTION: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
+):
+    """Write the gradient of a chunk's only row at a block of columns."""
+    log_p, log_q, common = _single_pair(
+        start_of_own,
+        start_of_other,
+        pairs_ptr,
+        columns,
+        own_peak,
+        own_log_sum,
+        other_peak,
+        other_log_sum,
+        temperature,
+        IS_ALIGNED,
+        HAS_TEMPERATURE,
+    )
+    _, slope, q = _single_terms(log_p, log_q, common, mixture, DIRECTION)
+    if IS_ALIGNED:
+        factor = on_common
+    else:
+        factor = tl.where(common, on_common, on_others)
+    out = q * factor + slope * scale
+    tl.store(start_of_gradient + columns, out.to(start_of_gradient.dtype.element_ty))
 
 
 @triton.jit
@@ -161,6 +258,23 @@ def _both_sides(
     return p / teacher_used, q / student_used, common
 
 
+@triton.jit
+def pair_ends_kernel(pairs_ptr, ends_ptr, width, BLOCK: tl.constexpr):
+    """One program: how many columns come before one that is not aligned, and up to the last pair.
+
+    ``ends`` is int32 [2]. A column is aligned where its pair is the column of the same number.
+    """
+    aligned = tl.full((BLOCK,), width, tl.int32)
+    paired = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        pair = tl.load(pairs_ptr + columns, mask=columns < width, other=-1)
+        aligned = tl.minimum(aligned, tl.where(pair == columns, width, columns))
+        paired = tl.maximum(paired, tl.where(pair >= 0, columns + 1, 0))
+    tl.store(ends_ptr, tl.min(aligned, axis=0))
+    tl.store(ends_ptr + 1, tl.max(paired, axis=0))
+
+
 @triton.jit(do_not_specialize=["first_chunk"])
 def compare_kernel(
     student_ptr,
@@ -176,6 +290,7 @@ def compare_kernel(
     teacher_log_sum_ptr,
     teacher_used_ptr,
     pairs_ptr,
+    ends_ptr,
     moved_ptr,
     value_ptr,
     row_slope_ptr,
@@ -199,7 +314,8 @@ def compare_kernel(
 
     ``value`` [C'] over this rank's columns; ``row_slope`` [T] of its rows, ``sum_v q_i f_q``;
     ``best`` and ``column`` [2, C'], the largest P^ and Q^ and their columns. Whole blocks of a
-    row a side, whose logarithms are known, are loaded ahead of time.
+    row a side, whose logarithms are known, are loaded ahead of time, the first of aligned columns.
+    Columns behind the last pair are not read.
     """
     program = tl.program_id(0).to(tl.int64)
     chunk = first_chunk + program
@@ -222,11 +338,13 @@ def compare_kernel(
     single_p_column = 0
     single_q_column = 0
     whole_end = 0
+    paired_end = tl.minimum(tl.load(ends_ptr + 1), width)
     if not MOVED:
         K: tl.constexpr = 8
         LANES: tl.constexpr = BLOCK // K
         single = alone & (teacher_end - teacher_begin == 1)
-        whole_end = tl.where(single, width // BLOCK * BLOCK, 0)
+        aligned_end = tl.where(single, tl.load(ends_ptr) // BLOCK * BLOCK, 0)
+        whole_end = tl.where(single, paired_end // BLOCK * BLOCK, 0)
         own_row = tl.load(student_order_ptr + begin, mask=single, other=0).to(tl.int64)
         other_row = tl.load(teacher_order_ptr + teacher_begin, mask=single, other=0).to(tl.int64)
         own_peak = tl.load(student_peak_ptr + own_row)
@@ -242,28 +360,42 @@ def compare_kernel(
         q_peak = tl.full((LANES,), LOWEST, tl.float32)
         p_first = tl.zeros((LANES,), tl.int32)
         q_first = tl.zeros((LANES,), tl.int32)
-        for start in tl.range(0, whole_end, BLOCK, num_stages=3):
-            log_p, log_q, common = _single_pair(
+        for start in tl.range(0, aligned_end, BLOCK, num_stages=3):
+            values, wholes, p_peak, q_peak, p_first, q_first = _compared_block(
+                (values, wholes, p_peak, q_peak, p_first, q_first),
+                start,
+                block,
                 start_of_own,
                 start_of_other,
                 pairs_ptr,
-                start + block,
                 own_peak,
                 own_log_sum,
                 other_peak,
                 other_log_sum,
                 temperature,
+                mixture,
+                True,
+                DIRECTION,
                 HAS_TEMPERATURE,
             )
-            value, slope, _ = _single_terms(log_p, log_q, common, mixture, DIRECTION)
-            values += tl.sum(value, axis=1)
-            wholes += tl.sum(slope, axis=1)
-            top = tl.max(log_p, axis=1)
-            p_first = tl.where(top > p_peak, start, p_first)
-            p_peak = tl.maximum(p_peak, top)
-            top = tl.max(tl.where(common, log_q, LOWEST), axis=1)
-            q_first = tl.where(top > q_peak, start, q_first)
-            q_peak = tl.maximum(q_peak, top)
+        for start in tl.range(aligned_end, whole_end, BLOCK, num_stages=3):
+            values, wholes, p_peak, q_peak, p_first, q_first = _compared_block(
+                (values, wholes, p_peak, q_peak, p_first, q_first),
+                start,
+                block,
+                start_of_own,
+                start_of_other,
+                pairs_ptr,
+                own_peak,
+                own_log_sum,
+                other_peak,
+                other_log_sum,
+                temperature,
+                mixture,
+                False,
+                DIRECTION,
+                HAS_TEMPERATURE,
+            )
         if whole_end > 0:
             single_value = tl.sum(values, axis=0) * LN_2
             single_whole = tl.sum(wholes, axis=0)
@@ -283,6 +415,7 @@ def compare_kernel(
                 other_peak,
                 other_log_sum,
                 temperature,
+                False,
                 HAS_TEMPERATURE,
             )
             p_hit = tl.where((p_at == p_top) & common, p_lane + places, width)
@@ -296,6 +429,7 @@ def compare_kernel(
                 other_peak,
                 other_log_sum,
                 temperature,
+                False,
                 HAS_TEMPERATURE,
             )
             q_hit = tl.where((q_at == q_top) & common, q_lane + places, width)
@@ -312,7 +446,7 @@ def compare_kernel(
         q_best = single_q
         p_column = single_p_column
         q_column = single_q_column
-        for start in range(whole_end, width, BLOCK):
+        for start in range(whole_end, paired_end, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < width
             held = columns < padded_width
@@ -395,6 +529,7 @@ def gradient_kernel(
     teacher_log_sum_ptr,
     teacher_used_ptr,
     pairs_ptr,
+    ends_ptr,
     moved_ptr,
     base_ptr,
     shift_ptr,
@@ -437,6 +572,7 @@ def gradient_kernel(
         K: tl.constexpr = 8
         LANES: tl.constexpr = BLOCK // K
         single = (end - begin == 1) & (teacher_end - teacher_begin == 1) & (scale != 0.0)
+        aligned_end = tl.where(single, tl.load(ends_ptr) // BLOCK * BLOCK, 0)
         whole_end = tl.where(single, valid_width // BLOCK * BLOCK, 0)
         own_row = tl.load(student_order_ptr + begin, mask=single, other=0).to(tl.int64)
         other_row = tl.load(teacher_order_ptr + teacher_begin, mask=single, other=0).to(tl.int64)
@@ -452,22 +588,46 @@ def gradient_kernel(
         on_common = -(shift + centre) * student_used * scale
         on_others = (base - centre) * student_used * scale
         block = tl.arange(0, LANES)[:, None] * K + tl.arange(0, K)[None, :]
-        for start in tl.range(0, whole_end, BLOCK, num_stages=3):
-            log_p, log_q, common = _single_pair(
+        for start in tl.range(0, aligned_end, BLOCK, num_stages=3):
+            _write_block(
+                start_of_gradient,
+                start + block,
                 start_of_own,
                 start_of_other,
                 pairs_ptr,
-                start + block,
                 own_peak,
                 own_log_sum,
                 other_peak,
                 other_log_sum,
+                on_common,
+                on_others,
+                scale,
                 temperature,
+                mixture,
+                True,
+                DIRECTION,
                 HAS_TEMPERATURE,
             )
-            _, slope, q = _single_terms(log_p, log_q, common, mixture, DIRECTION)
-            out = q * tl.where(common, on_common, on_others) + slope * scale
-            tl.store(start_of_gradient + start + block, out.to(gradient_ptr.dtype.element_ty))
+        for start in tl.range(aligned_end, whole_end, BLOCK, num_stages=3):
+            _write_block(
+                start_of_gradient,
+                start + block,
+                start_of_own,
+                start_of_other,
+                pairs_ptr,
+                own_peak,
+                own_log_sum,
+                other_peak,
+                other_log_sum,
+                on_common,
+                on_others,
+                scale,
+                temperature,
+                mixture,
+                False,
+                DIRECTION,
+                HAS_TEMPERATURE,
+            )
     # Chunks without rows have nothing to write.
     for start in range(whole_end, tl.where(end > begin, width, 0), BLOCK):
         columns = start + tl.arange(0, BLOCK)

@@ -24,6 +24,9 @@ _ROUNDING: Final = 8
 _PLACES: Final = 1024
 """Places that a program of the kernel compares at once."""
 
+LONGEST_RUN: Final = 4096
+"""Candidates that torch sorts within one block of a GPU, three times as fast as longer rows."""
+
 
 class Largest(NamedTuple):
     """Candidates of this rank for the largest places, at least as many as are compared."""
@@ -140,23 +143,22 @@ def compare_sorted(
     Args:
         by_loops: Compare in compiled loops what one rank has in descending order, no more than
             ``places`` of it.
-        by_kernel: Compare in a kernel what torch has sorted, which is in fp32.
+        by_kernel: Compare fp32 in a kernel; ``student`` and ``teacher`` are in any order.
     """
     if by_loops and group is None:
         return _compare_by_loops(student, teacher)
+    if by_kernel and places is not None:
+        return _compare_by_kernel(student, teacher, places, group)
     first, second, rest = _gathered(student, teacher, group)
     alone = group_size(group) == 1
     a, origin = _sorted(first, student.is_descending and alone)
     b, _ = _sorted(second, teacher.is_descending and alone)
-    count = student.values.shape[1]
-    start = 0 if group is None else dist.get_rank(group) * count
-    if by_kernel and places is not None:
-        return _compare_by_kernel((a, origin, b), rest, places, slice(start, start + count))
-    a, b = a.clamp(min=0), b.clamp(min=0)
     kept = max(a.shape[1], b.shape[1]) if places is None else places
     value, sign = _compare(a[:, :kept], b[:, :kept])
     left_out = rest + a[:, kept:].sum(dim=-1) + b[:, kept:].sum(dim=-1)
     spread = sign.new_zeros(first.shape).scatter_(1, origin[:, :kept], sign)
+    count = student.values.shape[1]
+    start = 0 if group is None else dist.get_rank(group) * count
     mine = spread[:, start : start + count]
     return Compared(value, left_out, mine.masked_fill(student.values < 0, 0))
 
@@ -175,39 +177,58 @@ def _gathered(
 
 
 def _compare_by_kernel(
-    ordered: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    rest: torch.Tensor,
-    places: int,
-    own: slice,
+    student: Largest, teacher: Largest, places: int, group: ProcessGroup | None
 ) -> Compared:
-    """Compare the student's sorted values, with their origins, and the teacher's.
-
-    Args:
-        own: Origins of this rank.
-    """
+    """Compare what torch sorts in runs, each rank its own."""
     from megatron_ext.ops.sorted_l1.comparison_kernel import compare_places_kernel
 
-    student, origin, teacher = (side.contiguous() for side in ordered)
+    (own, origin), (other, _) = (_sorted_runs(side.values) for side in (student, teacher))
+    sides = (student._replace(values=own.flatten(1)), teacher._replace(values=other.flatten(1)))
+    first, second, rest = _gathered(*sides, group)
+    (own_runs, length), (_, other_length) = own.shape[1:], other.shape[1:]
+    runs = first.shape[1] // length, second.shape[1] // other_length
+    kept = min(places, second.shape[1])
     value, left_out = torch.empty_like(rest), torch.empty_like(rest)
-    signs = torch.empty(len(rest), own.stop - own.start, dtype=torch.int8, device=rest.device)
+    signs = torch.empty_like(student.values, dtype=torch.int8)
     if len(rest):
         compare_places_kernel[(len(rest),)](
-            student,
+            first,
             origin,
-            teacher,
+            second,
+            second.new_empty(len(rest), kept),
             rest,
             value,
             left_out,
             signs,
             places,
-            student.shape[1],
-            teacher.shape[1],
-            own.start,
+            kept,
+            runs[0],
+            length,
+            runs[1],
+            other_length,
+            0 if group is None else dist.get_rank(group) * own_runs,
+            own_runs,
             signs.shape[1],
+            STUDENT_STEPS=length.bit_length(),
+            TEACHER_STEPS=other_length.bit_length(),
             BLOCK=_PLACES,
             num_warps=4,
         )
     return Compared(value, left_out, signs)
+
+
+def _sorted_runs(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``values`` [C, K] in runs [C, R, L], each in descending order, and where in it each was."""
+    count = values.shape[1]
+    runs = run_count(count)
+    padded = torch.nn.functional.pad(values, (0, -count % runs), value=-1.0)
+    ordered, origin = padded.unflatten(1, (runs, -1)).sort(dim=-1, descending=True, stable=True)
+    return ordered, origin
+
+
+def run_count(count: int) -> int:
+    """Runs in which ``count`` candidates are sorted."""
+    return max(-(-count // LONGEST_RUN), 1)
 
 
 def _compare_by_loops(student: Largest, teacher: Largest) -> Compared:
@@ -236,15 +257,16 @@ def add_signs_(
 
 
 def _sorted(gathered: torch.Tensor, is_descending: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """All ranks' values [C, ranks K] in descending order, and where each was.
+    """All ranks' values [C, ranks K] in descending order, at least 0, and where each was.
 
     A stable sort of candidates in the order of ranks keeps ties in the order of columns; those of
     one rank may be in it.
     """
     if is_descending:
-        return gathered, torch.arange(gathered.shape[1], device=gathered.device).expand_as(gathered)
+        origin = torch.arange(gathered.shape[1], device=gathered.device).expand_as(gathered)
+        return gathered.clamp(min=0), origin
     ordered, origin = gathered.sort(dim=-1, descending=True, stable=True)
-    return ordered, origin
+    return ordered.clamp(min=0), origin
 
 
 def _compare(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

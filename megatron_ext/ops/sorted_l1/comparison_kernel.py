@@ -1,4 +1,4 @@
-"""Triton kernel that compares both sides' sorted candidates place by place."""
+"""Triton kernel that merges sorted runs of both sides' candidates and compares them by place."""
 
 import triton
 import triton.language as tl
@@ -8,53 +8,108 @@ ROUNDING: tl.constexpr = tl.constexpr(8 * 1.1920928955078125e-07)
 
 
 @triton.jit
+def _merged_places(
+    side_ptr, run, runs, length, index, inside, values, STEPS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Places of a run's ``values`` [BLOCK] among all runs; equal values are in the order of runs.
+
+    Of every other run it counts the values before them, by a binary search in ``STEPS`` steps.
+    """
+    places = index
+    for other in range(0, runs):
+        if other != run:
+            start_of_run = side_ptr + other * length
+            before = tl.zeros((BLOCK,), tl.int32)
+            for step in tl.static_range(STEPS):
+                until = before + (1 << (STEPS - 1 - step))
+                found = tl.load(
+                    start_of_run + until - 1, mask=inside & (until <= length), other=-2.0
+                )
+                is_before = (found > values) | ((found == values) & (other < run))
+                before = tl.where(is_before, until, before)
+            places += before
+    return places
+
+
+@triton.jit
 def compare_places_kernel(
     student_ptr,
     origin_ptr,
     teacher_ptr,
+    merged_ptr,
     rest_ptr,
     value_ptr,
     left_out_ptr,
     signs_ptr,
     places,
-    student_count,
-    teacher_count,
-    first_origin,
+    kept,
+    student_runs,
+    student_length,
+    teacher_runs,
+    teacher_length,
+    first_run,
+    own_runs,
     own_count,
+    STUDENT_STEPS: tl.constexpr,
+    TEACHER_STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program for each chunk: L1 of the first ``places``, what is left out, and the signs.
 
-    ``student`` [C', student_count] and ``teacher`` [C', teacher_count] are in descending order and
-    below 0 where there is no candidate. ``signs`` [C', own_count] are by the student's ``origin``
-    from ``first_origin`` on, of which each is met once; ``rest`` [C'] is the mass outside the
-    candidates.
+    Both sides [C', runs, length] are in descending order run by run, and below 0 where there is no
+    candidate. ``merged`` [C', kept] is room for the teacher's, as many as are compared. ``signs``
+    [C', own_count] are of this rank's candidates, whose places in the runs from ``first_run`` on
+    ``origin`` [C', own_runs, length] holds; ``rest`` [C'] is the mass outside all candidates.
     """
     program = tl.program_id(0).to(tl.int64)
+    student_count = student_runs * student_length
     student_ptr += program * student_count
-    origin_ptr += program * student_count
-    teacher_ptr += program * teacher_count
+    teacher_ptr += program * teacher_runs * teacher_length
+    origin_ptr += program * own_runs * student_length
+    merged_ptr += program * kept
     signs_ptr += program * own_count
     values = tl.zeros((BLOCK,), tl.float32)
     tails = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, tl.maximum(student_count, teacher_count), BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        is_own = place < student_count
-        held = tl.load(student_ptr + place, mask=is_own, other=0.0)
-        other = tl.load(teacher_ptr + place, mask=place < teacher_count, other=0.0)
-        # NaN is not below 0, and stays.
-        first = tl.where(held < 0.0, 0.0, held)
-        second = tl.where(other < 0.0, 0.0, other)
-        together = first + second
-        difference = first - second
-        distance = tl.abs(difference)
-        compared = place < places
-        values += tl.where(compared, distance, 0.0)
-        tails += tl.where(compared, 0.0, together)
-        has_sign = compared & (held >= 0.0) & (distance > together * ROUNDING)
-        sign = tl.where(has_sign, tl.where(difference > 0.0, 1, -1), 0)
-        slot = tl.load(origin_ptr + place, mask=is_own, other=-1) - first_origin
-        stored = is_own & (slot >= 0) & (slot < own_count)
-        tl.store(signs_ptr + slot, sign.to(tl.int8), mask=stored)
+    for run in range(0, teacher_runs):
+        for start in range(0, teacher_length, BLOCK):
+            index = start + tl.arange(0, BLOCK)
+            inside = index < teacher_length
+            held = tl.load(teacher_ptr + run * teacher_length + index, mask=inside, other=-1.0)
+            place = _merged_places(
+                teacher_ptr, run, teacher_runs, teacher_length, index, inside, held,
+                TEACHER_STEPS, BLOCK,
+            )  # fmt: skip
+            # NaN is not below 0, and stays; where it is, two candidates may share a place.
+            mass = tl.where(held < 0.0, 0.0, held)
+            values += tl.where(mass != mass, mass, 0.0)
+            tails += tl.where(inside & (place >= places), mass, 0.0)
+            tl.store(merged_ptr + place, mass, mask=inside & (place < kept))
+    tl.debug_barrier()
+    for run in range(0, student_runs):
+        is_own = (run >= first_run) & (run < first_run + own_runs)
+        for start in range(0, student_length, BLOCK):
+            index = start + tl.arange(0, BLOCK)
+            inside = index < student_length
+            held = tl.load(student_ptr + run * student_length + index, mask=inside, other=-1.0)
+            place = _merged_places(
+                student_ptr, run, student_runs, student_length, index, inside, held,
+                STUDENT_STEPS, BLOCK,
+            )  # fmt: skip
+            mass = tl.where(held < 0.0, 0.0, held)
+            compared = inside & (place < places)
+            other = tl.load(merged_ptr + place, mask=inside & (place < kept), other=0.0)
+            difference = mass - other
+            distance = tl.abs(difference)
+            values += tl.where(compared, distance, 0.0)
+            tails += tl.where(inside & (place >= places), mass, 0.0)
+            has_sign = compared & (held >= 0.0) & (distance > (mass + other) * ROUNDING)
+            sign = tl.where(has_sign, tl.where(difference > 0.0, 1, -1), 0)
+            held_at = (run - first_run) * student_length
+            slot = tl.load(origin_ptr + held_at + index, mask=inside & is_own, other=0) + held_at
+            tl.store(signs_ptr + slot, sign.to(tl.int8), mask=inside & is_own & (slot < own_count))
+    # Places of the teacher's candidates beyond the last of the student's.
+    for start in range(student_count, kept, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        values += tl.load(merged_ptr + index, mask=index < kept, other=0.0)
     tl.store(value_ptr + program, tl.sum(values, axis=0))
     tl.store(left_out_ptr + program, tl.load(rest_ptr + program) + tl.sum(tails, axis=0))

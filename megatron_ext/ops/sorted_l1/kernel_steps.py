@@ -8,7 +8,7 @@ import torch
 
 from megatron_ext.ops.launch import LANE_CONFIGS, LaunchConfig, chosen_config, small_block
 from megatron_ext.ops.model_rows import ModelRows
-from megatron_ext.ops.sorted_l1.comparison import Largest
+from megatron_ext.ops.sorted_l1.comparison import Largest, run_count
 
 WRITING: Final = LaunchConfig(4096, 8)
 """Configuration of kernels that may overwrite their input, which cannot be timed in place."""
@@ -20,9 +20,11 @@ def capacity_of(places: int, width: int) -> int:
     """K, the number of a rank's candidates, which include its ``places`` largest columns.
 
     A quarter more than are compared: two counting passes then usually find a threshold, where one
-    that leaves exactly ``places`` would take six.
+    that leaves exactly ``places`` would take six. And as many as fill the runs that are sorted.
     """
-    return min(places + max(places // 4, 16), max(width, 1))
+    count = min(places + max(places // 4, 16), max(width, 1))
+    runs = run_count(count)
+    return -(-count // runs) * runs
 
 
 def select_by_kernel(
