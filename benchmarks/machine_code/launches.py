@@ -38,6 +38,7 @@ _WITH_PARTS: Final = (
     "residual_gradients_kernel",
     "compare_kernel",
     "gradient_kernel",
+    "split_statistics_kernel",
 )
 
 

@@ -45,6 +45,7 @@ class Case:
         completions=4,
         scale=3.0,
         seed=0,
+        side_by_side=False,
     ):
         generator = torch.Generator().manual_seed(seed)
 
@@ -52,6 +53,8 @@ class Case:
             return torch.randperm(vocab, generator=generator)[: min(count, vocab)].tolist()
 
         pairs = list(zip(some(vocabs[0], shared), some(vocabs[1], shared), strict=False))
+        if side_by_side:
+            pairs = [(column, column) for column in range(shared)]
         # Rows of no chunk stand between the chunks.
         rows = [[1, 0], [1, 0]]
         chunks = []

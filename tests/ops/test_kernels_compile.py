@@ -122,7 +122,7 @@ def test_vocab_kl():
 def test_partition_kl():
     split = arguments(
         "set bits: *i32; sums: *fp32; column: *i64; masked: *i1; temperature: fp32; "
-        "row_stride width rows padded_width words: i32"
+        "row_stride width rows padded_width words leading members_end: i32"
     )
     pair = arguments(
         "partner: *i32; student_row teacher_row: *i64; norms: *fp32; temperature: fp32; "

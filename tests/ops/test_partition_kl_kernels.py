@@ -33,6 +33,18 @@ SIZES = {
     "no chunk": {"sizes": ()},
     "a teacher of one token": {"vocabs": (33, 1), "shared": 1, "completions": 1},
     "several blocks": {"sizes": ((1, 1), (1, 2)), "vocabs": (4101, 8195), "shared": 3000},
+    "pairs side by side": {
+        "sizes": ((1, 1), (1, 2)),
+        "vocabs": (6301, 8195),
+        "shared": 2500,
+        "side_by_side": True,
+    },
+    "whole blocks of pairs": {
+        "sizes": ((1, 1), (2, 1)),
+        "vocabs": (4096, 4096),
+        "shared": 4096,
+        "side_by_side": True,
+    },
 }
 
 
@@ -71,6 +83,8 @@ def test_values_and_gradient_are_the_references(by, name):
 )
 def test_every_direction_dtype_and_temperature(by, direction, dtype, temperature):
     case = Case.random(sizes=FEW, vocabs=(2101, 300), shared=200)
+    check(by, case, dtype, direction=direction, temperature=temperature, mixture=0.3)
+    case = Case.random(sizes=FEW, vocabs=(4201, 2200), shared=2100, side_by_side=True)
     check(by, case, dtype, direction=direction, temperature=temperature, mixture=0.3)
 
 

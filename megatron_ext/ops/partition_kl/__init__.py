@@ -9,9 +9,10 @@ from megatron_ext.ops.partition_kl.operands import (
     SingleRows,
     partition_kl_reference,
 )
-from megatron_ext.ops.partition_kl.shared_columns import SharedColumns, shared_columns
+from megatron_ext.ops.partition_kl.shared_columns import ColumnSet, SharedColumns, shared_columns
 
 __all__ = [
+    "ColumnSet",
     "ChainRows",
     "Chains",
     "EventComparison",

@@ -1,6 +1,7 @@
 """Shared tokens in a rank's columns, and the exchange of logits of pairs that cross ranks.
 
-Vps Vpt local columns, Vt teacher columns over all shards, N shared tokens, X columns that cross.
+Vps Vpt local columns, Vt teacher columns over all shards, N shared tokens, X columns that cross, W
+words of 32 columns.
 """
 
 from __future__ import annotations
@@ -15,14 +16,39 @@ from megatron_ext.distributed.shard_collectives import group_size
 from megatron_ext.distributed.vocab_parallel import VocabShard
 
 
+class ColumnSet(NamedTuple):
+    """Columns of a rank that belong together in many rows, made once a run."""
+
+    mask: torch.Tensor
+    """bool [Vp]"""
+
+    words: torch.Tensor
+    """int32 [W]: column v is bit v % 32 of word v // 32."""
+
+    leading: int
+    """Columns before the first that is not in it; with pairs side by side, these are all."""
+
+    end: int
+    """Columns up to the last that is in it."""
+
+    @classmethod
+    def of(cls, mask: torch.Tensor) -> ColumnSet:
+        """The set with this mask; waits for the device."""
+        places = torch.arange(32, dtype=torch.int32, device=mask.device)
+        power = torch.ones_like(places).bitwise_left_shift_(places)
+        padded = torch.nn.functional.pad(mask.int(), (0, -len(mask) % 32)).view(-1, 32)
+        words = (padded * power).sum(dim=1, dtype=torch.int32)
+        inside, outside = mask.nonzero()[:, 0], (~mask).nonzero()[:, 0]
+        leading = int(outside[0]) if len(outside) else len(mask)
+        return cls(mask, words, leading, int(inside[-1]) + 1 if len(inside) else 0)
+
+
 class SharedColumns(NamedTuple):
     """Pairs of a student and a teacher column, cut to this rank's shards."""
 
-    student: torch.Tensor
-    """bool [Vps]"""
+    student: ColumnSet
 
-    teacher: torch.Tensor
-    """bool [Vpt]"""
+    teacher: ColumnSet
 
     partner: torch.Tensor
     """int32 [Vps]: this rank's teacher column of each student column, ``-2 - x`` for the x-th
@@ -80,11 +106,14 @@ def _tables(
     partner = student.new_full((student_shard.width + 1,), -1)
     own_student = _own_columns(student, student_shard)
     own_teacher = _own_columns(teacher, teacher_shard)
-    masks = _mask(own_student, student_shard.width), _mask(own_teacher, teacher_shard.width)
+    sets = (
+        ColumnSet.of(_mask(own_student, student_shard.width)),
+        ColumnSet.of(_mask(own_teacher, teacher_shard.width)),
+    )
     # Columns of other ranks share one slot after the real ones.
     partner[own_student] = torch.where(own_teacher < teacher_shard.width, own_teacher, -1)
     if ranks == 1:
-        return SharedColumns(*masks, partner[:-1].int(), student[:0], (), (), 0, token)
+        return SharedColumns(*sets, partner[:-1].int(), student[:0], (), (), 0, token)
     owners = student // student_shard.width, teacher // teacher_shard.width
     rank = student_shard.start // student_shard.width
     apart = owners[0] != owners[1]
@@ -97,7 +126,7 @@ def _tables(
     received = [row[rank] for row in counts]
     crossing = max(max(map(sum, counts)), max(map(sum, zip(*counts, strict=True))))
     return SharedColumns(
-        *masks,
+        *sets,
         partner[:-1].int(),
         own_teacher[leaving],
         tuple(counts[rank]) if crossing else (),

@@ -165,7 +165,7 @@ def _gradient(
     logits = chunks.student_logits[rows]
     grad = slope.sub_(q.mul_(slope_sum))
     # The rest's logit over tau has the softmax of its own columns, over tau, as derivative.
-    excluded = plan.student_shard.excluded_columns(logits.device, ~plan.shared.student)
+    excluded = plan.student_shard.excluded_columns(logits.device, ~plan.shared.student.mask)
     others = chunks.student.rest.normalise_(scaled_logits(logits, 1.0, excluded), part).exp_()
     grad.add_(others.mul_(rest_slope))
     grad.mul_(weight).masked_fill_(weight == 0, 0.0)

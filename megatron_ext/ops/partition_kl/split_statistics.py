@@ -26,6 +26,7 @@ from megatron_ext.ops.launch import (
     small_block,
 )
 from megatron_ext.ops.partition_kl.chain_masses import ChosenColumns
+from megatron_ext.ops.partition_kl.shared_columns import ColumnSet
 
 
 class RowGroup(NamedTuple):
@@ -47,8 +48,7 @@ class RowSplit(NamedTuple):
     single_row: torch.Tensor
     """int64 [C]: rows whose members are the shared tokens."""
 
-    shared: torch.Tensor
-    """bool [Vp]"""
+    shared: ColumnSet
 
     chosen: ChosenColumns
     """Members of the rows of chains."""
@@ -65,24 +65,24 @@ class RowSplit(NamedTuple):
         cls,
         rows: int,
         single_row: torch.Tensor,
-        shared: torch.Tensor,
+        shared: ColumnSet,
         chosen: ChosenColumns,
         read: torch.Tensor | bool,
     ) -> RowSplit:
         """Split some rows; ``read`` [T] are those to read of no chunk: True all, False none."""
         if isinstance(read, bool):
-            of_row = torch.full((rows,), read - 2, dtype=torch.int32, device=shared.device)
+            of_row = torch.full((rows,), read - 2, dtype=torch.int32, device=single_row.device)
         else:
             of_row = read.int() - 2
-        number = torch.arange(1, len(chosen.row) + 1, dtype=torch.int32, device=shared.device)
+        number = torch.arange(1, len(chosen.row) + 1, dtype=torch.int32, device=of_row.device)
         of_row.index_fill_(0, single_row, 0).index_copy_(0, chosen.row, number)
         return cls(single_row, shared, chosen, of_row, read is not False)
 
     def singles(self) -> RowGroup:
-        return RowGroup(self.single_row, lambda part: self.shared[None])
+        return RowGroup(self.single_row, lambda part: self.shared.mask[None])
 
     def chains(self) -> RowGroup:
-        width = len(self.shared)
+        width = len(self.shared.mask)
         return RowGroup(self.chosen.row, lambda part: self.chosen.mask(part, width))
 
     def unused(self) -> RowGroup:
@@ -94,7 +94,7 @@ class RowSplit(NamedTuple):
         return self._without_members(self.of_row == -1)
 
     def _without_members(self, rows: torch.Tensor) -> RowGroup:
-        none = torch.zeros_like(self.shared)[None]
+        none = torch.zeros_like(self.shared.mask)[None]
         return RowGroup(torch.nonzero(rows)[:, 0], lambda part: none)
 
     def bits(self) -> torch.Tensor:
@@ -102,14 +102,11 @@ class RowSplit(NamedTuple):
 
         Row 0 holds the shared tokens, the other rows are those of chains.
         """
-        words = -(-len(self.shared) // 32)
-        places = torch.arange(32, dtype=torch.int32, device=self.shared.device)
-        power = torch.ones_like(places).bitwise_left_shift_(places)
-        padded = torch.nn.functional.pad(self.shared.int(), (0, 32 * words - len(self.shared)))
-        bits = power.new_zeros(1 + len(self.chosen.row), words)
-        bits[0] = (padded.view(words, 32) * power).sum(dim=1, dtype=torch.int32)
-        local = self.chosen.local
-        one = power[local.clamp(min=0) % 32].masked_fill_(local < 0, 0)
+        words, local = len(self.shared.words), self.chosen.local
+        bits = self.shared.words.new_zeros(1 + len(self.chosen.row), words)
+        bits[0] = self.shared.words
+        power = torch.ones_like(local, dtype=torch.int32).bitwise_left_shift_(local % 32)
+        one = power.masked_fill_(local < 0, 0)
         # Each column comes once in a row, so that the sum sets bits.
         word = (self.chosen.place + 1) * words + local.clamp(min=0) // 32
         bits.view(-1).index_add_(0, word, one)
@@ -178,7 +175,7 @@ def _by_loops(
         flat_rows(logits, shard.valid_width),
         loops.Split(
             split.of_row.numpy(),
-            split.shared.numpy(),
+            split.shared.mask.numpy(),
             np.array(split.chosen.pointers, dtype=np.int64),
             split.chosen.local.numpy(),
         ),
@@ -260,6 +257,8 @@ def _by_kernel(
             logits.shape[1],
             rows,
             bits.shape[1],
+            split.shared.leading,
+            split.shared.end,
             temperature,
             HAS_TEMPERATURE=temperature != 1.0,
             HAS_UNSCALED=has_unscaled,

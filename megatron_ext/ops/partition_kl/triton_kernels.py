@@ -19,6 +19,7 @@ from megatron_ext.ops.triton_math import (
     row_terms,
     row_values,
     scaled,
+    widened,
 )
 
 
@@ -35,6 +36,8 @@ def split_statistics_kernel(
     padded_width,
     rows,
     words,
+    leading,
+    members_end,
     temperature,
     HAS_TEMPERATURE: tl.constexpr,
     HAS_UNSCALED: tl.constexpr,
@@ -43,7 +46,8 @@ def split_statistics_kernel(
     """Peaks and sums of members and others; ``sums`` is [3, 2, T], see ``split_statistics``.
 
     Each lane of 8 columns has peaks and sums of its own until the row has ended, and a byte that
-    says which of them are members.
+    says which of them are members. It is not read in whole blocks of the shared tokens before
+    ``leading``, nor of the others from ``members_end`` on.
     """
     K: tl.constexpr = 8
     LANES: tl.constexpr = BLOCK // K
@@ -63,7 +67,29 @@ def split_statistics_kernel(
     lowest = tl.full((LANES,), float("inf"), tl.float32)
     first = tl.zeros((LANES,), tl.int32)
     end = tl.where(own_set >= -1, width, 0)
-    for start in tl.range(0, end, BLOCK, num_stages=3):
+    whole = end // BLOCK * BLOCK
+    mixed = tl.where(own_set == 0, tl.minimum(leading // BLOCK * BLOCK, whole), 0)
+    mixed_end = tl.where(own_set == 0, members_end, tl.where(has_members, end, 0))
+    mixed_end = tl.maximum((mixed_end + BLOCK - 1) // BLOCK * BLOCK, mixed)
+    for start in tl.range(0, mixed, BLOCK, num_stages=3):
+        logits = tl.load(start_of_row + start + block).to(tl.float32)
+        values = scaled(logits, temperature, HAS_TEMPERATURE)
+        before = peak
+        peak, total, _ = lane_sums(peak, total, total, values, True, False)
+        first = tl.where(peak > before, start, first)
+        lowest = tl.minimum(lowest, tl.min(logits, axis=1))
+        if HAS_UNSCALED:
+            raw_peak, raw_total, _ = lane_sums(raw_peak, raw_total, raw_total, logits, True, False)
+    for start in tl.range(mixed_end, whole, BLOCK, num_stages=3):
+        logits = widened(tl.load(start_of_row + start + block))
+        other_peak, other_total, _ = lane_sums(
+            other_peak, other_total, other_total, logits, True, False
+        )
+    # Blocks with both, and what is left after the whole ones.
+    between = tl.maximum(tl.minimum(mixed_end, end) - mixed + BLOCK - 1, 0) // BLOCK
+    blocks = between + tl.where((whole < end) & (mixed_end <= whole), 1, 0)
+    for number in tl.range(0, blocks, num_stages=3):
+        start = tl.where(number < between, mixed + number * BLOCK, whole)
         columns = start + block
         logits = row_values(start_of_row, columns, columns < padded_width, columns < width)
         places = start + lane_start

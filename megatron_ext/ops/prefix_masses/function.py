@@ -21,7 +21,7 @@ from megatron_ext.distributed.vocab_parallel import (
 )
 from megatron_ext.ops.chunk_rows import index_sum, local_column
 from megatron_ext.ops.launch import Implementation, uses_compiled, uses_triton
-from megatron_ext.ops.partition_kl import RowMasses, SharedColumns
+from megatron_ext.ops.partition_kl import ColumnSet, RowMasses, SharedColumns
 from megatron_ext.ops.partition_kl.chain_masses import IMPOSSIBLE
 from megatron_ext.ops.prefix_masses.operands import (
     PrefixColumns,
@@ -96,8 +96,8 @@ def _one_to_one(is_event: torch.Tensor, shard: VocabShard) -> SharedColumns:
     number = torch.arange(width * ranks, device=own.device)
     token = torch.where(padded, number, -1).view(ranks, width)
     return SharedColumns(
-        student=own,
-        teacher=torch.nn.functional.pad(own, (0, 1)),
+        student=ColumnSet.of(own),
+        teacher=ColumnSet.of(torch.nn.functional.pad(own, (0, 1))),
         partner=torch.where(own, column, -1),
         sent=number[:0],
         sent_counts=(),
@@ -205,7 +205,7 @@ class PrefixTargets:
         masses.clamp_(min=0.0)
         if self._smoothing:
             even = self._smoothing / columns.event_count
-            masses.mul_(1 - self._smoothing)[:, :-1].add_(columns.shared.student * even)
+            masses.mul_(1 - self._smoothing)[:, :-1].add_(columns.shared.student.mask * even)
         return masses.log_()
 
     def _with_spans(self, masses: torch.Tensor) -> torch.Tensor:
