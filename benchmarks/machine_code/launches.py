@@ -14,7 +14,7 @@ _POINTERS: Final = {
     "*bf16": "logits student teacher gradient kept",
     "*i64": "column student_column teacher_column label row student_row teacher_row",
     "*i32": "order offsets chunk student_order student_offsets student_chunk teacher_order "
-    "teacher_offsets teacher_chunk columns pairs ends partner set bits target source entry blocks home "
+    "teacher_offsets teacher_chunk columns pairs partner set bits target source entry blocks home "
     "slot best row_offsets row_source row_entry part_columns counter",
     "*i1": "members student_members teacher_members read excluded masked is_masked is_scaled "
     "is_compared",

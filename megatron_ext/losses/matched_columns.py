@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.constants import NO_CHUNK
@@ -16,7 +17,9 @@ from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs
 from megatron_ext.losses.checks import check_match
 from megatron_ext.losses.targets import TeacherTargets
+from megatron_ext.losses.vocabulary_match import VocabularyMatch
 from megatron_ext.ops.chunk_rows import ChunkedLogits, ChunkRows
+from megatron_ext.ops.matched_divergence import Matching
 
 
 class MatchedColumns(NamedTuple):
@@ -36,6 +39,9 @@ class MatchedColumns(NamedTuple):
 
     teacher_rest: int
 
+    matching: Matching
+    """The same for ``ops/matched_divergence``."""
+
     def student_matched(self, shard: VocabShard) -> torch.Tensor:
         """bool [Vps]: columns that are matched or padding."""
         return _or_padding(self.student_common, shard)
@@ -45,10 +51,16 @@ class MatchedColumns(NamedTuple):
         return _or_padding(self.teacher_common, shard)
 
 
+_CACHE: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Cache: tensor of common student tokens -> columns by teacher tokens and shards."""
+
+
 def matched_columns(
     inputs: DistillationInputs, teacher: TeacherTargets, *, objective: str
 ) -> MatchedColumns:
-    """Cut the inputs' match to this rank's columns. No collectives, and no wait for the device.
+    """Cut the inputs' match to this rank's columns, once a match: that waits for the device.
+
+    No collectives: every rank has all pairs.
 
     Raises:
         LossError: There is no match, its sides differ in number, or it has more tokens than a
@@ -62,14 +74,33 @@ def matched_columns(
             got=f"{count} student and {count} teacher tokens",
             expected=f"equally many, at most {smaller}",
         )
-    partner = _partners(match.common_student, match.common_teacher, shards[0])
-    student_column = _partners(match.common_teacher, match.common_student, shards[1])
+    tables = _CACHE.setdefault(match.common_student, {})
+    key = (id(match.common_teacher), *shards)
+    if key not in tables:
+        # Keeps the teacher's tokens alive, so that no other tensor can have their id.
+        tables[key] = (match.common_teacher, _columns(match, *shards))
+    columns: MatchedColumns = tables[key][1]
+    return columns
+
+
+def _columns(match: VocabularyMatch, student: VocabShard, teacher: VocabShard) -> MatchedColumns:
+    own, other = match.common_student, match.common_teacher
+    student_common = _partners(own, other, student) >= 0
+    student_column = _partners(other, own, teacher)
+    rest = student.vocab_size - len(own), teacher.vocab_size - len(own)
+    crossing = own // max(student.width, 1) != other // max(teacher.width, 1)
     return MatchedColumns(
-        student_common=partner >= 0,
+        student_common=student_common,
         teacher_common=student_column >= 0,
         student_column=student_column,
-        student_rest=shards[0].vocab_size - count,
-        teacher_rest=shards[1].vocab_size - count,
+        student_rest=rest[0],
+        teacher_rest=rest[1],
+        matching=Matching(
+            student_column,
+            student_common,
+            with_rest=min(rest) > 0,
+            pairs_cross=student.group is not None and bool(crossing.any()),
+        ),
     )
 
 

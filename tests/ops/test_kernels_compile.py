@@ -195,8 +195,9 @@ def test_matched_divergence():
         for side in ("student", "teacher")
     )
     shared += (
-        "; pairs ends: *i32; temperature mixture: fp32; "
-        "first_chunk width student_stride teacher_stride moved_stride: i32; "
+        "; pairs: *i32; temperature mixture: fp32; "
+        "first_chunk aligned paired width: i32; "
+        "student_stride teacher_stride moved_stride: i32; "
     )
     compared = arguments(
         shared + "value row_slope best: *fp32; column: *i64; column_start padded_width: i32"
@@ -216,8 +217,6 @@ def test_matched_divergence():
             flags["moved_ptr"] = None
         variants.append(("compare_kernel", compared | both, flags))
         variants.append(("gradient_kernel", written | both | {"gradient_ptr": kind}, flags))
-    ends = arguments("pairs ends: *i32; width: i32")
-    variants.append(("pair_ends_kernel", ends, {"BLOCK": 8192}))
     compiles("matched_divergence.triton_kernels", variants)
 
 

@@ -290,7 +290,7 @@ def test_the_value_does_not_depend_on_how_chunks_are_sliced(monkeypatch):
 def test_pairs_that_do_not_cross_need_no_exchange():
     case, options = Case.random(60, 40, 25), matched_options(1.0, "reverse", 0.5, 0.7, 9)
     out, grad = case.run(options)
-    direct = case.matching()._replace(pairs_cross=False)
+    direct = replace(case.matching(), pairs_cross=False)
     again, again_grad = case.pair.run(
         matched_divergence, matching=direct, options=options, implementation="torch"
     )

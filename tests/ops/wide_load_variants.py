@@ -15,8 +15,8 @@ def wide_variants():
     pair = arguments(f"{PAIR} temperature: fp32; {SUMS}")
     no_read = {"read_ptr": None, "HAS_READ": False, "HAS_PLAIN": False}
     bits = arguments(
-        f"{ROW} set bits: *i32; sums: *fp32; masked: *i1; padded_width: i32:16; words rows leading members_end: i32; "
-        "column: *i64"
+        f"{ROW} set bits: *i32; sums: *fp32; masked: *i1; padded_width: i32:16; "
+        "words rows leading members_end: i32; column: *i64"
     )
     means = arguments(
         f"{ROW} order offsets: *i32; out peak log_sum: *fp32; valid_width first_chunk: i32"

@@ -30,7 +30,7 @@ from megatron_ext.losses.objectives.nemo import nemo_gold
 from megatron_ext.losses.targets import TeacherTargets
 from megatron_ext.ops.divergence import Divergence, check_divergence
 from megatron_ext.ops.launch import Implementation, check_implementation
-from megatron_ext.ops.matched_divergence import MatchedOptions, Matching, matched_divergence
+from megatron_ext.ops.matched_divergence import MatchedOptions, matched_divergence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,11 +129,7 @@ class GoldLoss(Objective):
         count, weight = inputs.alignment.chunk_count, self.temperature**2
         values = matched_divergence(
             *chunked_pair(inputs, teacher, counted_rows(inputs)),
-            Matching(
-                columns.student_column,
-                columns.student_common,
-                with_rest=min(columns.student_rest, columns.teacher_rest) > 0,
-            ),
+            columns.matching,
             MatchedOptions(
                 temperature=self.temperature,
                 direction=self.direction,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,7 @@ from megatron_ext.ops.matched_divergence.matching import (
     MatchedTask,
     MatchedValues,
     Matching,
+    PairColumns,
     onto_student_columns,
 )
 from megatron_ext.ops.model_rows import ModelRows, chunk_means_by_kernel
@@ -31,10 +32,6 @@ from megatron_ext.ops.sorted_l1.kernel_steps import (
     select_by_kernel,
     write_chosen,
 )
-
-
-_PAIRS: Final = 8192
-"""Columns that a program looks at at once for the ends of pairs."""
 
 
 class MatchedPair(NamedTuple):
@@ -49,20 +46,15 @@ class MatchedPair(NamedTuple):
     used: tuple[torch.Tensor, torch.Tensor]
     """[C] of student and teacher: mass that each side is normalised by."""
 
-    columns: torch.Tensor
-    """int32 [Vps], ``Matching.teacher_columns``."""
-
-    ends: torch.Tensor
-    """int32 [2]: columns before the first that is not aligned, and up to the last that is common."""
+    columns: PairColumns
 
     options: MatchedOptions
 
     @classmethod
     def of(cls, task: MatchedTask) -> MatchedPair:
         """Build from the task; allocates nothing over chunks and columns."""
-        columns = task.matching.teacher_columns(task.student.shard)
-        ends, used = _pair_ends(columns), task.rest.used
-        return cls(task.student, task.teacher, task.matching, used, columns, ends, task.options)
+        columns = task.matching.pairs(task.student.shard, task.teacher.shard)
+        return cls(task.student, task.teacher, task.matching, task.rest.used, columns, task.options)
 
     def moved(self, chunks: slice) -> torch.Tensor | None:
         """Teacher's chunk distributions in this rank's student columns [C', Vps], if pairs cross.
@@ -91,8 +83,9 @@ class MatchedPair(NamedTuple):
                 f"{name}_stride": side.logits.stride(0),
             }
         return named | {
-            "pairs_ptr": self.columns,
-            "ends_ptr": self.ends,
+            "pairs_ptr": self.columns.teacher,
+            "aligned": self.columns.aligned,
+            "paired": self.columns.end,
             "moved_ptr": moved,
             "moved_stride": 0 if moved is None else moved.stride(0),
             "temperature": self.options.temperature,
@@ -101,16 +94,6 @@ class MatchedPair(NamedTuple):
             "MOVED": moved is not None,
             "HAS_TEMPERATURE": self.options.temperature != 1.0,
         }
-
-
-def _pair_ends(columns: torch.Tensor) -> torch.Tensor:
-    """``MatchedPair.ends``."""
-    from megatron_ext.ops.matched_divergence.triton_kernels import pair_ends_kernel
-
-    ends = columns.new_zeros(2)
-    if len(columns):
-        pair_ends_kernel[(1,)](columns, ends, len(columns), BLOCK=_PAIRS, num_warps=8)
-    return ends
 
 
 class SliceValues(NamedTuple):
@@ -213,14 +196,13 @@ def evaluate_by_kernels(task: MatchedTask) -> MatchedValues:
     results, gradient, student = MatchedValues.empty(task.scale), task.gradient, task.student
     group, weight = student.shard.group, task.options.uncommon_weight
     models = (student, task.teacher)
-    excluded = task.matching.excluded(student.shard, task.teacher.shard)
     pair = MatchedPair.of(task)
     if gradient is not None:
         chosen_logits = gradient.new_empty(len(gradient), capacity_of(places, student.shard.width))
     for chunks in row_slices(len(task.scale), _widest(task, places), device=task.scale.device):
         student_top, teacher_top = (
             select_by_kernel(model, chunks, places, out)
-            for model, out in zip(models, excluded, strict=True)
+            for model, out in zip(models, pair.columns.excluded, strict=True)
         )
         compared = compare_sorted(student_top, teacher_top, places, group, by_kernel=True)
         results.uncommon[chunks], results.discarded[chunks] = compared.value, compared.left_out

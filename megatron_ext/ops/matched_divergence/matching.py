@@ -5,7 +5,7 @@ Vps Vpt local columns, C chunks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -19,7 +19,44 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class Matching(NamedTuple):
+class PairColumns(NamedTuple):
+    """Pairs in this rank's columns, as kernels read them."""
+
+    teacher: torch.Tensor
+    """int32 [Vps], ``Matching.teacher_columns``."""
+
+    aligned: int
+    """Student columns before the first whose pair is not the column of the same number; with pairs
+    side by side, these are all that have one."""
+
+    end: int
+    """Student columns up to the last that has a pair."""
+
+    excluded: tuple[torch.Tensor, torch.Tensor]
+    """``Matching.excluded``."""
+
+    first_open: tuple[int, int]
+    """Columns of either side before the first that is not excluded."""
+
+    @classmethod
+    def of(cls, matching: Matching, student: VocabShard, teacher: VocabShard) -> PairColumns:
+        """Find them; waits for the device."""
+        columns, excluded = matching.teacher_columns(student), matching.excluded(student, teacher)
+        same = columns == torch.arange(len(columns), device=columns.device)
+        open_columns = [_leading(mask) for mask in excluded]
+        paired = (columns >= 0).nonzero()[:, 0]
+        end = int(paired[-1]) + 1 if len(paired) else 0
+        return cls(columns, _leading(same), end, excluded, (open_columns[0], open_columns[1]))
+
+
+def _leading(mask: torch.Tensor) -> int:
+    """Entries before the first that is False."""
+    outside = (~mask).nonzero()[:, 0]
+    return int(outside[0]) if len(outside) else len(mask)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Matching:
     """Pairs of matching student and teacher columns, cut to this rank."""
 
     student_column: torch.Tensor
@@ -34,6 +71,17 @@ class Matching(NamedTuple):
 
     pairs_cross: bool = True
     """Whether a pair can lie on two ranks; the same on every rank."""
+
+    _made: dict[tuple[VocabShard, VocabShard], PairColumns] = field(
+        default_factory=dict, init=False, repr=False
+    )
+
+    def pairs(self, student: VocabShard, teacher: VocabShard) -> PairColumns:
+        """Pairs in these shards' columns, made once."""
+        key = student, teacher
+        if key not in self._made:
+            self._made[key] = PairColumns.of(self, student, teacher)
+        return self._made[key]
 
     def members(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Columns of either side whose mass is summed; of two masses that add up to 1, the one that

@@ -120,7 +120,7 @@ def _compared_block(
     DIRECTION: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
 ):
-    """What each lane has found after a block: sums, peaks of log P^ and log Q^, and their blocks."""
+    """What lanes have found after a block: sums, peaks of log P^ and log Q^, and their blocks."""
     values, wholes, p_peak, q_peak, p_first, q_first = found
     log_p, log_q, common = _single_pair(
         start_of_own,
@@ -141,10 +141,7 @@ def _compared_block(
     top = tl.max(log_p, axis=1)
     p_first = tl.where(top > p_peak, start, p_first)
     p_peak = tl.maximum(p_peak, top)
-    if IS_ALIGNED:
-        top = tl.max(log_q, axis=1)
-    else:
-        top = tl.max(tl.where(common, log_q, LOWEST), axis=1)
+    top = tl.max(log_q if IS_ALIGNED else tl.where(common, log_q, LOWEST), axis=1)
     q_first = tl.where(top > q_peak, start, q_first)
     q_peak = tl.maximum(q_peak, top)
     return values, wholes, p_peak, q_peak, p_first, q_first
@@ -185,10 +182,7 @@ def _write_block(
         HAS_TEMPERATURE,
     )
     _, slope, q = _single_terms(log_p, log_q, common, mixture, DIRECTION)
-    if IS_ALIGNED:
-        factor = on_common
-    else:
-        factor = tl.where(common, on_common, on_others)
+    factor = on_common if IS_ALIGNED else tl.where(common, on_common, on_others)
     out = q * factor + slope * scale
     tl.store(start_of_gradient + columns, out.to(start_of_gradient.dtype.element_ty))
 
@@ -258,23 +252,6 @@ def _both_sides(
     return p / teacher_used, q / student_used, common
 
 
-@triton.jit
-def pair_ends_kernel(pairs_ptr, ends_ptr, width, BLOCK: tl.constexpr):
-    """One program: how many columns come before one that is not aligned, and up to the last pair.
-
-    ``ends`` is int32 [2]. A column is aligned where its pair is the column of the same number.
-    """
-    aligned = tl.full((BLOCK,), width, tl.int32)
-    paired = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, width, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        pair = tl.load(pairs_ptr + columns, mask=columns < width, other=-1)
-        aligned = tl.minimum(aligned, tl.where(pair == columns, width, columns))
-        paired = tl.maximum(paired, tl.where(pair >= 0, columns + 1, 0))
-    tl.store(ends_ptr, tl.min(aligned, axis=0))
-    tl.store(ends_ptr + 1, tl.max(paired, axis=0))
-
-
 @triton.jit(do_not_specialize=["first_chunk"])
 def compare_kernel(
     student_ptr,
@@ -290,13 +267,14 @@ def compare_kernel(
     teacher_log_sum_ptr,
     teacher_used_ptr,
     pairs_ptr,
-    ends_ptr,
     moved_ptr,
     value_ptr,
     row_slope_ptr,
     best_ptr,
     column_ptr,
     first_chunk,
+    aligned,
+    paired,
     student_stride,
     teacher_stride,
     moved_stride,
@@ -338,12 +316,12 @@ def compare_kernel(
     single_p_column = 0
     single_q_column = 0
     whole_end = 0
-    paired_end = tl.minimum(tl.load(ends_ptr + 1), width)
+    paired_end = tl.minimum(paired, width)
     if not MOVED:
         K: tl.constexpr = 8
         LANES: tl.constexpr = BLOCK // K
         single = alone & (teacher_end - teacher_begin == 1)
-        aligned_end = tl.where(single, tl.load(ends_ptr) // BLOCK * BLOCK, 0)
+        aligned_end = tl.where(single, aligned // BLOCK * BLOCK, 0)
         whole_end = tl.where(single, paired_end // BLOCK * BLOCK, 0)
         own_row = tl.load(student_order_ptr + begin, mask=single, other=0).to(tl.int64)
         other_row = tl.load(teacher_order_ptr + teacher_begin, mask=single, other=0).to(tl.int64)
@@ -529,13 +507,14 @@ def gradient_kernel(
     teacher_log_sum_ptr,
     teacher_used_ptr,
     pairs_ptr,
-    ends_ptr,
     moved_ptr,
     base_ptr,
     shift_ptr,
     centre_ptr,
     scale_ptr,
     first_chunk,
+    aligned,
+    paired,
     student_stride,
     gradient_stride,
     teacher_stride,
@@ -572,7 +551,7 @@ def gradient_kernel(
         K: tl.constexpr = 8
         LANES: tl.constexpr = BLOCK // K
         single = (end - begin == 1) & (teacher_end - teacher_begin == 1) & (scale != 0.0)
-        aligned_end = tl.where(single, tl.load(ends_ptr) // BLOCK * BLOCK, 0)
+        aligned_end = tl.where(single, aligned // BLOCK * BLOCK, 0)
         whole_end = tl.where(single, valid_width // BLOCK * BLOCK, 0)
         own_row = tl.load(student_order_ptr + begin, mask=single, other=0).to(tl.int64)
         other_row = tl.load(teacher_order_ptr + teacher_begin, mask=single, other=0).to(tl.int64)

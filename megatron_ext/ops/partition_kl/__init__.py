@@ -12,9 +12,9 @@ from megatron_ext.ops.partition_kl.operands import (
 from megatron_ext.ops.partition_kl.shared_columns import ColumnSet, SharedColumns, shared_columns
 
 __all__ = [
-    "ColumnSet",
     "ChainRows",
     "Chains",
+    "ColumnSet",
     "EventComparison",
     "PartitionPlan",
     "PartitionValues",
