@@ -34,7 +34,7 @@ class Heads:
     """[Ts, Ds] with a gradient."""
 
     student_weight: torch.Tensor
-    """[Vs, Ds] with a gradient."""
+    """[Vs, Ds] with a gradient, and with megatron-core's fp32 ``main_grad``, as in a run."""
 
     teacher_hidden: torch.Tensor
     """[Tt, Dt]"""
@@ -66,9 +66,11 @@ class Heads:
             (normal(count, width), normal(vocabulary, width).mul_(3 / width**0.5))
             for count, vocabulary, width in zip(rows, columns, hidden, strict=True)
         ]
+        weight = sides[0][1].requires_grad_()
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
         return cls(
             student_hidden=sides[0][0].requires_grad_(),
-            student_weight=sides[0][1].requires_grad_(),
+            student_weight=weight,
             teacher_hidden=sides[1][0],
             teacher_weight=sides[1][1],
             labels=torch.randint(0, columns[0], rows[:1], generator=generator, device=device),
@@ -93,7 +95,7 @@ def bare_products(heads: Heads, tile: int = 2048) -> None:
     """
     weight = heads.student_weight.detach()
     hidden = heads.student_hidden.detach()
-    of_weight = torch.zeros_like(weight, dtype=torch.float32)
+    of_weight = heads.student_weight.main_grad  # type: ignore[attr-defined]
     of_hidden = torch.empty_like(hidden)
     for start in range(0, len(hidden), tile):
         rows = hidden[start : start + tile]
@@ -117,7 +119,9 @@ def linear_form(
     """The loss of ``LinearDistillation`` on the hidden states, one sum with scales of 1."""
     shards = vocabulary.shards
     form = LinearDistillation(
-        objectives={name: LOSS_REGISTRY[name]() for name in names}, tile_rows=tile_rows
+        objectives={name: LOSS_REGISTRY[name]() for name in names},
+        tile_rows=tile_rows,
+        into_main_grad=True,
     )
     tiles = form.tiles(KnownAhead(labels=text.labels, alignment=text.alignment))
     hidden = heads.student_hidden[None]
