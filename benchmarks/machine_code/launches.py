@@ -23,7 +23,7 @@ _POINTERS: Final = {
 _TYPES: Final = {
     f"{name}_ptr": f"{kind}:16" for kind, names in _POINTERS.items() for name in names.split()
 }
-_HALF_FULL: Final = ("compare_kernel", "gradient_kernel")
+_HALF_FULL: Final = ("compare_kernel", "gradient_kernel", "residual_gradients_kernel")
 _FLOATS: Final = ("temperature", "mixture", "weight")
 _PADDED: Final = ("held_width", "padded_width", "padded_teacher_width")
 """Widths in memory; that of a vocabulary ends anywhere, and a row's stride is padded too."""

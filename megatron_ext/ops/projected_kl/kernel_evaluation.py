@@ -13,7 +13,7 @@ import torch
 from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.errors import LossError
 from megatron_ext.ops.chunk_rows import ChunkedLogits
-from megatron_ext.ops.launch import LaunchConfig, chosen_config, fitting_config
+from megatron_ext.ops.launch import HALF_FULL, LaunchConfig, chosen_config, fitting_config
 from megatron_ext.ops.projected_kl.column_plan import SUMS
 from megatron_ext.ops.projected_kl.kernel_numbers import KernelNumbers, chunk_values, launch_singles
 from megatron_ext.ops.projected_kl.operands import (
@@ -96,6 +96,11 @@ class KernelEvaluation:
         self.student, self.teacher = student, teacher
         self.projection, self.plan = projection, projection.plan
         self.weight = projection.weight.values()
+        # In the order in which they are read, which would otherwise wait for their places.
+        self.sum_weights = [
+            self.weight.index_select(0, segments.entry)
+            for segments in (self.plan.by_column, self.plan.by_row)
+        ]
         self.numbers = numbers
         self.options, self.requested = options, requested
         self.tempered = options.temperature != 1.0
@@ -194,8 +199,8 @@ class KernelEvaluation:
         column_sums_kernel[(tile.groups * len(sums.blocks),)](
             means,
             means.shape[1],
-            *sums[:4],
-            self.weight,
+            *sums[:3],
+            self.sum_weights[0],
             sums.blocks,
             tile.scratch,
             len(self.plan.home),
@@ -252,8 +257,7 @@ class KernelEvaluation:
             len(plan.home),
             plan.by_row.offsets,
             plan.by_row.source,
-            plan.by_row.entry,
-            self.weight,
+            self.sum_weights[1],
             tile.residual,
             plan.residual_rows,
             *self._read(self.student, numbers.carried_lse),
@@ -283,6 +287,7 @@ class KernelEvaluation:
             SUMS=SUMS,
             BLOCK=_ROW_BLOCK,
             num_warps=2 * _WARPS,
+            **HALF_FULL,
         )
 
     def _sixteen_pairs(self) -> int:

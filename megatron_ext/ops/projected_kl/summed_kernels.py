@@ -181,7 +181,6 @@ def column_sums_kernel(
     offsets_ptr,
     target_ptr,
     source_ptr,
-    entry_ptr,
     weight_ptr,
     blocks_ptr,
     out_ptr,
@@ -193,7 +192,8 @@ def column_sums_kernel(
 ):
     """Sums of weighted rows of ``value`` [G, R, CHUNKS] in ``out`` [G, D, CHUNKS].
 
-    A sparse matrix times a dense one; the sums are those of a block of ``Segments``. One of more
+    A sparse matrix times a dense one; ``weight`` are its entries in the order of the sums, which
+    are those of a block of ``Segments``. One of more
     than ``SUMS`` entries is alone, and reads ``ENTRIES`` of them at once.
     """
     group = tl.program_id(0) // blocks
@@ -210,16 +210,14 @@ def column_sums_kernel(
     end = tl.load(offsets_ptr + sums + 1, mask=exists, other=0)
     longest = tl.max(end - begin, axis=0)
     if longest <= SUMS:
-        total = entry_sums(
-            begin, end, longest, value_ptr, source_ptr, entry_ptr, weight_ptr, CHUNKS, SUMS
-        )
+        total = entry_sums(begin, end, longest, value_ptr, source_ptr, weight_ptr, CHUNKS, SUMS)
         target = tl.load(target_ptr + sums, mask=exists, other=0)
         place = target[:, None] * CHUNKS + lane[None, :]
         tl.store(out_ptr + place, total, mask=exists[:, None])
     else:
         alone = long_sum(
             tl.load(offsets_ptr + first), tl.load(offsets_ptr + first + 1), value_ptr, source_ptr,
-            entry_ptr, weight_ptr, CHUNKS, ENTRIES,
+            weight_ptr, CHUNKS, ENTRIES,
         )  # fmt: skip
         tl.store(out_ptr + tl.load(target_ptr + first) * CHUNKS + lane, alone)
 
@@ -230,7 +228,6 @@ def long_sum(
     end,
     value_ptr,
     source_ptr,
-    entry_ptr,
     weight_ptr,
     CHUNKS: tl.constexpr,
     ENTRIES: tl.constexpr,
@@ -241,8 +238,7 @@ def long_sum(
         places = start + tl.arange(0, ENTRIES)
         inside = places < end
         source = tl.load(source_ptr + places, mask=inside, other=0)
-        entry = tl.load(entry_ptr + places, mask=inside, other=0)
-        weight = tl.load(weight_ptr + entry, mask=inside, other=0.0)
+        weight = tl.load(weight_ptr + places, mask=inside, other=0.0)
         place = value_ptr + source[:, None] * CHUNKS + tl.arange(0, CHUNKS)[None, :]
         total += weight[:, None] * tl.load(place, mask=inside[:, None], other=0.0)
     return tl.sum(total, axis=0)
@@ -255,7 +251,6 @@ def entry_sums(
     longest,
     value_ptr,
     source_ptr,
-    entry_ptr,
     weight_ptr,
     CHUNKS: tl.constexpr,
     SUMS: tl.constexpr,
@@ -270,8 +265,7 @@ def entry_sums(
             number = begin + step + more
             inside = number < end
             source = tl.load(source_ptr + number, mask=inside, other=0)
-            entry = tl.load(entry_ptr + number, mask=inside, other=0)
-            weight = tl.load(weight_ptr + entry, mask=inside, other=0.0)
+            weight = tl.load(weight_ptr + number, mask=inside, other=0.0)
             place = value_ptr + source[:, None] * CHUNKS + tl.arange(0, CHUNKS)[None, :]
             total += weight[:, None] * tl.load(place, mask=inside[:, None], other=0.0)
     return total
@@ -287,7 +281,6 @@ def residual_gradients_kernel(
     slots,
     offsets_ptr,
     source_ptr,
-    entry_ptr,
     weight_ptr,
     residual_ptr,
     residual_rows,
@@ -365,9 +358,7 @@ def residual_gradients_kernel(
         begin = tl.load(offsets_ptr + number, mask=exists, other=0)
         end = tl.load(offsets_ptr + number + 1, mask=exists, other=0)
         longest = tl.max(end - begin, axis=0)
-        total = entry_sums(
-            begin, end, longest, slope_ptr, source_ptr, entry_ptr, weight_ptr, CHUNKS, SUMS
-        )
+        total = entry_sums(begin, end, longest, slope_ptr, source_ptr, weight_ptr, CHUNKS, SUMS)
         if stores:
             place = local.to(tl.int64)[None, :] * residual_rows + number[:, None]
             tl.store(residual_ptr + place, total, mask=exists[:, None] & is_stored[None, :])
