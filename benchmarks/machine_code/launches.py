@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from megatron_ext.ops.launch import HALF_FULL, LANE_CONFIGS, ROW_CONFIGS, LaunchConfig
 from megatron_ext.ops.partition_kl.single_chunks import SINGLE_CONFIGS
+from megatron_ext.ops.sorted_l1.kernel_steps import SELECT_CONFIGS
 
 _POINTERS: Final = {
     "*bf16": "logits student teacher gradient kept",
@@ -253,11 +254,18 @@ _ROWS: Final[tuple[tuple[str, str, str, dict[str, Any], tuple[LaunchConfig, ...]
         SINGLE_CONFIGS,
     ),
     (
-        "sorted_l1.triton_kernels",
+        "sorted_l1.selection_kernel",
         "select_kernel",
         "plain",
         {"excluded_ptr": None, "HAS_EXCLUDED": False, **_PLAIN},
-        LANE_CONFIGS,
+        SELECT_CONFIGS,
+    ),
+    (
+        "sorted_l1.selection_kernel",
+        "select_kernel",
+        "excluded",
+        {"HAS_EXCLUDED": True, **_PLAIN},
+        SELECT_CONFIGS,
     ),
     ("sorted_l1.triton_kernels", "spread_kernel", "plain", _PLAIN, ROW_CONFIGS),
     ("matched_divergence.triton_kernels", "compare_kernel", "forward", _MATCHED, LANE_CONFIGS),

@@ -50,7 +50,7 @@ def test_chunk_distributions():
 def test_sorted_l1():
     candidates = arguments("columns: *i32; signs: *i8; centre: *fp32")
     flags = {"HAS_TEMPERATURE": True, "BLOCK": 1024}
-    variants = []
+    selections, variants = [], []
     for kind in LOGITS:
         select = _mean_rows(
             "first_chunk row_stride width padded_width places capacity: i32; "
@@ -65,12 +65,13 @@ def test_sorted_l1():
             "first_chunk gradient_stride capacity: i32; weight: fp32; base scale: *fp32; "
             f"kept gradient: {kind}"
         )
+        selections.append(("select_kernel", select, TEMPERED | {"HAS_EXCLUDED": True}))
         variants += [
-            ("select_kernel", select, TEMPERED | {"HAS_EXCLUDED": True}),
             ("keep_chosen_kernel", keep | candidates, flags),
             ("spread_kernel", spread, TEMPERED),
             ("write_chosen_kernel", write | candidates, flags | {"HAS_BASE": True}),
         ]
+    compiles("sorted_l1.selection_kernel", selections)
     compiles("sorted_l1.triton_kernels", variants)
     places = arguments(
         "student teacher merged rest value left_out: *fp32; origin: *i64; signs: *i8; "
@@ -78,7 +79,7 @@ def test_sorted_l1():
         "first_run own_runs own_count: i32"
     )
     steps = {"STUDENT_STEPS": 12, "TEACHER_STEPS": 12, "BLOCK": 1024}
-    compiles("sorted_l1.comparison_kernel", [("compare_places_kernel", places, steps)])
+    compiles("sorted_l1.triton_kernels", [("compare_places_kernel", places, steps)])
 
 
 def test_token_likelihood():
@@ -247,7 +248,8 @@ def test_rows_are_read_16_bytes_at_once(module, variant):
         ("chunk_kernels", 2),
         ("vocab_kl.triton_kernels", 2),
         ("partition_kl.triton_kernels", 5),
-        ("sorted_l1.triton_kernels", 4),
+        ("sorted_l1.selection_kernel", 1),
+        ("sorted_l1.triton_kernels", 3),
         ("matched_divergence.triton_kernels", 2),
         ("projected_kl.triton_kernels", 3),
         ("projected_kl.number_kernels", 3),

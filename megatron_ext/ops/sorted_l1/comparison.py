@@ -180,7 +180,7 @@ def _compare_by_kernel(
     student: Largest, teacher: Largest, places: int, group: ProcessGroup | None
 ) -> Compared:
     """Compare what torch sorts in runs, each rank its own."""
-    from megatron_ext.ops.sorted_l1.comparison_kernel import compare_places_kernel
+    from megatron_ext.ops.sorted_l1.triton_kernels import compare_places_kernel
 
     (own, origin), (other, _) = (_sorted_runs(side.values) for side in (student, teacher))
     sides = (student._replace(values=own.flatten(1)), teacher._replace(values=other.flatten(1)))

@@ -6,9 +6,12 @@ from typing import Final
 
 import torch
 
-from megatron_ext.ops.launch import LANE_CONFIGS, LaunchConfig, chosen_config, small_block
+from megatron_ext.ops.launch import LaunchConfig, chosen_config, small_block
 from megatron_ext.ops.model_rows import ModelRows
 from megatron_ext.ops.sorted_l1.comparison import Largest, run_count
+
+SELECT_CONFIGS: Final = (LaunchConfig(4096, 8), LaunchConfig(2048, 4))
+"""Candidates for the selection: a thread has two times 8 columns, for which one prefix sum does."""
 
 WRITING: Final = LaunchConfig(4096, 8)
 """Configuration of kernels that may overwrite their input, which cannot be timed in place."""
@@ -35,7 +38,7 @@ def select_by_kernel(
     Args:
         excluded: bool [Vp], columns that are no candidates, like padding.
     """
-    from megatron_ext.ops.sorted_l1.triton_kernels import select_kernel
+    from megatron_ext.ops.sorted_l1.selection_kernel import select_kernel
 
     count, width = chunks.stop - chunks.start, model.shard.valid_width
     capacity, device = capacity_of(places, model.shard.width), model.logits.device
@@ -69,7 +72,7 @@ def select_by_kernel(
     if count:
         dtype, has_temperature = model.logits.dtype, model.temperature != 1.0
         key = ("select", dtype, width, capacity, excluded is not None, has_temperature)
-        launch(chosen_config(key, LANE_CONFIGS, launch))
+        launch(chosen_config(key, SELECT_CONFIGS, launch))
     return Largest(values, columns, rest)
 
 
