@@ -201,8 +201,10 @@ def evaluate_by_kernels(task: MatchedTask) -> MatchedValues:
         chosen_logits = gradient.new_empty(len(gradient), capacity_of(places, student.shard.width))
     for chunks in row_slices(len(task.scale), _widest(task, places), device=task.scale.device):
         student_top, teacher_top = (
-            select_by_kernel(model, chunks, places, out)
-            for model, out in zip(models, pair.columns.excluded, strict=True)
+            select_by_kernel(model, chunks, places, excluded, first)
+            for model, excluded, first in zip(
+                models, pair.columns.excluded, pair.columns.first_open, strict=True
+            )
         )
         compared = compare_sorted(student_top, teacher_top, places, group, by_kernel=True)
         results.uncommon[chunks], results.discarded[chunks] = compared.value, compared.left_out

@@ -31,12 +31,17 @@ def capacity_of(places: int, width: int) -> int:
 
 
 def select_by_kernel(
-    model: ModelRows, chunks: slice, places: int, excluded: torch.Tensor | None
+    model: ModelRows,
+    chunks: slice,
+    places: int,
+    excluded: torch.Tensor | None,
+    first_open: int = 0,
 ) -> Largest:
     """Candidates for the ``places`` largest mean probabilities of each chunk.
 
     Args:
         excluded: bool [Vp], columns that are no candidates, like padding.
+        first_open: Columns before the first that is not excluded.
     """
     from megatron_ext.ops.sorted_l1.selection_kernel import select_kernel
 
@@ -58,6 +63,7 @@ def select_by_kernel(
             rest,
             chunks.start,
             model.logits.stride(0),
+            first_open,
             width,
             model.shard.width,
             places,
@@ -71,7 +77,7 @@ def select_by_kernel(
 
     if count:
         dtype, has_temperature = model.logits.dtype, model.temperature != 1.0
-        key = ("select", dtype, width, capacity, excluded is not None, has_temperature)
+        key = ("select", dtype, width - first_open, capacity, excluded is not None, has_temperature)
         launch(chosen_config(key, SELECT_CONFIGS, launch))
     return Largest(values, columns, rest)
 

@@ -168,6 +168,7 @@ def select_kernel(
     rest_ptr,
     first_chunk,
     row_stride,
+    first_column,
     width,
     padded_width,
     places,
@@ -179,6 +180,7 @@ def select_kernel(
 ):
     """One program for each chunk: ``places`` to ``capacity`` of its largest mean probabilities.
 
+    Columns before ``first_column`` are excluded: blocks of them are not read.
     ``values`` [C', capacity] is filled with -1 before. An interval of keys that contains the
     ``places``-th largest is cut in 16 by counting, until the keys from its lower end on fit into
     ``capacity``, or are all equal. The whole blocks of a single row are loaded ahead of time.
@@ -195,7 +197,8 @@ def select_kernel(
     peak = tl.load(peak_ptr + row, mask=is_single, other=0.0)
     log_sum = tl.load(log_sum_ptr + row, mask=is_single, other=0.0) * LOG2_E
     single = (logits_ptr + row * row_stride, peak, log_sum)
-    whole = tl.where(is_single, width // BLOCK * BLOCK, 0)
+    origin = first_column // BLOCK * BLOCK
+    whole = tl.maximum(tl.where(is_single, width // BLOCK * BLOCK, 0), origin)
     lanes = tl.arange(0, LANES) * K
     block = lanes[:, None] + tl.arange(0, K)[None, :]
     searching = (begin < end) & (capacity < width)
@@ -208,7 +211,7 @@ def select_kernel(
         second = tl.zeros((LANES,), tl.int64)
         third = tl.zeros((LANES,), tl.int64)
         fourth = tl.zeros((LANES,), tl.int64)
-        for start in tl.range(0, whole, BLOCK, num_stages=3):
+        for start in tl.range(origin, whole, BLOCK, num_stages=3):
             for half in tl.static_range(2):
                 probabilities, counted = _single(
                     single,
@@ -268,7 +271,7 @@ def select_kernel(
     candidates = (values_ptr + program * capacity, columns_ptr + program * capacity, capacity)
     stored = 0
     rest = tl.zeros((LANES,), tl.float32)
-    for start in tl.range(0, whole, BLOCK, num_stages=3):
+    for start in tl.range(origin, whole, BLOCK, num_stages=3):
         # Two blocks with one prefix sum.
         column = start + lanes
         probabilities, counted = _single(
