@@ -124,7 +124,7 @@ def compare_by_kernel(pair: MatchedPair, chunks: slice, moved: torch.Tensor | No
     column = torch.empty(2, count, dtype=torch.int64, device=value.device)
 
     def launch(config: LaunchConfig) -> None:
-        compare_kernel[(count,)](
+        compare_kernel[(2 * count,)](
             value_ptr=value,
             row_slope_ptr=row_slope,
             best_ptr=best,
@@ -172,7 +172,7 @@ def write_gradient(
     shard = pair.student.shard
     config = fitting_config(LANE_CONFIGS[0], shard.width)
     if chunks.stop > chunks.start:
-        gradient_kernel[(chunks.stop - chunks.start,)](
+        gradient_kernel[(2 * (chunks.stop - chunks.start),)](
             gradient_ptr=gradient,
             gradient_stride=gradient.stride(0),
             base_ptr=base,

@@ -288,19 +288,26 @@ def compare_kernel(
     HAS_TEMPERATURE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program for each chunk: value, slope of each row, and largest columns.
+    """Value, slope of each row, and largest columns of a chunk.
+
+    Two programs for each chunk, of which one returns at once: first those of several rows a side,
+    which take longer.
 
     ``value`` [C'] over this rank's columns; ``row_slope`` [T] of its rows, ``sum_v q_i f_q``;
     ``best`` and ``column`` [2, C'], the largest P^ and Q^ and their columns. Whole blocks of a
     row a side, whose logarithms are known, are loaded ahead of time, the first of aligned columns.
     Columns behind the last pair are not read.
     """
-    program = tl.program_id(0).to(tl.int64)
+    chunks = tl.num_programs(0) // 2
+    program = (tl.program_id(0) % chunks).to(tl.int64)
     chunk = first_chunk + program
     begin = tl.load(student_offsets_ptr + chunk)
     end = tl.load(student_offsets_ptr + chunk + 1)
     teacher_begin = tl.load(teacher_offsets_ptr + chunk)
     teacher_end = tl.load(teacher_offsets_ptr + chunk + 1)
+    has_several = (end - begin > 1) | (teacher_end - teacher_begin > 1)
+    if has_several != (tl.program_id(0) < chunks):
+        return
     student_used = tl.load(student_used_ptr + chunk)
     teacher_used = tl.load(teacher_used_ptr + chunk)
     moved_row_ptr = moved_ptr
@@ -486,9 +493,9 @@ def compare_kernel(
         tl.store(row_slope_ptr + row, slopes, mask=kept)
         tl.store(value_ptr + program, value)
         tl.store(best_ptr + program, p_best)
-        tl.store(best_ptr + tl.num_programs(0) + program, q_best)
+        tl.store(best_ptr + chunks + program, q_best)
         tl.store(column_ptr + program, (column_start + p_column).to(tl.int64))
-        tl.store(column_ptr + tl.num_programs(0) + program, (column_start + q_column).to(tl.int64))
+        tl.store(column_ptr + chunks + program, (column_start + q_column).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["first_chunk"])
@@ -528,16 +535,20 @@ def gradient_kernel(
     HAS_TEMPERATURE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program for each chunk: ``q_i (g_c - centre_i) scale_c`` in its rows, 0 in padding.
+    """``q_i (g_c - centre_i) scale_c`` in a chunk's rows, 0 in padding; programs as above.
 
     ``g_c`` is that of the matched columns, and ``base_c`` elsewhere.
     """
-    program = tl.program_id(0).to(tl.int64)
+    chunks = tl.num_programs(0) // 2
+    program = (tl.program_id(0) % chunks).to(tl.int64)
     chunk = first_chunk + program
     begin = tl.load(student_offsets_ptr + chunk)
     end = tl.load(student_offsets_ptr + chunk + 1)
     teacher_begin = tl.load(teacher_offsets_ptr + chunk)
     teacher_end = tl.load(teacher_offsets_ptr + chunk + 1)
+    has_several = (end - begin > 1) | (teacher_end - teacher_begin > 1)
+    if has_several != (tl.program_id(0) < chunks):
+        return
     student_used = tl.load(student_used_ptr + chunk)
     teacher_used = tl.load(teacher_used_ptr + chunk)
     base = tl.load(base_ptr + chunk)

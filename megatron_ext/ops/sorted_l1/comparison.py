@@ -221,8 +221,9 @@ def _sorted_runs(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``values`` [C, K] in runs [C, R, L], each in descending order, and where in it each was."""
     count = values.shape[1]
     runs = run_count(count)
-    padded = torch.nn.functional.pad(values, (0, -count % runs), value=-1.0)
-    ordered, origin = padded.unflatten(1, (runs, -1)).sort(dim=-1, descending=True, stable=True)
+    if count % runs:
+        values = torch.nn.functional.pad(values, (0, -count % runs), value=-1.0)
+    ordered, origin = values.unflatten(1, (runs, -1)).sort(dim=-1, descending=True, stable=True)
     return ordered, origin
 
 
