@@ -13,7 +13,7 @@ from megatron_ext.ops.sorted_l1.kernel_steps import SELECT_CONFIGS
 
 _POINTERS: Final = {
     "*bf16": "logits student teacher gradient kept",
-    "*i64": "column student_column teacher_column label row student_row teacher_row",
+    "*i64": "origin column student_column teacher_column label row student_row teacher_row",
     "*i32": "order offsets chunk student_order student_offsets student_chunk teacher_order "
     "teacher_offsets teacher_chunk columns pairs partner set bits target source entry blocks home "
     "slot best row_offsets row_source row_entry part_columns counter",
@@ -266,6 +266,13 @@ _ROWS: Final[tuple[tuple[str, str, str, dict[str, Any], tuple[LaunchConfig, ...]
         "excluded",
         {"HAS_EXCLUDED": True, **_PLAIN},
         SELECT_CONFIGS,
+    ),
+    (
+        "sorted_l1.triton_kernels",
+        "compare_places_kernel",
+        "runs of 4,096",
+        {"STUDENT_STEPS": 12, "TEACHER_STEPS": 12},
+        (LaunchConfig(1024, 8),),
     ),
     ("sorted_l1.triton_kernels", "spread_kernel", "plain", _PLAIN, ROW_CONFIGS),
     ("matched_divergence.triton_kernels", "compare_kernel", "forward", _MATCHED, LANE_CONFIGS),

@@ -212,7 +212,7 @@ def _compare_by_kernel(
             STUDENT_STEPS=length.bit_length(),
             TEACHER_STEPS=other_length.bit_length(),
             BLOCK=_PLACES,
-            num_warps=4,
+            num_warps=8,
         )
     return Compared(value, left_out, signs)
 
