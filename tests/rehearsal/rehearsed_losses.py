@@ -15,7 +15,7 @@ from tests.rehearsal.pretended_cuda import EVENTS, held
 def rehearse_loss(name: str) -> list[dict[str, Any]]:
     """For each form of targets the largest errors, relative to the largest number, and the record.
 
-    ``launches`` are those of torch's operations, ``kernels`` those of ours.
+    The record is of a second evaluation. ``launches`` are those of torch's operations, ``kernels`` those of ours.
     """
     case = CASES[name]
     return [_compared(case, kind, inputs) for kind, inputs in _forms(case)]
@@ -33,6 +33,8 @@ def _forms(case: ObjectiveCase) -> Iterator[tuple[str, DistillationInputs]]:
 def _compared(case: ObjectiveCase, kind: str, inputs: DistillationInputs) -> dict[str, Any]:
     truth, true_grads = _run(_objective(case, "cpu"), inputs)
     objective, moved = _objective(case, "cuda"), on_device(inputs)
+    # What is made once a run, of a match of vocabularies, waits for the device.
+    _run(objective, moved)
     EVENTS.clear()
     value, grads = _run(objective, moved)
     record = {

@@ -85,7 +85,7 @@ def test_losses_and_their_gradients_are_those_of_the_cpu(answer):
 
 def in_every_step(lines):
     """Lines but for those of a process's first step: megatron-core's uploads of frequencies of
-    positions, and what ``partition_kl`` reads of tokens that lie on several ranks."""
+    positions, and what ``partition_kl`` reads of the tokens that both vocabularies have."""
     return [x for x in lines if not ("rotary_pos_embedding.py" in x or "shared_columns.py" in x)]
 
 
