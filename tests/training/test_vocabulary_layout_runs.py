@@ -17,6 +17,7 @@ SHARDED_OPTIMIZER = {"use_distributed_optimizer": True}
 UNTIED = {"untied": True, "teacher": "tied-teacher", "objective": "partition_kl"}
 
 BYTES = UNTIED | {"objective": "byte_prefix"}
+GOLD = UNTIED | {"objective": "gold"}
 BF16 = {"precision": "bf16", "parallel": SHARDED_OPTIMIZER}
 
 ALONE = [Run("tied", "original"), Run("untied", "original", **UNTIED)]
@@ -35,11 +36,13 @@ COPY_ON_TWO_RANKS = [
 ]
 if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
     ALONE += [Run("bf16", "original", **BF16), Run("bytes", "original", **BYTES)]
+    ALONE.append(Run("gold", "original", **GOLD))
     ALONE_PERMUTED.append(Run("tied-turned-off", "original", goes_on_from="tied-permuted"))
     TWO_RANKS += [
         Run("untied-tp2", parallel=TP2, **UNTIED),
         Run("tied-linear-tp2", parallel=TP2, linear=True),
         Run("bytes-linear-tp2", parallel=TP2, linear=True, **BYTES),
+        Run("gold-tp2", parallel=TP2, **GOLD),
         Run("tied-pp2", parallel=PP2),
         Run("untied-cp2", parallel=CP2, **UNTIED),
         Run("tied-dp2", parallel=SHARDED_OPTIMIZER),
