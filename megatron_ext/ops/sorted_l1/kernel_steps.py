@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import torch
@@ -60,6 +61,7 @@ def select_by_kernel(
             model.shard.width,
             places,
             capacity,
+            max(1, math.isqrt(places) // 8),
             model.temperature,
             HAS_EXCLUDED=excluded is not None,
             HAS_TEMPERATURE=model.temperature != 1.0,

@@ -3,9 +3,6 @@
 import triton
 import triton.language as tl
 
-START: tl.constexpr = tl.constexpr(0x20000000)
-"""Key of 2^-63, the least that is looked for at first: 16 bins of four octaves end at 2."""
-
 NIBBLES: tl.constexpr = tl.constexpr(0x000F000F000F000F)
 """Every fourth of the 16 counters of 4 bits in a word."""
 
@@ -76,3 +73,15 @@ def chosen_bin(counters, above, places):
     within = tl.sum(tl.where(is_chosen, counts, 0), axis=0)
     beyond = tl.sum(tl.where(is_chosen, from_here, 0), axis=0) - within
     return chosen, within, beyond, above + tl.sum(fours, axis=0)
+
+
+@triton.jit
+def key_in_bin(chosen, within, beyond, places, span):
+    """Key, from the first bin on, that about ``places`` keys reach: counts fall by an even factor.
+
+    The bin that is ``chosen`` has the ``places``-th largest.
+    """
+    beyond = tl.maximum(beyond.to(tl.float32), 0.5)
+    all_here = tl.log2((beyond + within) / beyond)
+    share = tl.minimum(tl.log2(places / beyond) / tl.maximum(all_here, 1e-6), 1.0)
+    return ((chosen + 1) << span) - (share * (1 << span)).to(tl.int32)

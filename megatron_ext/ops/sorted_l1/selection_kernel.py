@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from megatron_ext.ops.chunk_kernels import mean_probabilities
-from megatron_ext.ops.sorted_l1.key_bins import START, chosen_bin, count_keys, keys_of
+from megatron_ext.ops.sorted_l1.key_bins import chosen_bin, count_keys, key_in_bin, keys_of
 from megatron_ext.ops.triton_math import LOG2_E, scaled
 
 NEVER: tl.constexpr = tl.constexpr(0xFFFFFFFF)
@@ -15,6 +15,18 @@ NOWHERE: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 
 K: tl.constexpr = tl.constexpr(8)
 """Columns that a lane reads at once."""
+
+WIDE: tl.constexpr = tl.constexpr(24)
+"""Logarithm of the width of the first bins: two octaves."""
+
+NARROW: tl.constexpr = tl.constexpr(21)
+"""That of bins among which a sample decides: a quarter of an octave."""
+
+CLUSTER: tl.constexpr = tl.constexpr(32)
+"""Neighbouring columns of a sample: 64 bytes of bf16, which memory loads at once."""
+
+COARSE: tl.constexpr = tl.constexpr(8)
+"""How many times fewer columns are sampled to find where to look closer."""
 
 
 @triton.jit
@@ -172,6 +184,7 @@ def select_kernel(
     padded_width,
     places,
     capacity,
+    sample_stride,
     temperature,
     HAS_EXCLUDED: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
@@ -198,35 +211,136 @@ def select_kernel(
     whole = tl.where(is_single, width // BLOCK * BLOCK, 0)
     lanes = tl.arange(0, LANES) * K
     block = lanes[:, None] + tl.arange(0, K)[None, :]
-    searching = (begin < end) & (capacity < width)
-    low = tl.where(searching, START, 0)
-    span = tl.where(searching, 25, 0)
-    above = 0
-    within = 0
-    while searching:
-        first = tl.zeros((LANES,), tl.int64)
-        second = tl.zeros((LANES,), tl.int64)
-        third = tl.zeros((LANES,), tl.int64)
-        fourth = tl.zeros((LANES,), tl.int64)
-        for start in tl.range(0, whole, BLOCK, num_stages=3):
-            for half in tl.static_range(2):
-                probabilities, counted = _single(
-                    single,
+    candidates = (values_ptr + program * capacity, columns_ptr + program * capacity, capacity)
+    has_more = (begin < end) & (capacity < width)
+    is_guess = has_more
+    target = (places + capacity) // 2
+    # Twice what as many places of a sum of 1 can have.
+    highest = (tl.full((), 2.0, tl.float32) / places).to(tl.int32, bitcast=True)
+    pending = True
+    while pending:
+        searching = has_more
+        stride = tl.where(is_guess, COARSE * sample_stride, 1)
+        span = tl.where(searching, WIDE, 0)
+        low = tl.where(searching, tl.maximum(highest - (16 << span), 0), 0)
+        above = 0
+        within = 0
+        while searching:
+            first = tl.zeros((LANES,), tl.int64)
+            second = tl.zeros((LANES,), tl.int64)
+            third = tl.zeros((LANES,), tl.int64)
+            fourth = tl.zeros((LANES,), tl.int64)
+            # The middle one of as many clusters as the stride says.
+            spread = (lanes // CLUSTER * stride + stride // 2) * CLUSTER + lanes % CLUSTER
+            sampled = spread[:, None] + tl.arange(0, K)[None, :]
+            ahead = whole // (stride * BLOCK) * (stride * BLOCK)
+            for start in tl.range(0, ahead, stride * BLOCK, num_stages=3):
+                for half in tl.static_range(2):
+                    probabilities, counted = _single(
+                        single,
+                        excluded_ptr,
+                        start + stride * (half * HALF) + sampled,
+                        temperature,
+                        HAS_EXCLUDED,
+                        HAS_TEMPERATURE,
+                    )
+                    first, second, third, fourth = count_keys(
+                        (first, second, third, fourth),
+                        keys_of(probabilities),
+                        counted,
+                        low,
+                        span,
+                        HAS_EXCLUDED,
+                    )
+            for start in tl.range(ahead, width, stride * HALF):
+                probabilities, counted = _mean(
+                    rows,
                     excluded_ptr,
-                    start + half * HALF + block,
+                    start + sampled,
+                    widths,
                     temperature,
                     HAS_EXCLUDED,
                     HAS_TEMPERATURE,
                 )
                 first, second, third, fourth = count_keys(
-                    (first, second, third, fourth),
-                    keys_of(probabilities),
-                    counted,
-                    low,
-                    span,
-                    HAS_EXCLUDED,
+                    (first, second, third, fourth), keys_of(probabilities), counted, low, span, True
                 )
+            wanted = tl.where(is_guess, tl.maximum(target // stride, 1), places)
+            chosen, within, beyond, counted = chosen_bin(
+                (first, second, third, fourth), above, wanted
+            )
+            if (counted < wanted) & (low > 0):
+                low = tl.maximum(low - (16 << span), 0)
+            elif is_guess & (span < WIDE) & (chosen == 15):
+                # The last bin has no upper end.
+                low += 15 << span
+            elif is_guess:
+                low += key_in_bin(chosen, within, beyond, wanted, span)
+                searching = span == WIDE
+                if searching:
+                    # Around it in more columns.
+                    span = tl.full((), NARROW, tl.int32)
+                    low = tl.maximum(low - (8 << span), 0)
+                    stride = stride // COARSE
+            else:
+                above = beyond
+                low += chosen << span
+                searching = (above + within > capacity) & (span > 0)
+                span = tl.where(searching, tl.maximum(span - 4, 0), span)
+        edge = low + (1 << span)
+        cut = NOWHERE
+        if (is_guess == 0) & (above + within > capacity):
+            cut = _cut(
+                rows,
+                excluded_ptr,
+                widths,
+                low,
+                edge,
+                places - above,
+                temperature,
+                HAS_EXCLUDED,
+                HAS_TEMPERATURE,
+                LANES,
+            )
+        threshold = (low, edge, cut)
+        stored = 0
+        rest = tl.zeros((LANES,), tl.float32)
+        for start in tl.range(0, whole, BLOCK, num_stages=3):
+            # Two blocks with one prefix sum.
+            column = start + lanes
+            probabilities, counted = _single(
+                single, excluded_ptr, start + block, temperature, HAS_EXCLUDED, HAS_TEMPERATURE
+            )
+            first_half = (_apart(probabilities, LANES), _apart(counted, LANES))
+            probabilities, counted = _single(
+                single,
+                excluded_ptr,
+                start + HALF + block,
+                temperature,
+                HAS_EXCLUDED,
+                HAS_TEMPERATURE,
+            )
+            second_half = (_apart(probabilities, LANES), _apart(counted, LANES))
+            low_first = _lowest(column, threshold)
+            low_second = _lowest(column + HALF, threshold)
+            hits = _hits(first_half, low_first, HAS_EXCLUDED)
+            hits += _hits(second_half, low_second, HAS_EXCLUDED) << 16
+            until = tl.cumsum(hits, axis=0)
+            total = tl.sum(hits, axis=0)
+            place = stored + ((until - hits) & 0xFFFF)
+            ends = stored + (until & 0xFFFF)
+            rest = _store(
+                candidates, first_half, place, ends, column, low_first, rest, HAS_EXCLUDED
+            )
+            stored += total & 0xFFFF
+            place = stored + ((until - hits) >> 16)
+            ends = stored + (until >> 16)
+            rest = _store(
+                candidates, second_half, place, ends, column + HALF, low_second, rest, HAS_EXCLUDED
+            )
+            stored += total >> 16
         for start in range(whole, width, HALF):
+            column = start + lanes
             probabilities, counted = _mean(
                 rows,
                 excluded_ptr,
@@ -236,80 +350,19 @@ def select_kernel(
                 HAS_EXCLUDED,
                 HAS_TEMPERATURE,
             )
-            first, second, third, fourth = count_keys(
-                (first, second, third, fourth), keys_of(probabilities), counted, low, span, True
-            )
-        chosen, within, beyond, counted = chosen_bin((first, second, third, fourth), above, places)
-        if (low == START) & (span == 25) & (counted < places):
-            # Fewer keys than places are that large: all of them, in bins of 2^26.
-            low = 0
-            span = 26
-        else:
-            above = beyond
-            low += chosen << span
-            searching = (above + within > capacity) & (span > 0)
-            span = tl.where(searching, tl.maximum(span - 4, 0), span)
-    edge = low + (1 << span)
-    cut = NOWHERE
-    if above + within > capacity:
-        cut = _cut(
-            rows,
-            excluded_ptr,
-            widths,
-            low,
-            edge,
-            places - above,
-            temperature,
-            HAS_EXCLUDED,
-            HAS_TEMPERATURE,
-            LANES,
-        )
-    threshold = (low, edge, cut)
-    candidates = (values_ptr + program * capacity, columns_ptr + program * capacity, capacity)
-    stored = 0
-    rest = tl.zeros((LANES,), tl.float32)
-    for start in tl.range(0, whole, BLOCK, num_stages=3):
-        # Two blocks with one prefix sum.
-        column = start + lanes
-        probabilities, counted = _single(
-            single, excluded_ptr, start + block, temperature, HAS_EXCLUDED, HAS_TEMPERATURE
-        )
-        first_half = (_apart(probabilities, LANES), _apart(counted, LANES))
-        probabilities, counted = _single(
-            single, excluded_ptr, start + HALF + block, temperature, HAS_EXCLUDED, HAS_TEMPERATURE
-        )
-        second_half = (_apart(probabilities, LANES), _apart(counted, LANES))
-        low_first = _lowest(column, threshold)
-        low_second = _lowest(column + HALF, threshold)
-        hits = _hits(first_half, low_first, HAS_EXCLUDED)
-        hits += _hits(second_half, low_second, HAS_EXCLUDED) << 16
-        until = tl.cumsum(hits, axis=0)
-        total = tl.sum(hits, axis=0)
-        place = stored + ((until - hits) & 0xFFFF)
-        ends = stored + (until & 0xFFFF)
-        rest = _store(candidates, first_half, place, ends, column, low_first, rest, HAS_EXCLUDED)
-        stored += total & 0xFFFF
-        place = stored + ((until - hits) >> 16)
-        ends = stored + (until >> 16)
-        rest = _store(
-            candidates, second_half, place, ends, column + HALF, low_second, rest, HAS_EXCLUDED
-        )
-        stored += total >> 16
-    for start in range(whole, width, HALF):
-        column = start + lanes
-        probabilities, counted = _mean(
-            rows,
-            excluded_ptr,
-            start + block,
-            widths,
-            temperature,
-            HAS_EXCLUDED,
-            HAS_TEMPERATURE,
-        )
-        both = (_apart(probabilities, LANES), _apart(counted, LANES))
-        lowest = _lowest(column, threshold)
-        hits = _hits(both, lowest, True)
-        until = stored + tl.cumsum(hits, axis=0)
-        rest = _store(candidates, both, until - hits, until, column, lowest, rest, True)
-        stored += tl.sum(hits, axis=0)
-    tl.store(rest_ptr + program, tl.sum(rest, axis=0))
+            both = (_apart(probabilities, LANES), _apart(counted, LANES))
+            lowest = _lowest(column, threshold)
+            hits = _hits(both, lowest, True)
+            until = stored + tl.cumsum(hits, axis=0)
+            rest = _store(candidates, both, until - hits, until, column, lowest, rest, True)
+            stored += tl.sum(hits, axis=0)
+        tl.store(rest_ptr + program, tl.sum(rest, axis=0))
+        pending = is_guess & ((stored < places) | (stored > capacity))
+        is_guess = False
+        if pending:
+            # As before the first attempt, for all threads.
+            tl.debug_barrier()
+            for start in range(0, capacity, LANES):
+                slots = start + tl.arange(0, LANES)
+                tl.store(values_ptr + program * capacity + slots, -1.0, mask=slots < capacity)
+            tl.debug_barrier()
