@@ -39,6 +39,9 @@ def select_by_kernel(
     """
     from megatron_ext.ops.sorted_l1.selection_kernel import select_kernel
 
+    if excluded is not None and excluded.data_ptr() % 4:
+        # The kernel loads words of four columns.
+        excluded = excluded.clone()
     count, width = chunks.stop - chunks.start, model.shard.valid_width
     capacity, device = capacity_of(places, model.shard.width), model.logits.device
     values = torch.full((count, capacity), -1.0, device=device)

@@ -9,24 +9,25 @@ NIBBLES: tl.constexpr = tl.constexpr(0x000F000F000F000F)
 
 @triton.jit
 def keys_of(probabilities):
-    """Bits of probabilities, which are ordered as they are: they are not negative. NaN is last."""
-    return probabilities.to(tl.uint32, bitcast=True)
+    """Bits of probabilities: as integers they are ordered alike. NaN is last, -0 negative."""
+    return probabilities.to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def count_keys(counters, keys, counted, low, span, MASKED: tl.constexpr):
-    """Counters [LANES] after keys [LANES, 8] in 16 bins from ``low``, 2^``span`` wide.
+def count_keys(counters, block, low, span):
+    """Counters [LANES] after eight probabilities of each lane in 16 bins from ``low`` on.
 
-    The last has all keys above it too. A lane has four words of four counters of 16 bits: bin b is
-    in word b % 4 at place b // 4.
+    A bin is 2^``span`` wide; the last has all keys above it too. A lane has four words of four
+    counters of 16 bits: bin b is in word b % 4 at place b // 4.
     """
     first, second, third, fourth = counters
-    top = (low + (16 << span) - 1).to(tl.uint32)
-    bins = (tl.minimum(keys, top) - low.to(tl.uint32)) >> span
-    fits = bins < 16
-    if MASKED:
-        fits = fits & counted
-    nibbles = tl.sum(fits.to(tl.int64) << ((bins & 15) * 4).to(tl.int64), axis=1)
+    top = low + (16 << span) - 1
+    nibbles = tl.zeros(first.shape, tl.int64)
+    for k in tl.static_range(8):
+        bins = (tl.minimum(keys_of(block[k]), top) - low).to(tl.uint32, bitcast=True) >> span
+        # What is below the first wraps to far above the last.
+        fits = bins < 16
+        nibbles += fits.to(tl.int64) << ((bins & 15) * 4).to(tl.int64)
     first += nibbles & NIBBLES
     second += (nibbles >> 4) & NIBBLES
     third += (nibbles >> 8) & NIBBLES

@@ -6,7 +6,6 @@ import triton.language as tl
 from megatron_ext.ops.sorted_l1.key_bins import chosen_bin, count_keys, key_in_bin, keys_of
 from megatron_ext.ops.sorted_l1.selection_blocks import (
     K,
-    apart,
     hits_of_lanes,
     lowest_keys,
     mean_block,
@@ -55,33 +54,28 @@ def _counters(
     fourth = tl.zeros((LANES,), tl.int64)
     # The cluster in the middle.
     lanes = tl.arange(0, LANES) * K
-    spread = (lanes // CLUSTER * stride + stride // 2) * CLUSTER + lanes % CLUSTER
-    block = spread[:, None] + tl.arange(0, K)[None, :]
+    block = (lanes // CLUSTER * stride + stride // 2) * CLUSTER + lanes % CLUSTER
     ahead = whole // (stride * BLOCK) * (stride * BLOCK)
     for start in tl.range(0, ahead, stride * BLOCK, num_stages=3):
         for half in tl.static_range(2):
-            probabilities, counted = single_block(
+            columns = single_block(
                 single,
                 excluded_ptr,
-                start + stride * (half * HALF) + block,
+                start + stride * (half * HALF),
+                block,
                 temperature,
                 HAS_EXCLUDED,
                 HAS_TEMPERATURE,
             )
             first, second, third, fourth = count_keys(
-                (first, second, third, fourth),
-                keys_of(probabilities),
-                counted,
-                low,
-                span,
-                HAS_EXCLUDED,
+                (first, second, third, fourth), columns, low, span
             )
     for start in tl.range(ahead, width, stride * HALF):
-        probabilities, counted = mean_block(
-            rows, excluded_ptr, start + block, widths, temperature, HAS_EXCLUDED, HAS_TEMPERATURE
+        columns = mean_block(
+            rows, excluded_ptr, start, block, widths, temperature, HAS_EXCLUDED, HAS_TEMPERATURE
         )
         first, second, third, fourth = count_keys(
-            (first, second, third, fourth), keys_of(probabilities), counted, low, span, True
+            (first, second, third, fourth), columns, low, span
         )
     return first, second, third, fourth
 
@@ -103,29 +97,23 @@ def _cut(
 
     Keys from ``edge`` on are not among them.
     """
-    lanes = tl.arange(0, LANES)
-    block = lanes[:, None] * K + tl.arange(0, K)[None, :]
+    lanes = tl.arange(0, LANES) * K
     width, _, _ = widths
     start = 0
     found = 0
     cut = NOWHERE
     while (start < width) & (found < missing):
-        probabilities, counted = mean_block(
-            rows,
-            excluded_ptr,
-            start + block,
-            widths,
-            temperature,
-            HAS_EXCLUDED,
-            HAS_TEMPERATURE,
+        probabilities = mean_block(
+            rows, excluded_ptr, start, lanes, widths, temperature, HAS_EXCLUDED, HAS_TEMPERATURE
         )
-        keys = keys_of(probabilities)
-        ties = (keys >= low.to(tl.uint32)) & (keys < edge.to(tl.uint32)) & counted
-        of_lane = tl.sum(ties.to(tl.int32), axis=1)
-        until = found + tl.cumsum(of_lane, axis=0)
-        ends = start + (lanes + 1) * K
+        ties = tl.zeros((LANES,), tl.int32)
+        for k in tl.static_range(K):
+            keys = keys_of(probabilities[k])
+            ties += ((keys >= low) & (keys < edge)).to(tl.int32)
+        until = found + tl.cumsum(ties, axis=0)
+        ends = start + lanes + K
         cut = tl.min(tl.where(until >= missing, ends, NOWHERE), axis=0)
-        found += tl.sum(of_lane, axis=0)
+        found += tl.sum(ties, axis=0)
         start += LANES * K
     return cut
 
@@ -148,45 +136,41 @@ def _store_largest(
     HALF: tl.constexpr = LANES * K
     width, _, whole = widths
     lanes = tl.arange(0, LANES) * K
-    block = lanes[:, None] + tl.arange(0, K)[None, :]
     stored = 0
     rest = tl.zeros((LANES,), tl.float32)
     for start in tl.range(0, whole, BLOCK, num_stages=3):
         # Two blocks with one prefix sum: each has less than 2^16 columns.
         column = start + lanes
-        probabilities, counted = single_block(
-            single, excluded_ptr, start + block, temperature, HAS_EXCLUDED, HAS_TEMPERATURE
+        first = single_block(
+            single, excluded_ptr, start, lanes, temperature, HAS_EXCLUDED, HAS_TEMPERATURE
         )
-        first = (apart(probabilities, LANES), apart(counted, LANES))
-        probabilities, counted = single_block(
-            single, excluded_ptr, start + HALF + block, temperature, HAS_EXCLUDED, HAS_TEMPERATURE
+        second = single_block(
+            single, excluded_ptr, start + HALF, lanes, temperature, HAS_EXCLUDED, HAS_TEMPERATURE
         )
-        second = (apart(probabilities, LANES), apart(counted, LANES))
         low = lowest_keys(column, threshold)
         low_second = lowest_keys(column + HALF, threshold)
-        hits = hits_of_lanes(first, low, HAS_EXCLUDED)
-        hits += hits_of_lanes(second, low_second, HAS_EXCLUDED) << 16
+        hits = hits_of_lanes(first, low)
+        hits += hits_of_lanes(second, low_second) << 16
         until = tl.cumsum(hits, axis=0)
         total = tl.sum(hits, axis=0)
         place = stored + ((until - hits) & 0xFFFF)
         ends = stored + (until & 0xFFFF)
-        rest = store_hits(candidates, first, place, ends, column, low, rest, HAS_EXCLUDED)
+        rest = store_hits(candidates, first, place, ends, column, low, rest)
         stored += total & 0xFFFF
         place = stored + ((until - hits) >> 16)
         ends = stored + (until >> 16)
         column += HALF
-        rest = store_hits(candidates, second, place, ends, column, low_second, rest, HAS_EXCLUDED)
+        rest = store_hits(candidates, second, place, ends, column, low_second, rest)
         stored += total >> 16
     for start in range(whole, width, HALF):
         column = start + lanes
-        probabilities, counted = mean_block(
-            rows, excluded_ptr, start + block, widths, temperature, HAS_EXCLUDED, HAS_TEMPERATURE
+        both = mean_block(
+            rows, excluded_ptr, start, lanes, widths, temperature, HAS_EXCLUDED, HAS_TEMPERATURE
         )
-        both = (apart(probabilities, LANES), apart(counted, LANES))
         low = lowest_keys(column, threshold)
-        hits = hits_of_lanes(both, low, True)
+        hits = hits_of_lanes(both, low)
         until = stored + tl.cumsum(hits, axis=0)
-        rest = store_hits(candidates, both, until - hits, until, column, low, rest, True)
+        rest = store_hits(candidates, both, until - hits, until, column, low, rest)
         stored += tl.sum(hits, axis=0)
     return stored, tl.sum(rest, axis=0)
 
