@@ -15,7 +15,8 @@ from tests.rehearsal.pretended_cuda import EVENTS, held
 def rehearse_loss(name: str) -> list[dict[str, Any]]:
     """For each form of targets the largest errors, relative to the largest number, and the record.
 
-    The record is of a second evaluation. ``launches`` are those of torch's operations, ``kernels`` those of ours.
+    The record is of a second evaluation. ``launches`` are those of torch's operations, ``kernels``
+    those of ours.
     """
     case = CASES[name]
     return [_compared(case, kind, inputs) for kind, inputs in _forms(case)]

@@ -35,7 +35,7 @@ class Largest(NamedTuple):
     """[C, K] in any order that keeps equal values in the order of columns; -1: no candidate."""
 
     columns: torch.Tensor
-    """[C, K], any integer type."""
+    """[C, K], any integer type; arbitrary where there is no candidate."""
 
     rest: torch.Tensor
     """[C, 1] this rank's mass outside the candidates; exactly 0 where there is nothing outside."""

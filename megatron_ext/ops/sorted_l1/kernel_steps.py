@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import torch
@@ -45,10 +46,13 @@ def select_by_kernel(
     """
     from megatron_ext.ops.sorted_l1.selection_kernel import select_kernel
 
+    if excluded is not None and excluded.data_ptr() % 4:
+        # The kernel loads words of four columns.
+        excluded = excluded.clone()
     count, width = chunks.stop - chunks.start, model.shard.valid_width
     capacity, device = capacity_of(places, model.shard.width), model.logits.device
-    values = torch.full((count, capacity), -1.0, device=device)
-    columns = torch.zeros(count, capacity, dtype=torch.int32, device=device)
+    values = torch.empty(count, capacity, device=device)
+    columns = torch.empty(count, capacity, dtype=torch.int32, device=device)
     rest = torch.empty(count, 1, device=device)
 
     def launch(config: LaunchConfig) -> None:
@@ -68,6 +72,7 @@ def select_by_kernel(
             model.shard.width,
             places,
             capacity,
+            max(1, math.isqrt(places) // 8),
             model.temperature,
             HAS_EXCLUDED=excluded is not None,
             HAS_TEMPERATURE=model.temperature != 1.0,
