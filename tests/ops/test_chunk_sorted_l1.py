@@ -11,7 +11,7 @@ from megatron_ext.ops.chunk_rows import ChunkedLogits
 from megatron_ext.ops.model_rows import pair_of_models
 from megatron_ext.ops.sorted_l1 import chunk_sorted_l1, evaluate_sorted_l1, sorted_l1_reference
 from megatron_ext.ops.sorted_l1.comparison import Largest, compare_sorted
-from megatron_ext.ops.sorted_l1.kernel_steps import capacity_of, select_by_kernel
+from megatron_ext.ops.sorted_l1.kernel_steps import capacity_of, sample_stride, select_by_kernel
 from megatron_ext.ops.top_columns import largest_columns
 from tests.ops.chunk_pair import FEW, MANY, ChunkPair
 from tests.ops.kernel_case import ALL_THREE, DEVICE, DTYPES, assert_as_exact, rounding
@@ -135,7 +135,13 @@ ROWS = {
     "all equal": lambda: torch.zeros(1, 900),
     "one token": lambda: torch.full((1, 700), -200.0).index_fill_(1, torch.tensor([3]), 0.0),
     "two levels": lambda: torch.where(torch.arange(800) % 3 == 0, 1.0, 0.0)[None],
+    "wide": lambda: 3 * torch.randn(2, 9000),
+    "wide, with many ties": lambda: torch.randn(2, 9000).round(),
+    "wide, all equal": lambda: torch.zeros(1, 9000),
+    "wide, all but one tiny": lambda: torch.randn(1, 9000).sub_(70).index_fill_(1, LAST, 0.0),
+    "wide, the largest at the end": lambda: torch.arange(9000)[None] // 4096 * 2.0,
 }
+LAST = torch.tensor([8999])
 
 
 @pytest.mark.usefixtures("nan_filled")
@@ -150,11 +156,41 @@ def test_the_candidates_hold_the_largest_with_ties_in_the_order_of_columns(name)
     ordered, order = found.values.sort(dim=-1, descending=True, stable=True)
     columns = found.columns.gather(-1, order)
     truth, true_columns = largest_columns(probs, places, excluded)
-    torch.testing.assert_close(ordered[:, :places], truth, rtol=1e-6, atol=0)
+    # Of exp(-70), the exponent is rounded by 4e-6.
+    torch.testing.assert_close(ordered[:, :places], truth, rtol=5e-6, atol=0)
     assert torch.equal(columns[:, :places].long(), true_columns)
     chosen = torch.where(found.values < 0, 0.0, found.values).sum(dim=-1)
     everything = probs.masked_fill(excluded, 0.0).sum(dim=-1)
     torch.testing.assert_close(chosen + found.rest[:, 0], everything)
+
+
+@pytest.mark.usefixtures("nan_filled")
+@pytest.mark.parametrize("difference", [-6.0, 0.0, 6.0])
+def test_the_candidates_do_not_depend_on_what_a_sample_suggests(difference):
+    torch.manual_seed(0)
+    places, width = 1200, 12_000
+    logits = torch.randn(1, width, device=DEVICE)
+    stride = sample_stride(places)
+    # The columns that are sampled are unlike all others.
+    is_sampled = torch.arange(width, device=DEVICE) // 32 % stride == stride // 2
+    found, probs = _selected(logits + difference * is_sampled, places, None)
+    chosen = found.values[0] >= 0
+    assert places <= chosen.sum() <= capacity_of(places, width)
+    true_columns = largest_columns(probs, places, None)[1]
+    columns = found.columns[0, chosen].long()
+    assert set(true_columns[0].tolist()) <= set(columns.tolist())
+    torch.testing.assert_close(found.values[0, chosen], probs[0, columns], rtol=1e-5, atol=0)
+    rest = probs[0].index_fill(0, columns, 0.0).sum()
+    torch.testing.assert_close(found.rest[0, 0], rest)
+
+
+def test_excluded_columns_may_begin_anywhere_in_memory():
+    logits = torch.randn(1, 9000, device=DEVICE)
+    memory = torch.arange(9003, device=DEVICE) % 5 == 0
+    found, probs = _selected(logits, 40, memory[3:])
+    truth, _ = largest_columns(probs, 40, memory[3:])
+    ordered = found.values.sort(dim=-1, descending=True).values[:, :40]
+    torch.testing.assert_close(ordered, truth, rtol=1e-6, atol=0)
 
 
 def test_fewer_columns_than_places_are_all_chosen():
