@@ -66,7 +66,7 @@ def select_by_kernel(
     rest = torch.empty(count, 1, device=device)
 
     def launch(config: LaunchConfig) -> None:
-        select_kernel[(count,)](
+        select_kernel[(2 * count,)](
             model.logits,
             model.rows.order,
             model.rows.offsets,

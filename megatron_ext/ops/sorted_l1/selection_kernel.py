@@ -198,18 +198,22 @@ def select_kernel(
     HAS_TEMPERATURE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program for each chunk: ``places`` to ``capacity`` of its largest mean probabilities.
+    """``places`` to ``capacity`` of a chunk's largest mean probabilities.
 
-    ``values`` [C', capacity] are -1 behind them. Columns before ``first_column`` are excluded:
+    Two programs for each chunk, of which one returns at once: first those of several rows, which
+    take longer. ``values`` [C', capacity] are -1 behind them. Columns before ``first_column`` are excluded:
     blocks of them are not read. First the bound is guessed from a sample. If that yields too few or
     too many, an interval of keys that contains the ``places``-th largest is cut in 16 by counting,
     until the keys from its lower end on fit into ``capacity``, or are all equal. The whole blocks
     of a single row are loaded ahead of time.
     """
     LANES: tl.constexpr = BLOCK // (2 * K)
-    program = tl.program_id(0).to(tl.int64)
+    chunks = tl.num_programs(0) // 2
+    program = (tl.program_id(0) % chunks).to(tl.int64)
     begin = tl.load(offsets_ptr + first_chunk + program)
     end = tl.load(offsets_ptr + first_chunk + program + 1)
+    if (end - begin > 1) != (tl.program_id(0) < chunks):
+        return
     rows = (logits_ptr, order_ptr, begin, end, row_stride, peak_ptr, log_sum_ptr)
     is_single = end - begin == 1
     row = tl.load(order_ptr + begin, mask=is_single, other=0).to(tl.int64)
