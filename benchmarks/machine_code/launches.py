@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from megatron_ext.ops.launch import HALF_FULL, LANE_CONFIGS, ROW_CONFIGS, LaunchConfig
 from megatron_ext.ops.partition_kl.single_chunks import SINGLE_CONFIGS
-from megatron_ext.ops.sorted_l1.kernel_steps import SELECT_CONFIGS
+from megatron_ext.ops.sorted_l1.kernel_steps import SELECTING
 
 _POINTERS: Final = {
     "*bf16": "logits student teacher gradient kept",
@@ -258,14 +258,14 @@ _ROWS: Final[tuple[tuple[str, str, str, dict[str, Any], tuple[LaunchConfig, ...]
         "select_kernel",
         "plain",
         {"excluded_ptr": None, "HAS_EXCLUDED": False, **_PLAIN},
-        SELECT_CONFIGS,
+        (SELECTING,),
     ),
     (
         "sorted_l1.selection_kernel",
         "select_kernel",
         "excluded",
         {"HAS_EXCLUDED": True, **_PLAIN},
-        SELECT_CONFIGS,
+        (SELECTING,),
     ),
     (
         "sorted_l1.triton_kernels",

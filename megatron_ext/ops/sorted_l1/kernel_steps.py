@@ -11,8 +11,9 @@ from megatron_ext.ops.launch import LaunchConfig, chosen_config, small_block
 from megatron_ext.ops.model_rows import ModelRows
 from megatron_ext.ops.sorted_l1.comparison import Largest, run_count
 
-SELECT_CONFIGS: Final = (LaunchConfig(4096, 8), LaunchConfig(2048, 4))
-"""Candidates for the selection: a thread has two times 8 columns, for which one prefix sum does."""
+SELECTING: Final = LaunchConfig(2048, 4)
+"""Configuration of the selection, the only one: its code takes long to compile. A thread has two
+times 8 columns, for which one prefix sum does."""
 
 WRITING: Final = LaunchConfig(4096, 8)
 """Configuration of kernels that may overwrite their input, which cannot be timed in place."""
@@ -65,7 +66,7 @@ def select_by_kernel(
     columns = torch.empty(count, capacity, dtype=torch.int32, device=device)
     rest = torch.empty(count, 1, device=device)
 
-    def launch(config: LaunchConfig) -> None:
+    if count:
         select_kernel[(2 * count,)](
             model.logits,
             model.rows.order,
@@ -86,14 +87,9 @@ def select_by_kernel(
             model.temperature,
             HAS_EXCLUDED=excluded is not None,
             HAS_TEMPERATURE=model.temperature != 1.0,
-            BLOCK=small_block(width, config.block),
-            num_warps=config.num_warps,
+            BLOCK=small_block(width, SELECTING.block),
+            num_warps=SELECTING.num_warps,
         )
-
-    if count:
-        dtype, has_temperature = model.logits.dtype, model.temperature != 1.0
-        key = ("select", dtype, width - first_open, capacity, excluded is not None, has_temperature)
-        launch(chosen_config(key, SELECT_CONFIGS, launch))
     return Largest(values, columns, rest)
 
 

@@ -174,7 +174,9 @@ def _store_largest(
     return stored, tl.sum(rest, axis=0)
 
 
-@triton.jit(do_not_specialize=["first_chunk"])
+@triton.jit(
+    do_not_specialize=["first_chunk", "first_column", "width", "places", "capacity", "sample_stride"]
+)
 def select_kernel(
     logits_ptr,
     order_ptr,
