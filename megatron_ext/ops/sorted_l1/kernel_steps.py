@@ -24,7 +24,7 @@ def capacity_of(places: int, width: int) -> int:
     """K, the number of a rank's candidates, which include its ``places`` largest columns.
 
     A quarter more than are compared: a bound that a sample suggests then usually leaves no fewer
-    and no more, where one that leaves exactly ``places`` takes up to ten counting passes.
+    and no more, where one that leaves exactly ``places`` would take seven counting passes.
     """
     return min(places + max(places // 4, 16), max(width, 1))
 

@@ -200,9 +200,11 @@ def select_kernel(
 ):
     """One program for each chunk: ``places`` to ``capacity`` of its largest mean probabilities.
 
-    ``values`` [C', capacity] is filled with -1 before. An interval of keys that contains the
-    ``places``-th largest is cut in 16 by counting, until the keys from its lower end on fit into
-    ``capacity``, or are all equal. The whole blocks of a single row are loaded ahead of time.
+    ``values`` [C', capacity] is filled with -1 before. A sample suggests a lowest key, and all that
+    reach it are written. Where they are fewer than ``places`` or more than ``capacity``, all
+    columns are counted in 16 bins of keys, and again in the bin that holds the ``places``-th
+    largest, until the keys from its lower end on fit into ``capacity``, or are all equal; then they
+    are written once more. The whole blocks of a single row are loaded ahead of time.
     """
     LANES: tl.constexpr = BLOCK // (2 * K)
     program = tl.program_id(0).to(tl.int64)
@@ -246,8 +248,8 @@ def select_kernel(
             chosen, within, beyond, counted = chosen_bin(counters, above, wanted)
             if (counted < wanted) & (low > 0):
                 low = tl.maximum(low - (16 << span), 0)
-            elif is_guess & (span < WIDE) & (chosen == 15):
-                # The last bin has no upper end.
+            elif is_guess & (span < WIDE) & (chosen == 15) & (low + (15 << span) < highest):
+                # The last bin has no upper end. Only NaN is the largest that often beyond.
                 low += 15 << span
             elif is_guess:
                 low += key_in_bin(chosen, within, beyond, wanted, span)
@@ -290,7 +292,8 @@ def select_kernel(
             BLOCK,
         )
         tl.store(rest_ptr + program, rest)
-        pending = is_guess & ((stored < places) | (stored > capacity))
+        has_few = (stored < places) & (low > 0)
+        pending = is_guess & (has_few | (stored > capacity))
         is_guess = False
         if pending:
             # As before the first attempt, for all threads.
