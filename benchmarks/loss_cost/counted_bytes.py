@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, Literal
 
+from megatron_ext.ops.sorted_l1.kernel_steps import sample_stride
+
 from .microbatch import Shape
 
 Teacher = Literal["logits", "statistics", "none"]
@@ -89,29 +91,39 @@ def _next_token(shape: Shape, size: int) -> Launches:
     return [*_statistics(shape, size, teacher=False), sweep]
 
 
-def _selection(shape: Shape, size: int) -> Launches:
-    """The largest probabilities by two passes that count and one that writes, of both models."""
-    student, others = logits_bytes(shape, size)
+def _selection(shape: Shape, size: int, top_u: int, *, behind: int = 0) -> Launches:
+    """The largest probabilities of both models by a sample, and one pass that writes.
+
+    Of the columns from ``behind`` on.
+    """
+    stride = sample_stride(top_u)
+    passes = 1 + 1 / stride + 1 / (8 * stride)
+    student = size * shape.student_rows * (shape.student_columns - behind)
+    others = size * shape.teacher_rows * (shape.teacher_columns - behind)
     return [
-        ("student: selection in three passes", 3.0 * student),
-        ("teacher: selection in three passes", 3.0 * others),
+        ("student: selection by a sample and a pass", passes * student),
+        ("teacher: selection by a sample and a pass", passes * others),
     ]
 
 
 def _uld(shape: Shape, size: int) -> Launches:
     student, _ = logits_bytes(shape, size)
     sweep = ("sweep: student read, gradient written", 2.0 * student)
-    return [*_statistics(shape, size), *_selection(shape, size), sweep]
+    return [*_statistics(shape, size), *_selection(shape, size, 1024), sweep]
 
 
 def _gold(shape: Shape, size: int) -> Launches:
-    """``ops/matched_divergence``: two sweeps over shared tokens, and the selection of the rest."""
+    """``ops/matched_divergence``: two sweeps over shared tokens, and the selection of the rest.
+
+    Shared tokens lie side by side, before all others.
+    """
     student, _ = logits_bytes(shape, size)
     shared = 2.0 * size * shape.teacher_rows * shape.common
+    own_shared = 1.0 * size * shape.student_rows * shape.common
     return [
         *_statistics(shape, size),
-        *_selection(shape, size),
-        ("first sweep: student", 1.0 * student),
+        *_selection(shape, size, 8192, behind=shape.common),
+        ("first sweep: student at shared tokens", own_shared),
         ("second sweep: student read, gradient written", 2.0 * student),
         ("both sweeps: teacher at shared tokens", shared),
     ]

@@ -267,12 +267,14 @@ def _cut(projection: SparseProjection, columns: tuple[Ids, Ids]) -> SparseProjec
     inside = (rows >= 0) & (found >= 0)
     left = np.bincount(rows[inside], minlength=len(columns[0]))
     inside[inside] = (left[rows[inside]] > 1) | (counts[row_of[inside]] == 1)
+    # A generated pair has exact rows among the uncommon ones, whose partner another rank may have.
+    kept = np.bincount(rows[inside], minlength=len(columns[0]))
     return SparseProjection.from_entries(
         rows[inside],
         found[inside],
         projection.values[inside],
         (len(columns[0]), len(columns[1])),
-        is_exact_row=projection.is_exact_row[columns[0]],
+        is_exact_row=projection.is_exact_row[columns[0]] & (kept == 1),
     )
 
 

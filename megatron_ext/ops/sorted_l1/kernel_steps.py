@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from megatron_ext.ops.launch import LaunchConfig, chosen_config, small_block
+from megatron_ext.ops.launch import LaunchConfig, small_block
 from megatron_ext.ops.model_rows import ModelRows
 from megatron_ext.ops.sorted_l1.comparison import Largest, run_count
 
@@ -25,7 +25,7 @@ def capacity_of(places: int, width: int) -> int:
     """K, the number of a rank's candidates, which include its ``places`` largest columns.
 
     A quarter more than are compared: a bound that a sample suggests then usually leaves no fewer
-    and no more, where one that leaves exactly ``places`` takes up to ten counting passes. And as
+    and no more, where one that leaves exactly ``places`` would take seven counting passes. And as
     many as fill the runs that are sorted.
     """
     count = min(places + max(places // 4, 16), max(width, 1))

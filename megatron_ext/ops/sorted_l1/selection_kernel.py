@@ -175,8 +175,10 @@ def _store_largest(
 
 
 @triton.jit(
-    do_not_specialize=["first_chunk", "first_column", "width", "places", "capacity", "sample_stride"]
-)
+    do_not_specialize=[
+        "first_chunk", "first_column", "width", "places", "capacity", "sample_stride",
+    ]
+)  # fmt: skip
 def select_kernel(
     logits_ptr,
     order_ptr,
@@ -203,11 +205,12 @@ def select_kernel(
     """``places`` to ``capacity`` of a chunk's largest mean probabilities.
 
     Two programs for each chunk, of which one returns at once: first those of several rows, which
-    take longer. ``values`` [C', capacity] are -1 behind them. Columns before ``first_column`` are excluded:
-    blocks of them are not read. First the bound is guessed from a sample. If that yields too few or
-    too many, an interval of keys that contains the ``places``-th largest is cut in 16 by counting,
-    until the keys from its lower end on fit into ``capacity``, or are all equal. The whole blocks
-    of a single row are loaded ahead of time.
+    take longer. ``values`` [C', capacity] are -1 behind them. Columns before ``first_column`` are
+    excluded: blocks of them are not read. A sample suggests a lowest key, and all that reach it are
+    written. Where they are fewer than ``places`` or more than ``capacity``, all columns are counted
+    in 16 bins of keys, and again in the bin that holds the ``places``-th largest, until the keys
+    from its lower end on fit into ``capacity``, or are all equal; then they are written once more.
+    The whole blocks of a single row are loaded ahead of time.
     """
     LANES: tl.constexpr = BLOCK // (2 * K)
     chunks = tl.num_programs(0) // 2
@@ -261,8 +264,8 @@ def select_kernel(
             chosen, within, beyond, counted = chosen_bin(counters, above, wanted)
             if (counted < wanted) & (low > 0):
                 low = tl.maximum(low - (16 << span), 0)
-            elif is_guess & (span < WIDE) & (chosen == 15):
-                # The last bin has no upper end.
+            elif is_guess & (span < WIDE) & (chosen == 15) & (low + (15 << span) < highest):
+                # The last bin has no upper end. Only NaN is the largest that often beyond.
                 low += 15 << span
             elif is_guess:
                 low += key_in_bin(chosen, within, beyond, wanted, span)
@@ -306,5 +309,6 @@ def select_kernel(
         )
         tl.store(rest_ptr + program, rest)
         tl.debug_barrier()
-        pending = is_guess & ((stored < places) | (stored > capacity))
+        has_few = (stored < places) & (low > 0)
+        pending = is_guess & (has_few | (stored > capacity))
         is_guess = False
