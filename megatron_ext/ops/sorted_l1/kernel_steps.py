@@ -67,7 +67,7 @@ def select_by_kernel(
     rest = torch.empty(count, 1, device=device)
 
     if count:
-        select_kernel[(2 * count,)](
+        select_kernel[(count,)](
             model.logits,
             model.rows.order,
             model.rows.offsets,

@@ -202,23 +202,19 @@ def select_kernel(
     HAS_TEMPERATURE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``places`` to ``capacity`` of a chunk's largest mean probabilities.
+    """One program for each chunk: ``places`` to ``capacity`` of its largest mean probabilities.
 
-    Two programs for each chunk, of which one returns at once: first those of several rows, which
-    take longer. ``values`` [C', capacity] are -1 behind them. Columns before ``first_column`` are
-    excluded: blocks of them are not read. A sample suggests a lowest key, and all that reach it are
-    written. Where they are fewer than ``places`` or more than ``capacity``, all columns are counted
-    in 16 bins of keys, and again in the bin that holds the ``places``-th largest, until the keys
-    from its lower end on fit into ``capacity``, or are all equal; then they are written once more.
-    The whole blocks of a single row are loaded ahead of time.
+    ``values`` [C', capacity] are -1 behind them. Columns before ``first_column`` are excluded:
+    blocks of them are not read. A sample suggests a lowest key, and all that reach it are written.
+    Where they are fewer than ``places`` or more than ``capacity``, all columns are counted in 16
+    bins of keys, and again in the bin that holds the ``places``-th largest, until the keys from its
+    lower end on fit into ``capacity``, or are all equal; then they are written once more. The whole
+    blocks of a single row are loaded ahead of time.
     """
     LANES: tl.constexpr = BLOCK // (2 * K)
-    chunks = tl.num_programs(0) // 2
-    program = (tl.program_id(0) % chunks).to(tl.int64)
+    program = tl.program_id(0).to(tl.int64)
     begin = tl.load(offsets_ptr + first_chunk + program)
     end = tl.load(offsets_ptr + first_chunk + program + 1)
-    if (end - begin > 1) != (tl.program_id(0) < chunks):
-        return
     rows = (logits_ptr, order_ptr, begin, end, row_stride, peak_ptr, log_sum_ptr)
     is_single = end - begin == 1
     row = tl.load(order_ptr + begin, mask=is_single, other=0).to(tl.int64)
