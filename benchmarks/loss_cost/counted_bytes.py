@@ -18,8 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, Literal
 
-from megatron_ext.ops.sorted_l1.kernel_steps import sample_stride
-
 from .microbatch import Shape
 
 Teacher = Literal["logits", "statistics", "none"]
@@ -91,25 +89,23 @@ def _next_token(shape: Shape, size: int) -> Launches:
     return [*_statistics(shape, size, teacher=False), sweep]
 
 
-def _selection(shape: Shape, size: int, top_u: int, *, behind: int = 0) -> Launches:
-    """The largest probabilities of both models by a sample, and one pass that writes.
+def _selection(shape: Shape, size: int, *, behind: int = 0) -> Launches:
+    """The largest probabilities by two passes that count and one that writes, of both models.
 
     Of the columns from ``behind`` on.
     """
-    stride = sample_stride(top_u)
-    passes = 1 + 1 / stride + 1 / (8 * stride)
     student = size * shape.student_rows * (shape.student_columns - behind)
     others = size * shape.teacher_rows * (shape.teacher_columns - behind)
     return [
-        ("student: selection by a sample and a pass", passes * student),
-        ("teacher: selection by a sample and a pass", passes * others),
+        ("student: selection in three passes", 3.0 * student),
+        ("teacher: selection in three passes", 3.0 * others),
     ]
 
 
 def _uld(shape: Shape, size: int) -> Launches:
     student, _ = logits_bytes(shape, size)
     sweep = ("sweep: student read, gradient written", 2.0 * student)
-    return [*_statistics(shape, size), *_selection(shape, size, 1024), sweep]
+    return [*_statistics(shape, size), *_selection(shape, size), sweep]
 
 
 def _gold(shape: Shape, size: int) -> Launches:
@@ -122,7 +118,7 @@ def _gold(shape: Shape, size: int) -> Launches:
     own_shared = 1.0 * size * shape.student_rows * shape.common
     return [
         *_statistics(shape, size),
-        *_selection(shape, size, 8192, behind=shape.common),
+        *_selection(shape, size, behind=shape.common),
         ("first sweep: student at shared tokens", own_shared),
         ("second sweep: student read, gradient written", 2.0 * student),
         ("both sweeps: teacher at shared tokens", shared),

@@ -11,7 +11,7 @@ from megatron_ext.ops.chunk_rows import ChunkedLogits
 from megatron_ext.ops.model_rows import pair_of_models
 from megatron_ext.ops.sorted_l1 import chunk_sorted_l1, evaluate_sorted_l1, sorted_l1_reference
 from megatron_ext.ops.sorted_l1.comparison import Largest, compare_sorted
-from megatron_ext.ops.sorted_l1.kernel_steps import capacity_of, sample_stride, select_by_kernel
+from megatron_ext.ops.sorted_l1.kernel_steps import capacity_of, select_by_kernel
 from megatron_ext.ops.top_columns import largest_columns
 from tests.ops.chunk_pair import FEW, MANY, ChunkPair
 from tests.ops.kernel_case import ALL_THREE, DEVICE, DTYPES, assert_as_exact, rounding
@@ -162,26 +162,6 @@ def test_the_candidates_hold_the_largest_with_ties_in_the_order_of_columns(name)
     chosen = torch.where(found.values < 0, 0.0, found.values).sum(dim=-1)
     everything = probs.masked_fill(excluded, 0.0).sum(dim=-1)
     torch.testing.assert_close(chosen + found.rest[:, 0], everything)
-
-
-@pytest.mark.usefixtures("nan_filled")
-@pytest.mark.parametrize("difference", [-6.0, 0.0, 6.0])
-def test_the_candidates_do_not_depend_on_what_a_sample_suggests(difference):
-    torch.manual_seed(0)
-    places, width = 1200, 12_000
-    logits = torch.randn(1, width, device=DEVICE)
-    stride = sample_stride(places)
-    # The columns that are sampled are unlike all others.
-    is_sampled = torch.arange(width, device=DEVICE) // 32 % stride == stride // 2
-    found, probs = _selected(logits + difference * is_sampled, places, None)
-    chosen = found.values[0] >= 0
-    assert places <= chosen.sum() <= capacity_of(places, width)
-    true_columns = largest_columns(probs, places, None)[1]
-    columns = found.columns[0, chosen].long()
-    assert set(true_columns[0].tolist()) <= set(columns.tolist())
-    torch.testing.assert_close(found.values[0, chosen], probs[0, columns], rtol=1e-5, atol=0)
-    rest = probs[0].index_fill(0, columns, 0.0).sum()
-    torch.testing.assert_close(found.rest[0, 0], rest)
 
 
 def test_excluded_columns_may_begin_anywhere_in_memory():

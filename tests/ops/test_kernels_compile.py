@@ -53,8 +53,7 @@ def test_sorted_l1():
     selections, variants = [], []
     for kind in LOGITS:
         select = _mean_rows(
-            "first_chunk row_stride first_column width padded_width: i32; "
-            "places capacity sample_stride: i32; "
+            "first_chunk row_stride first_column width padded_width places capacity: i32; "
             f"excluded: *i1; values rest: *fp32; columns: *i32; logits: {kind}"
         )
         keep = _mean_rows(f"first_chunk row_stride capacity: i32; logits kept: {kind}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Final
 
 import torch
@@ -24,22 +23,12 @@ _CANDIDATES: Final = LaunchConfig(1024, 4)
 def capacity_of(places: int, width: int) -> int:
     """K, the number of a rank's candidates, which include its ``places`` largest columns.
 
-    A quarter more than are compared: a bound that a sample suggests then usually leaves no fewer
-    and no more, where one that leaves exactly ``places`` would take seven counting passes. And as
-    many as fill the runs that are sorted.
+    A quarter more than are compared: two counting passes then usually find a threshold, where one
+    that leaves exactly ``places`` would take seven. And as many as fill the runs that are sorted.
     """
     count = min(places + max(places // 4, 16), max(width, 1))
     runs = run_count(count)
     return -(-count // runs) * runs
-
-
-def sample_stride(places: int) -> int:
-    """One of how many clusters of columns is sampled, to find a bound for ``places``.
-
-    The sample has more than 250 of the columns that reach the bound where ``places`` are more than
-    200: the deviation of its share, about 6 %, is half of what leaves too few or too many.
-    """
-    return max(1, math.isqrt(places) // 8)
 
 
 def select_by_kernel(
@@ -57,12 +46,9 @@ def select_by_kernel(
     """
     from megatron_ext.ops.sorted_l1.selection_kernel import select_kernel
 
-    if excluded is not None and excluded.data_ptr() % 4:
-        # The kernel loads words of four columns.
-        excluded = excluded.clone()
     count, width = chunks.stop - chunks.start, model.shard.valid_width
     capacity, device = capacity_of(places, model.shard.width), model.logits.device
-    values = torch.empty(count, capacity, device=device)
+    values = torch.full((count, capacity), -1.0, device=device)
     columns = torch.empty(count, capacity, dtype=torch.int32, device=device)
     rest = torch.empty(count, 1, device=device)
 
@@ -83,7 +69,6 @@ def select_by_kernel(
             model.shard.width,
             places,
             capacity,
-            sample_stride(places),
             model.temperature,
             HAS_EXCLUDED=excluded is not None,
             HAS_TEMPERATURE=model.temperature != 1.0,

@@ -3,31 +3,33 @@
 import triton
 import triton.language as tl
 
+START: tl.constexpr = tl.constexpr(0x20000000)
+"""Key of 2^-63, the least that is looked for at first: 16 bins of four octaves end at 2."""
+
 NIBBLES: tl.constexpr = tl.constexpr(0x000F000F000F000F)
 """Every fourth of the 16 counters of 4 bits in a word."""
 
 
 @triton.jit
 def keys_of(probabilities):
-    """Bits of probabilities: as integers they are ordered alike. NaN is last, -0 negative."""
-    return probabilities.to(tl.int32, bitcast=True)
+    """Bits of probabilities, which are ordered as they are: they are not negative. NaN is last."""
+    return probabilities.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def count_keys(counters, block, low, span):
-    """Counters [LANES] after eight probabilities of each lane in 16 bins from ``low`` on.
+def count_keys(counters, keys, counted, low, span, MASKED: tl.constexpr):
+    """Counters [LANES] after keys [LANES, 8] in 16 bins from ``low``, 2^``span`` wide.
 
-    A bin is 2^``span`` wide; the last has all keys above it too. A lane has four words of four
-    counters of 16 bits: bin b is in word b % 4 at place b // 4.
+    The last has all keys above it too. A lane has four words of four counters of 16 bits: bin b is
+    in word b % 4 at place b // 4.
     """
     first, second, third, fourth = counters
-    top = low + (16 << span) - 1
-    nibbles = tl.zeros(first.shape, tl.int64)
-    for k in tl.static_range(8):
-        bins = (tl.minimum(keys_of(block[k]), top) - low).to(tl.uint32, bitcast=True) >> span
-        # What is below the first wraps to far above the last.
-        fits = bins < 16
-        nibbles += fits.to(tl.int64) << ((bins & 15) * 4).to(tl.int64)
+    top = (low + (16 << span) - 1).to(tl.uint32)
+    bins = (tl.minimum(keys, top) - low.to(tl.uint32)) >> span
+    fits = bins < 16
+    if MASKED:
+        fits = fits & counted
+    nibbles = tl.sum(fits.to(tl.int64) << ((bins & 15) * 4).to(tl.int64), axis=1)
     first += nibbles & NIBBLES
     second += (nibbles >> 4) & NIBBLES
     third += (nibbles >> 8) & NIBBLES
@@ -74,15 +76,3 @@ def chosen_bin(counters, above, places):
     within = tl.sum(tl.where(is_chosen, counts, 0), axis=0)
     beyond = tl.sum(tl.where(is_chosen, from_here, 0), axis=0) - within
     return chosen, within, beyond, above + tl.sum(fours, axis=0)
-
-
-@triton.jit
-def key_in_bin(chosen, within, beyond, places, span):
-    """Key, from the first bin on, that about ``places`` keys reach: counts fall by an even factor.
-
-    The bin that is ``chosen`` has the ``places``-th largest.
-    """
-    beyond = tl.maximum(beyond.to(tl.float32), 0.5)
-    all_here = tl.log2((beyond + within) / beyond)
-    share = tl.minimum(tl.log2(places / beyond) / tl.maximum(all_here, 1e-6), 1.0)
-    return ((chosen + 1) << span) - (share * (1 << span)).to(tl.int32)
