@@ -260,7 +260,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         # A flag may be missing because its name was mistyped.
-        if "arguments are required" in message:
+        if message.endswith("required") or " required: " in message:
             message += self._mistyped()
         raise ConfigError(message, fix=f"see {self.prog} --help")
 
