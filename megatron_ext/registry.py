@@ -89,5 +89,11 @@ def with_near_path(fix: str | None, path: str | os.PathLike[str]) -> str | None:
 def nearest(
     name: object, choices: Mapping[str, object] | list[str], *, least: float = 0.6
 ) -> str | None:
-    """The choice that is spelled most like ``name``; None where none has the least similarity."""
+    """The choice that is spelled most like ``name``; None where none has the least similarity.
+
+    One that alone begins with ``name`` is taken for it, however much longer it is.
+    """
+    begun = [choice for choice in choices if len(str(name)) > 2 and choice.startswith(str(name))]
+    if len(begun) == 1:
+        return begun[0]
     return next(iter(get_close_matches(str(name), list(choices), n=1, cutoff=least)), None)

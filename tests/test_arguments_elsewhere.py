@@ -13,6 +13,10 @@ from megatron_ext import (
     TokenAligner,
 )
 from megatron_ext.errors import ConfigError
+from megatron_ext.losses import (
+    CrossTokenizerDistillationLossConfig,
+    CrossTokenizerDistillationLossDataDict,
+)
 
 
 @pytest.mark.parametrize(
@@ -43,8 +47,23 @@ from megatron_ext.errors import ConfigError
             lambda: TokenAligner(teacher_tokenizer_name="a", student_tokenizer_name="b"),
             ["is student_tokenizer="],
         ),
+        (
+            lambda: CrossTokenizerDistillationLossConfig(loss_type="KL", temperature=1.0),
+            ["loss_type=", "is gold_loss= and xtoken_loss="],
+        ),
+        (
+            lambda: CrossTokenizerDistillationLossFn({"loss_type": "chunked_ce"}, [{}]),
+            ["loss_type=", "'alm'"],
+        ),
+        (
+            lambda: CrossTokenizerDistillationLossDataDict(input_ids=None, token_mask=None),
+            ["input_ids= is student_logits=", "token_mask= is labels="],
+        ),
     ],
-    ids=["spec", "spec-by-position", "collator", "list", "losses", "loss", "aligner"],
+    ids=[
+        *("spec", "spec-by-position", "collator", "list", "losses", "loss", "aligner"),
+        *("loss-config", "loss-mapping", "inputs"),
+    ],
 )
 def test_a_call_with_the_arguments_of_nemo_rl_names_ours(call, instead):
     with pytest.raises(ConfigError, match="NeMo RL") as raised:

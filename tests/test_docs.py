@@ -129,6 +129,19 @@ def test_the_figures_of_the_readme_are_those_of_the_raw_results():
     steps = json.loads((ROOT / "benchmarks" / "results" / "peer_gold.json").read_text())
     ours, theirs = (steps[side]["seconds_per_step"] for side in ("ours", "trl"))
     assert f"`GOLDTrainer` takes {theirs:.1f} s | {ours:.1f} s |" in readme
+    setting = {"pair": "Llama 3.2 x Qwen 3", "ranks": 1, "rows": 8192, "order": "co_sharded"}
+    setting["objective"] = "projected_kl + next_token"
+    losses = json.loads((ROOT / "benchmarks" / "results" / "losses.json").read_text())["rows"]
+    costs = [
+        next(
+            f"{row['ms_median']:.{places}f} ms, {row['peak_bytes'] / 1e9:.1f} GB"
+            for row in losses
+            if row.items() >= {**setting, "implementation": implementation}.items()
+        )
+        for implementation, places in (("eager", 0), ("triton, in place", 1))
+    ]
+    eager, kernels = costs
+    assert f"operations take {eager} | {kernels} |" in readme
 
 
 def test_the_citation_is_of_this_version():

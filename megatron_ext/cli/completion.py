@@ -83,6 +83,8 @@ def _of_parser(path: str, parser: argparse.ArgumentParser) -> Iterator[Completed
                 inner += _of_parser(f"{path} {name}", subparser)
         elif not action.option_strings:
             words |= dict.fromkeys(choices, "")
+        elif action.help is argparse.SUPPRESS:
+            continue
         takes_value = action.nargs != 0
         flags += [
             CompletedFlag(name, _line(action.help), takes_value, choices)

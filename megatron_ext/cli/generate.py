@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--endpoint",
         metavar="URL",
-        help="OpenAI-compatible endpoint that answers conversations, without /v1",
+        help="OpenAI-compatible endpoint that answers conversations, with or without /v1",
     )
     given = parser.add_mutually_exclusive_group(required=True)
     given.add_argument("--prompt", help="text to continue")

@@ -231,6 +231,8 @@ class _Parser(argparse.ArgumentParser):
     Its help leaves out actions with the attribute ``is_advanced``.
     """
 
+    _given: Sequence[str] = ()
+
     def format_help(self) -> str:
         """The help without advanced flags, and how to see these."""
         advanced = [action for action in self._actions if getattr(action, "is_advanced", False)]
@@ -247,14 +249,34 @@ class _Parser(argparse.ArgumentParser):
         return f"{text}\n{len(advanced)} more flags: {self.prog} --help-all\n"
 
     def add_help_all(self) -> None:
-        """Add ``--help-all`` where there are advanced flags."""
-        if any(getattr(action, "is_advanced", False) for action in self._actions):
-            self.add_argument(
-                "--help-all", action=_HelpAll, nargs=0, help="show all flags and exit"
-            )
+        """Add ``--help-all``, unlisted where ``--help`` shows all flags, and to every action."""
+        is_long = any(getattr(action, "is_advanced", False) for action in self._actions)
+        words = "show all flags and exit" if is_long else argparse.SUPPRESS
+        self.add_argument("--help-all", action=_HelpAll, nargs=0, help=words)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for inner in dict.fromkeys(action.choices.values()):
+                    inner.add_help_all()
 
     def error(self, message: str) -> NoReturn:
+        # A flag may be missing because its name was mistyped.
+        if message.endswith("required") or " required: " in message:
+            message += self._mistyped()
         raise ConfigError(message, fix=f"see {self.prog} --help")
+
+    def _mistyped(self) -> str:
+        flags = list(_flags(self))
+        known = {name for name, _ in flags}
+        given = (word.split("=")[0] for word in self._given if word.startswith("--"))
+        unknown = next((flag for flag in given if flag.strip("-") and flag not in known), "")
+        return f"; unrecognized: {unknown}{_near_flag(unknown, flags)}" if unknown else ""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse as argparse does, keeping the words for an error's advice."""
+        self._given = [] if args is None else list(args)
+        return super().parse_known_args(args, namespace)
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -358,10 +380,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="megatron-ext",
         description="The tokenizer and cross-tokenizer distillation layer for Megatron.",
         epilog=f"verbs:\n{lines}\n\n"
-        "megatron-ext VERB --help lists the flags of a verb. Start with megatron-ext demo.",
+        "megatron-ext VERB --help, or help VERB, lists the flags of a verb. Start with "
+        "megatron-ext demo.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"megatron-ext {__version__}")
-    parser.add_argument("verb", choices=VERBS, metavar="VERB", help="what to do")
+    parser.add_argument("verb", choices=[*VERBS, "help"], metavar="VERB", help="what to do")
     return parser

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import numpy as np
 import torch
@@ -113,6 +113,14 @@ class CrossTokenizerBatch:
             sampled_log_probs=None
             if self.sampled_log_probs is None
             else change(self.sampled_log_probs),
+        )
+
+    def __contains__(self, name: object) -> NoReturn:
+        """Refuse what a trainer of transformers asks of each batch, which has to be a mapping."""
+        raise DataError(
+            "a batch across tokenizers is not a mapping",
+            got=f"{name!r} in CrossTokenizerBatch",
+            fix="give trainers data_collator=collator.tensors, or batch.tensors()",
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:

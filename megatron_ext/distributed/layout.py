@@ -153,7 +153,10 @@ class Layout:
                     + f" x context_parallel_size {cp}" * (cp > 1)
                     + f" x pipeline_model_parallel_size {pp})"
                 ),
-                fix="start so many with torchrun --nproc-per-node, or change the sizes",
+                fix=(
+                    "start so many with torchrun --nproc-per-node, in a dry run pass --world-size, "
+                    "or change the sizes"
+                ),
             )
         self._check_experts(world_size // pp)
         return world_size // (tp * cp * pp)

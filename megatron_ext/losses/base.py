@@ -17,7 +17,7 @@ import torch
 
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.errors import LossError
+from megatron_ext.errors import LossError, arguments_elsewhere
 from megatron_ext.losses.completions import ChunkCompletions
 from megatron_ext.losses.prefix_rows import PrefixRows
 from megatron_ext.losses.projection_shard import ProjectionShard
@@ -28,7 +28,19 @@ from megatron_ext.ops.prefix_masses import PrefixColumns
 SumCount = tuple[torch.Tensor, torch.Tensor]
 """Local sum (fp32 scalar) and the number of terms in it (int64 scalar)."""
 
+_TRAINED = "is labels=, IGNORE_INDEX where a token is not trained"
+_TARGETS = "is teacher=, TeacherTargets"
 
+
+@arguments_elsewhere(
+    {
+        **dict.fromkeys(("input_ids", "input_lengths"), "is student_logits= of these ids"),
+        **dict.fromkeys(("token_mask", "sample_mask"), _TRAINED),
+        **dict.fromkeys(("teacher_topk_logits", "teacher_topk_indices"), _TARGETS),
+        **dict.fromkeys(("aligned_pairs", "pair_valid"), "is alignment=, an AlignmentBatch"),
+    },
+    project="NeMo RL",
+)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillationInputs:
     """One microbatch on one rank of the last pipeline stage."""

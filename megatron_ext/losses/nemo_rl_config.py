@@ -6,9 +6,9 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Final, Literal, TypeVar, get_args
 
-from megatron_ext.errors import LossError
+from megatron_ext.errors import LossError, arguments_elsewhere
 from megatron_ext.losses.checks import Numerics
 from megatron_ext.losses.multi_teacher import TeacherMode
 from megatron_ext.typed_mapping import build_config
@@ -18,7 +18,17 @@ SumWeightsMetric = Literal["ce", "entropy", "max_prob"]
 Config = TypeVar("Config", "CrossTokenizerLossConfig", "TeacherLossConfig")
 Built = TypeVar("Built")
 
+_SHARED_ELSEWHERE: Final = {
+    "loss_type": "is gold_loss= and xtoken_loss=; without them KL, projected; chunked_ce is none: "
+    "objective 'alm' of a TeacherLossConfig compares likelihoods of chunks",
+    "projection_matrix_path": "is projection_matrix_path= of each TeacherLossConfig",
+    "projection_matrix_multiplier": "is not needed: a factor cancels in the loss",
+    "project_teacher_to_student": "is not needed: the objective mined does so by itself",
+    "learnable": "is loss.learned_projection of a run, or LearnedProjection",
+}
 
+
+@arguments_elsewhere(_SHARED_ELSEWHERE, project="NeMo RL")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossTokenizerLossConfig:
     """Options shared by all teachers.
@@ -193,9 +203,13 @@ def from_mapping(kind: type[Config], values: Config | Mapping[str, Any]) -> Conf
 
     Raises:
         LossError: An unknown key, or a value of another type.
+        ConfigError: A key of NeMo RL for which there is another here.
     """
     if isinstance(values, kind):
         return values
+    if kind is CrossTokenizerLossConfig and isinstance(values, Mapping):
+        # Refuses what of these it is called with.
+        kind(**{key: values[key] for key in values if key in _SHARED_ELSEWHERE})
     assert not isinstance(values, (CrossTokenizerLossConfig, TeacherLossConfig))
     return built(kind, values, of=kind.__name__)
 

@@ -369,6 +369,13 @@ def test_a_run_folder_of_another_configuration_is_refused(values, refused, tmp_p
         (["distill", "--output_dir=x"], "did you mean '--run-dir'?; see megatron-ext distill --h"),
         (["distill", "--zzz", "2"], "unrecognized arguments: --zzz 2; see megatron-ext distill -"),
         (["projection", "biuld"], "did you mean 'build'?"),
+        (["hlep"], "; did you mean 'help'?; see megatron-ext --help"),
+        (["evaluate", "--taks=mmlu"], "--task; unrecognized: --taks; did you mean '--task'?; see"),
+        (
+            ["generate", "--modell", "x"],
+            "required; unrecognized: --modell; did you mean '--model'?",
+        ),
+        (["evaluate", "--task", "mmlu"], "are required: --model/--checkpoint; see megatron-ext e"),
         (["projection", "inspect", "x", "--studnt", "y"], "did you mean '--student'?"),
         (["inspect", "hi"], "; set model, or pass --tokenizer-model"),
         (["distill", "--train-iters", "many"], "argument --train-iters: invalid int value: 'many'"),

@@ -82,7 +82,8 @@ def test_every_recipe_can_be_copied_once(printed, capsys, tmp_path, monkeypatch)
     copied.write_text("edited")
     assert "the file exists" in refusal(capsys, "recipes", "cp", name)
     assert copied.read_text() == "edited"
-    assert f"did you mean '{name}'?" in refusal(capsys, "recipes", "cp", name[:-1])
+    for begun in (name[:-1], "gemma3"):
+        assert f"did you mean '{begun}" in refusal(capsys, "recipes", "cp", begun)
 
 
 @pytest.mark.parametrize("verb", ["distill", "cache-teacher", "align", "inspect", "tokenize"])
@@ -96,6 +97,12 @@ def test_the_short_help_is_a_part_of_the_whole(printed, verb):
     # One line may have several flags.
     assert len(flags[1] - flags[0]) <= hidden
     assert len(short.splitlines()) < min(190, len(whole.splitlines()))
+
+
+@pytest.mark.parametrize("words", [["evaluate"], ["report"], ["projection", "build"]])
+def test_a_help_that_shows_all_is_that_of_help_all(printed, words):
+    assert printed(*words, "--help-all") == printed(*words, "--help")
+    assert "help-all" not in printed(*words, "--help")[0]
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -160,7 +160,7 @@ def test_the_page_of_a_run_has_its_numbers_curves_settings_and_texts(capsys, tmp
         ),
         "Time": ("waiting for samples: 5 s, 6.2%",),
         "Evaluation": (
-            *("10 3.25 2.5", "mmlu.accuracy 0.375 mmlu.rows 3 Settings of these"),
+            *("10 3.250 2.500", "mmlu.accuracy 0.375 mmlu.rows 3 Settings of these"),
             *("gsm8k.flexible 0.25 gsm8k.items 8", "evaluations key run gsm8k.settings.limit 8"),
         ),
         "Data": (
@@ -213,7 +213,7 @@ def test_rollouts_have_curves_and_a_table_of_completions(capsys, tmp_path, token
     # Sixteen steps, from the first to the last.
     table = section.split("Say:")[1:]
     assert len(table) == 16
-    assert "soabcd … 30 more 9 1 2" in table[-1]
+    assert "soabcd … 30 more 9 1.000 2.000" in table[-1]
     # By how many times one is likelier than the other, which is 2, 10 and 100 for the levels.
     for style, texts in {"t1": "a", "s2": "b", "t3": "c", "unknown": "d"}.items():
         assert page.inside("bdi", style=style)[1:] == [texts] * 16
@@ -476,22 +476,22 @@ def test_the_headline_compares_with_the_teacher_and_with_a_run_without_one(
     alone = {"loss": {"objective": "next_token"}}
     base = write_measured(tmp_path / "base", tokenizers, 3.0, **alone)
     said = report(capsys, run, "--baseline", base).section("In short")
-    assert "run: After 40 iterations the student has 2.75 bits per byte of held-out text" in said
+    assert "run: After 40 iterations the student has 2.750 bits per byte of held-out text" in said
     assert (
-        "8.3% fewer than without a teacher: it closes 50% of the gap to its teacher (2.5)" in said
+        "8.3% fewer than without a teacher: it closes 50% of the gap to its teacher (2.500)" in said
     )
-    assert "student 2.75 bits per byte" in said
+    assert "student 2.750 bits per byte" in said
     assert "teachers teacher –" in said
     # The student that is behind, the text that is another one, and the run that is shorter.
     better = write_measured(tmp_path / "better", tokenizers, 2.625, **alone)
     said = report(capsys, run, base, better).section("In short")
-    assert "4.8% more than without a teacher; its teacher has 2.5" in said
+    assert "4.8% more than without a teacher; its teacher has 2.500" in said
     other = write_measured(tmp_path / "other", tokenizers, 3.0, data={}, **alone)
     assert "than without" not in report(capsys, run, other).section("In short")
     short = write_measured(tmp_path / "short", tokenizers, 3.0, count=20, **alone)
     said = report(capsys, run, short).section("In short")
     assert "short was trained for 20 iterations, this run for 40" in said
-    assert "its teacher 2.5" in report(capsys, run).section("In short")
+    assert "its teacher 2.500" in report(capsys, run).section("In short")
     assert "So far, after 20 of 40 iterations" in report(capsys, short).section("In short")
     assert "learns from a teacher" in refused(capsys, base, "--baseline", run)
 

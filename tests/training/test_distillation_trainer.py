@@ -9,7 +9,7 @@ import torch
 
 from megatron_ext import CrossTokenizerLoss
 from megatron_ext.data.packed_dataset import PackedTextDataset
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, DataError
 from tests.training.small_models import TEXTS, model, pair
 
 pytest.importorskip("accelerate")
@@ -121,3 +121,19 @@ def test_texts_of_a_packed_row_do_not_see_each_other(tmp_path):
 def test_what_would_have_no_effect_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="compute_metrics"):
         trained(tmp_path, compute_metrics=print)
+
+
+def test_a_trainer_that_is_given_the_collator_itself_is_told_what_to_give_it(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    loss = CrossTokenizerLoss(*pair(), "alm")
+    trainer = Trainer(
+        model(pair()[0]),
+        args=TrainingArguments(
+            str(tmp_path), use_cpu=True, report_to=[], max_steps=1, remove_unused_columns=False
+        ),
+        train_dataset=[{"text": text} for text in TEXTS],
+        data_collator=loss.collator,
+    )
+    with pytest.raises(DataError, match=r"data_collator=collator\.tensors"):
+        trainer.train()

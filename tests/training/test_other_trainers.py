@@ -1,5 +1,10 @@
 """The loss in the loops of TRL, Lightning and accelerate: a step of each is the same step."""
 
+import re
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -8,6 +13,7 @@ from tests.training.small_models import TEXTS, huggingface_tokenizer, model, pai
 
 pytest.importorskip("accelerate")
 
+PAGE = Path(__file__).parents[2] / "docs" / "python_api.md"
 RATE = 0.5
 RECORDS = [{"text": text} for text in TEXTS]
 
@@ -130,3 +136,32 @@ def test_accelerate(loss, expected):
         accelerator.backward(loss_of(loss, student, teacher, batch))
         optimizer.step()
     assert_moved(student, expected)
+
+
+def test_the_programs_of_the_page_that_name_models_of_the_reader_run(loss, tmp_path, monkeypatch):
+    from transformers import TrainingArguments
+
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    short = {"max_steps": 1, "use_cpu": True, "report_to": [], "disable_tqdm": True, "bf16": False}
+    student_tokenizer, teacher_tokenizer = pair()
+    student, teacher = models()
+    names = {
+        **{"student": student, "teacher": teacher, "loss": loss, "torch": torch},
+        **{"student_tokenizer": student_tokenizer, "teacher_tokenizer": teacher_tokenizer},
+        "records": datasets.Dataset.from_list(RECORDS),
+        "TrainingArguments": partial(TrainingArguments, **short),
+        "SFTTrainer": trl.SFTTrainer,
+        "SFTConfig": partial(trl.SFTConfig, **short, gradient_checkpointing=False),
+        "AutoTokenizer": SimpleNamespace(from_pretrained=lambda _: huggingface_tokenizer()),
+        "batch": loss.collator.tensors(TEXTS),
+    }
+    programs = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    assert len(programs) == 3
+    for program in programs:
+        exec(program, names)
+    names["trainer"].train()
+    assert type(names["trainer"]).__name__ == "DistillationSFTTrainer"
+    assert names["trainer"].state.global_step == 1
+    assert names["step_loss"].isfinite()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from megatron_ext.cli.pages.run_record import RunRecord
-from megatron_ext.cli.pages.token_view import number
+from megatron_ext.cli.pages.token_view import bits, number
 
 STUDENT: Final = "student_bits_per_byte"
 TEACHER: Final = "teacher_bits_per_byte"
@@ -37,14 +37,14 @@ def _headline(run: RunRecord, baseline: RunRecord | None) -> Headline:
     student = _last(run, STUDENT)
     if student is None:
         return Headline(run.name, _without_measurement(run), ())
-    figures = [("student", number(student), "bits per byte")]
+    figures = [("student", bits(student), "bits per byte")]
     teachers = dict(_teachers(run))
     for name, value in teachers.items():
-        figures.append((name, number(value), ""))
+        figures.append((name, bits(value), ""))
     unaided = _last(baseline, STUDENT) if baseline else None
     if baseline is not None and unaided is not None:
-        figures.append((f"without a teacher ({baseline.name})", number(unaided), ""))
-    parts = [f"{_when(run)} the student has {number(student)} bits per byte of held-out text"]
+        figures.append((f"without a teacher ({baseline.name})", bits(unaided), ""))
+    parts = [f"{_when(run)} the student has {bits(student)} bits per byte of held-out text"]
     if run.distils and baseline is not None and unaided is not None:
         parts.append(_against_baseline(student, unaided))
         if len(teachers) == 1:
@@ -59,7 +59,7 @@ def _headline(run: RunRecord, baseline: RunRecord | None) -> Headline:
                 f"this run for {run.iterations:,}"
             )
     elif run.distils and teachers:
-        parts.append(", its " + ", ".join(f"{n} {number(v)}" for n, v in teachers.items()))
+        parts.append(", its " + ", ".join(f"{n} {bits(v)}" for n, v in teachers.items()))
     return Headline(run.name, "".join(parts) + ".", tuple(figures))
 
 
@@ -80,11 +80,11 @@ def _against_baseline(student: float, unaided: float) -> str:
 
 def _gap(student: float, teacher: float, unaided: float) -> str:
     if student <= teacher:
-        return f", and no more than its teacher ({number(teacher)})"
+        return f", and no more than its teacher ({bits(teacher)})"
     if teacher < unaided and student < unaided:
         closed = (unaided - student) / (unaided - teacher)
-        return f": it closes {closed:.0%} of the gap to its teacher ({number(teacher)})"
-    return f"; its teacher has {number(teacher)}"
+        return f": it closes {closed:.0%} of the gap to its teacher ({bits(teacher)})"
+    return f"; its teacher has {bits(teacher)}"
 
 
 def _without_measurement(run: RunRecord) -> str:
@@ -110,10 +110,10 @@ def _teachers(run: RunRecord) -> Iterator[tuple[str, float]]:
 
 def _baseline(run: RunRecord, runs: Sequence[RunRecord]) -> RunRecord | None:
     measured = [
-        (bits, other)
+        (found, other)
         for other in runs
         if not other.distils and other is not run and _same_text(run, other)
-        if (bits := _last(other, STUDENT)) is not None
+        if (found := _last(other, STUDENT)) is not None
     ]
     return min(measured, key=lambda pair: pair[0])[1] if measured else None
 

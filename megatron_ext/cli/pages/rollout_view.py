@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from megatron_ext.cli.pages.frame import element, in_line
 from megatron_ext.cli.pages.run_record import RunRecord, as_number
-from megatron_ext.cli.pages.token_view import number
+from megatron_ext.cli.pages.token_view import bits, number
 
 _LEVELS: Final = (math.log(2), math.log(10), math.log(100))
 """Differences of surprise, in nats, from which on a piece has the next stronger colour."""
@@ -86,7 +86,7 @@ def _pieces(values: object) -> Iterator[_Piece]:
 
 def _bits(nats: object, byte_count: float | None) -> str:
     value = as_number(nats)
-    return number(value / math.log(2) / byte_count if value is not None and byte_count else None)
+    return bits(value / math.log(2) / byte_count if value is not None and byte_count else None)
 
 
 def _coloured(piece: _Piece) -> Markup:

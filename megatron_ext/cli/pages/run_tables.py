@@ -11,6 +11,7 @@ from megatron_ext.cli.pages.frame import TableRow
 from megatron_ext.cli.pages.run_record import RunRecord, as_number
 from megatron_ext.cli.pages.token_view import (
     NOTHING,
+    bits,
     duration,
     memory,
     number,
@@ -101,7 +102,7 @@ def held_out(run: RunRecord) -> tuple[list[str], list[TableRow]]:
     names = [name for name in run.names() if "_bits_per_byte" in name and run.values(name)]
     by_name = {name: dict(run.points(name)) for name in names}
     rows = [
-        TableRow(number(iteration), tuple(number(by_name[name].get(iteration)) for name in names))
+        TableRow(number(iteration), tuple(bits(by_name[name].get(iteration)) for name in names))
         for iteration in sorted({i for values in by_name.values() for i in values})
     ]
     return [name.replace("_bits_per_byte", "").replace("/", " ") for name in names], rows
@@ -119,7 +120,7 @@ def _totals(runs: Sequence[RunRecord]) -> Iterator[tuple[str, Callable[[RunRecor
     for name in dict.fromkeys(name for run in runs for name in run.names()):
         if "_bits_per_byte" in name:
             words = f"held-out bits per byte, {name.replace('_bits_per_byte', '')}"
-            yield words.replace("/", " "), _measured(name, _last)
+            yield words.replace("/", " "), _measured(name, _last, bits)
     yield "trained tokens", _measured("tokens", sum)
     yield "time of all steps", _measured("seconds", sum, duration)
     yield "tokens per second, median", _measured("tokens_per_second", median)

@@ -12,7 +12,7 @@ from megatron_ext.alignment.audit import share_in_words
 from megatron_ext.cli.pages.frame import TableRow, element, in_line
 from megatron_ext.cli.pages.rollout_view import disagreement_style
 from megatron_ext.cli.pages.run_record import RunRecord, as_number
-from megatron_ext.cli.pages.token_view import NOTHING, number
+from megatron_ext.cli.pages.token_view import NOTHING, bits, number
 
 _LOSSES: Final = (1.0, 3.0, 6.0)
 """Surprise of the student in nats from which on a piece has the next stronger colour."""
@@ -118,8 +118,8 @@ def _groups(values: Sequence[Any]) -> Iterator[TableRow]:
             (
                 number(as_number(value.get("bytes"))),
                 number(as_number(value.get("chunks"))),
-                number(as_number(value.get("student"))),
-                number(as_number(value.get("teacher"))),
+                bits(as_number(value.get("student"))),
+                bits(as_number(value.get("teacher"))),
                 NOTHING if agreement is None else share_in_words(agreement),
             ),
         )

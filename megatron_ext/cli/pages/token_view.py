@@ -83,6 +83,11 @@ def number(value: float | None) -> str:
     return f"{value:.3g}"
 
 
+def bits(value: float | None) -> str:
+    """Bits per byte: three places, so that those of several models can be compared at a glance."""
+    return NOTHING if value is None else f"{value:,.3f}"
+
+
 def short_number(value: float) -> str:
     """A round number in compact form."""
     for size, letter in ((1e9, "G"), (1e6, "M")):
