@@ -110,6 +110,7 @@ def _measured(results: Row) -> list[str]:
     main = next((row["rows"] for row in results["rows"]), ROWS)
     of_main = [row for row in results["rows"] if row["rows"] == main]
     others = [row for row in results["rows"] if row["rows"] != main]
+    notes = _notes(results["rows"])
     lines = [
         f"{gpu['name']}, {gpu['multiprocessors']} multiprocessors, torch {machine['torch']},"
         f" triton {machine['triton']}, commit `{str(results['commit'])[:12]}`. A device-to-device"
@@ -118,12 +119,14 @@ def _measured(results: Row) -> list[str]:
         " is allocated beyond the inputs, the gradient included; in place, kernels write that over"
         " the student's logits.",
         "",
-        *_table(_times(of_main, copied)),
+        *_table(_times(of_main, copied, notes)),
         "",
         "Other lengths, by the kernels and by the eager recipe:",
         "",
-        *_table(_other_lengths(others)),
+        *_table(_other_lengths(others, notes)),
     ]
+    for number, note in enumerate(notes, 1):
+        lines += ["", f"({number}) {note}"]
     if not results["finished"]:
         lines += ["", "The run was stopped before its end."]
     if results["not_run"]:
@@ -135,7 +138,16 @@ def _measured(results: Row) -> list[str]:
     return lines
 
 
-def _times(rows: list[Row], copied: float) -> Iterator[Sequence[str]]:
+def _notes(rows: list[Row]) -> list[str]:
+    """What has to be said of some rows, each once."""
+    return list(dict.fromkeys(row["note"] for row in rows if "note" in row))
+
+
+def _marked(words: str, row: Row, notes: list[str]) -> str:
+    return f"{words} ({notes.index(row['note']) + 1})" if "note" in row else words
+
+
+def _times(rows: list[Row], copied: float, notes: list[str]) -> Iterator[Sequence[str]]:
     yield (
         "setting", "objective", "implementation", "ms", "queued by the host in",
         "floor's bytes, of a copy", "memory",
@@ -156,7 +168,7 @@ def _times(rows: list[Row], copied: float) -> Iterator[Sequence[str]]:
         yield (
             ", ".join(filter(None, setting)),
             f"`{row['objective']}`" if row["objective"] != "none" else "",
-            row["implementation"],
+            _marked(row["implementation"], row, notes),
             f"{row['ms_median']:.2f}",
             f"{row['host_ms']:.1f} ms",
             share,
@@ -164,7 +176,7 @@ def _times(rows: list[Row], copied: float) -> Iterator[Sequence[str]]:
         )
 
 
-def _other_lengths(rows: list[Row]) -> Iterator[Sequence[str]]:
+def _other_lengths(rows: list[Row], notes: list[str]) -> Iterator[Sequence[str]]:
     yield ("rows", "objective", "kernels", "in place", "eager recipe", "memory: kernels, eager")
     chosen = [row for row in rows if row["ranks"] == 1 and row.get("order") == "co_sharded"]
     for key in dict.fromkeys((row["rows"], row["objective"]) for row in chosen):
@@ -174,7 +186,8 @@ def _other_lengths(rows: list[Row]) -> Iterator[Sequence[str]]:
         names = ("triton", "triton, in place", "eager")
         times = (f"{found[name]['ms_median']:.2f} ms" if name in found else "" for name in names)
         peaks = (f"{found[name]['peak_bytes'] / 1e9:.1f}" for name in names[::2] if name in found)
-        yield (f"{key[0]:,}", f"`{key[1]}`", *times, ", ".join(peaks) + " GB")
+        rows_of_it = _marked(f"{key[0]:,}", found["triton"], notes)
+        yield (rows_of_it, f"`{key[1]}`", *times, ", ".join(peaks) + " GB")
 
 
 def _instructions() -> Iterator[Sequence[str]]:
