@@ -3,253 +3,18 @@
 import triton
 import triton.language as tl
 
-from megatron_ext.ops.chunk_kernels import mean_probabilities, row_probabilities
-from megatron_ext.ops.triton_math import LN_2, LOG2_E, LOWEST, divergence_terms, scaled
+from megatron_ext.ops.chunk_kernels import row_probabilities
+from megatron_ext.ops.matched_divergence.pair_blocks import (
+    both_sides,
+    compared_block,
+    pair_terms,
+    single_pair,
+    write_block,
+)
+from megatron_ext.ops.triton_math import LN_2, LOG2_E, LOWEST
 
 SUMS: tl.constexpr = tl.constexpr(16)
 """Rows of a chunk that a program holds at once."""
-
-
-@triton.jit
-def _log(probabilities):
-    """Logarithm, at least -87.3, that of the smallest normal number; NaN stays."""
-    return tl.where(probabilities < 1.1754944e-38, -87.33654, tl.log(probabilities))
-
-
-@triton.jit
-def _terms(p, q, mixture, DIRECTION: tl.constexpr):
-    """Terms of the divergence and their derivatives by ``q`` (``ops/divergence``)."""
-    log_p = _log(p)
-    log_q = _log(q)
-    if DIRECTION == "jensen_shannon":
-        log_mix = _log(mixture * p + (1.0 - mixture) * q)
-        log_p -= log_mix
-        log_q -= log_mix
-    no_mass = q < 1.1754944e-38
-    value, slope = divergence_terms(p, q, log_p, log_q, no_mass, mixture, DIRECTION)
-    # 1024 times the smallest normal number, as in torch.
-    return value, slope / tl.where(q < 1.2037062e-35, 1.2037062e-35, q)
-
-
-@triton.jit
-def _bits(values, peak, log_sum):
-    """Logarithms to base 2; ``log_sum`` is to base 2 too."""
-    # The difference first, which is exact for large logits where their product is not.
-    return (values - peak) * LOG2_E - log_sum
-
-
-@triton.jit
-def _normal(bits):
-    """Logarithms to base 2, at least -126, that of the smallest normal number; NaN stays."""
-    return tl.maximum(bits, -126.0, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _single_pair(
-    start_of_student,
-    start_of_teacher,
-    pairs_ptr,
-    columns,
-    student_peak,
-    student_log_sum,
-    teacher_peak,
-    teacher_log_sum,
-    temperature,
-    IS_ALIGNED: tl.constexpr,
-    HAS_TEMPERATURE: tl.constexpr,
-):
-    """Logarithms of P^ and Q^ to base 2 at columns that are all real, and which are common.
-
-    The logarithms of the sums are to base 2 and hold those of the used masses. Where a column is
-    not common, P^ is 0, and Q^ is the row's probability over the used mass. Aligned columns are
-    common, each with the teacher's column of the same number.
-    """
-    own = scaled(tl.load(start_of_student + columns), temperature, HAS_TEMPERATURE)
-    if IS_ALIGNED:
-        common = columns >= 0
-        other = tl.load(start_of_teacher + columns)
-    else:
-        pair = tl.load(pairs_ptr + columns)
-        common = pair >= 0
-        other = tl.load(start_of_teacher + pair, mask=common, other=-float("inf"))
-    log_p = _bits(scaled(other, temperature, HAS_TEMPERATURE), teacher_peak, teacher_log_sum)
-    return log_p, _bits(own, student_peak, student_log_sum), common
-
-
-@triton.jit
-def _single_terms(log_p, log_q, common, mixture, DIRECTION: tl.constexpr):
-    """Terms of the divergence to base 2, and of ``q f_q``, as ``_terms`` has them; and Q^."""
-    p = tl.exp2(log_p)
-    q = tl.exp2(log_q)
-    log_p = _normal(log_p)
-    log_q = _normal(log_q)
-    # 1 but where Q is less than 1024 times the smallest normal number, as in torch.
-    share = tl.minimum(q * (1.0 / 1.2037062e-35), 1.0)
-    if DIRECTION == "forward":
-        value = p * (log_p - log_q)
-        slope = -p * tl.where(log_q > -126.0, share, 0.0)
-    else:
-        if DIRECTION == "reverse":
-            value = q * (log_q - log_p)
-            slope = (value * LN_2 + q) * share
-        else:
-            log_mix = _normal(tl.log2(mixture * p + (1.0 - mixture) * q))
-            of_q = q * (log_q - log_mix) * (1.0 - mixture)
-            value = mixture * p * (log_p - log_mix) + of_q
-            slope = of_q * share * LN_2
-        value = tl.where(common, value, 0.0)
-        slope = tl.where(common, slope, 0.0)
-    return value, slope, q
-
-
-@triton.jit
-def _compared_block(
-    found,
-    start,
-    block,
-    start_of_own,
-    start_of_other,
-    pairs_ptr,
-    own_peak,
-    own_log_sum,
-    other_peak,
-    other_log_sum,
-    temperature,
-    mixture,
-    IS_ALIGNED: tl.constexpr,
-    DIRECTION: tl.constexpr,
-    HAS_TEMPERATURE: tl.constexpr,
-):
-    """What lanes have found after a block: sums, peaks of log P^ and log Q^, and their blocks."""
-    values, wholes, p_peak, q_peak, p_first, q_first = found
-    log_p, log_q, common = _single_pair(
-        start_of_own,
-        start_of_other,
-        pairs_ptr,
-        start + block,
-        own_peak,
-        own_log_sum,
-        other_peak,
-        other_log_sum,
-        temperature,
-        IS_ALIGNED,
-        HAS_TEMPERATURE,
-    )
-    value, slope, _ = _single_terms(log_p, log_q, common, mixture, DIRECTION)
-    values += tl.sum(value, axis=1)
-    wholes += tl.sum(slope, axis=1)
-    top = tl.max(log_p, axis=1)
-    p_first = tl.where(top > p_peak, start, p_first)
-    p_peak = tl.maximum(p_peak, top)
-    top = tl.max(log_q if IS_ALIGNED else tl.where(common, log_q, LOWEST), axis=1)
-    q_first = tl.where(top > q_peak, start, q_first)
-    q_peak = tl.maximum(q_peak, top)
-    return values, wholes, p_peak, q_peak, p_first, q_first
-
-
-@triton.jit
-def _write_block(
-    start_of_gradient,
-    columns,
-    start_of_own,
-    start_of_other,
-    pairs_ptr,
-    own_peak,
-    own_log_sum,
-    other_peak,
-    other_log_sum,
-    on_common,
-    on_others,
-    scale,
-    temperature,
-    mixture,
-    IS_ALIGNED: tl.constexpr,
-    DIRECTION: tl.constexpr,
-    HAS_TEMPERATURE: tl.constexpr,
-):
-    """Write the gradient of a chunk's only row at a block of columns."""
-    log_p, log_q, common = _single_pair(
-        start_of_own,
-        start_of_other,
-        pairs_ptr,
-        columns,
-        own_peak,
-        own_log_sum,
-        other_peak,
-        other_log_sum,
-        temperature,
-        IS_ALIGNED,
-        HAS_TEMPERATURE,
-    )
-    _, slope, q = _single_terms(log_p, log_q, common, mixture, DIRECTION)
-    factor = on_common if IS_ALIGNED else tl.where(common, on_common, on_others)
-    out = q * factor + slope * scale
-    tl.store(start_of_gradient + columns, out.to(start_of_gradient.dtype.element_ty))
-
-
-@triton.jit
-def _both_sides(
-    student_ptr,
-    student_order_ptr,
-    student_peak_ptr,
-    student_log_sum_ptr,
-    student_stride,
-    student_begin,
-    student_end,
-    student_used,
-    teacher_ptr,
-    teacher_order_ptr,
-    teacher_peak_ptr,
-    teacher_log_sum_ptr,
-    teacher_stride,
-    teacher_begin,
-    teacher_end,
-    teacher_used,
-    pairs_ptr,
-    moved_row_ptr,
-    columns,
-    held,
-    inside,
-    temperature,
-    MOVED: tl.constexpr,
-    HAS_TEMPERATURE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """P^ and Q^ at a block of student columns, 0 where not common, and the mask of common ones."""
-    pair = tl.load(pairs_ptr + columns, mask=held, other=-1)
-    common = inside & (pair >= 0)
-    q = mean_probabilities(
-        student_ptr,
-        student_order_ptr,
-        student_begin,
-        student_end,
-        student_stride,
-        student_peak_ptr,
-        student_log_sum_ptr,
-        columns,
-        held,
-        common,
-        temperature,
-        HAS_TEMPERATURE,
-    )
-    if MOVED:
-        p = tl.where(common, tl.load(moved_row_ptr + columns, mask=held, other=0.0), 0.0)
-    else:
-        p = mean_probabilities(
-            teacher_ptr,
-            teacher_order_ptr,
-            teacher_begin,
-            teacher_end,
-            teacher_stride,
-            teacher_peak_ptr,
-            teacher_log_sum_ptr,
-            pair,
-            common,
-            common,
-            temperature,
-            HAS_TEMPERATURE,
-        )
-    return p / teacher_used, q / student_used, common
 
 
 @triton.jit(do_not_specialize=["first_chunk"])
@@ -346,7 +111,7 @@ def compare_kernel(
         p_first = tl.zeros((LANES,), tl.int32)
         q_first = tl.zeros((LANES,), tl.int32)
         for start in tl.range(0, aligned_end, BLOCK, num_stages=3):
-            values, wholes, p_peak, q_peak, p_first, q_first = _compared_block(
+            values, wholes, p_peak, q_peak, p_first, q_first = compared_block(
                 (values, wholes, p_peak, q_peak, p_first, q_first),
                 start,
                 block,
@@ -364,7 +129,7 @@ def compare_kernel(
                 HAS_TEMPERATURE,
             )
         for start in tl.range(aligned_end, whole_end, BLOCK, num_stages=3):
-            values, wholes, p_peak, q_peak, p_first, q_first = _compared_block(
+            values, wholes, p_peak, q_peak, p_first, q_first = compared_block(
                 (values, wholes, p_peak, q_peak, p_first, q_first),
                 start,
                 block,
@@ -390,7 +155,7 @@ def compare_kernel(
             p_lane = tl.min(tl.where(p_peak == p_top, p_first + lanes_start, width), axis=0)
             q_lane = tl.min(tl.where(q_peak == q_top, q_first + lanes_start, width), axis=0)
             places = tl.arange(0, K)
-            p_at, _, common = _single_pair(
+            p_at, _, common = single_pair(
                 start_of_own,
                 start_of_other,
                 pairs_ptr,
@@ -404,7 +169,7 @@ def compare_kernel(
                 HAS_TEMPERATURE,
             )
             p_hit = tl.where((p_at == p_top) & common, p_lane + places, width)
-            _, q_at, common = _single_pair(
+            _, q_at, common = single_pair(
                 start_of_own,
                 start_of_other,
                 pairs_ptr,
@@ -435,7 +200,7 @@ def compare_kernel(
             columns = start + tl.arange(0, BLOCK)
             inside = columns < width
             held = columns < padded_width
-            p, q, common = _both_sides(
+            p, q, common = both_sides(
                 student_ptr,
                 student_order_ptr,
                 student_peak_ptr,
@@ -462,7 +227,7 @@ def compare_kernel(
                 HAS_TEMPERATURE,
                 BLOCK,
             )
-            terms, slope = _terms(p, q, mixture, DIRECTION)
+            terms, slope = pair_terms(p, q, mixture, DIRECTION)
             value += tl.sum(tl.where(common, terms, 0.0), axis=0)
             whole += tl.sum(tl.where(common, q * slope, 0.0), axis=0)
             for place in range(first, last):
@@ -579,7 +344,7 @@ def gradient_kernel(
         on_others = (base - centre) * student_used * scale
         block = tl.arange(0, LANES)[:, None] * K + tl.arange(0, K)[None, :]
         for start in tl.range(0, aligned_end, BLOCK, num_stages=3):
-            _write_block(
+            write_block(
                 start_of_gradient,
                 start + block,
                 start_of_own,
@@ -599,7 +364,7 @@ def gradient_kernel(
                 HAS_TEMPERATURE,
             )
         for start in tl.range(aligned_end, whole_end, BLOCK, num_stages=3):
-            _write_block(
+            write_block(
                 start_of_gradient,
                 start + block,
                 start_of_own,
@@ -623,7 +388,7 @@ def gradient_kernel(
         columns = start + tl.arange(0, BLOCK)
         held = columns < width
         valid = columns < valid_width
-        p, q, common = _both_sides(
+        p, q, common = both_sides(
             student_ptr,
             student_order_ptr,
             student_peak_ptr,
@@ -650,7 +415,7 @@ def gradient_kernel(
             HAS_TEMPERATURE,
             BLOCK,
         )
-        _, slope = _terms(p, q, mixture, DIRECTION)
+        _, slope = pair_terms(p, q, mixture, DIRECTION)
         slope = tl.where(common, slope / student_used - shift, base)
         for place in range(begin, end):
             row = tl.load(student_order_ptr + place).to(tl.int64)
