@@ -42,7 +42,12 @@ def errors_of_poison(rank: int) -> dict[str, str | None]:
 def flags_of_poison(rank: int) -> dict[str, dict[str, tuple[list[int], list[int]]]]:
     """What ``check_finite`` and each objective say of a number that rank 1 alone holds."""
     found: dict[str, dict[str, tuple[list[int], list[int]]]] = {}
-    for name, more in (("partition_kl", completed), ("byte_prefix", prefixed)):
+    makers = {
+        "projected_kl": lambda batch, inputs: inputs,
+        "partition_kl": completed,
+        "byte_prefix": prefixed,
+    }
+    for name, more in makers.items():
         batch = Microbatch.random()
         inputs = batch.inputs(rank=rank, ranks=2, group=dist.group.WORLD, padding=(3, 1))
         inputs = more(batch, inputs)

@@ -143,8 +143,8 @@ class ProjectedKLLoss(FusedObjective):
         return self.numerics == "proper" and not is_learned
 
     def tells_bad(self, inputs: DistillationInputs) -> bool:
-        """True on one rank, where rows are normalised: a row of NaN or +inf has no sum."""
-        return self.numerics == "proper" and inputs.student_shard.group is None
+        """True with proper numerics, which normalise rows: one of NaN or +inf has no sum."""
+        return self.numerics == "proper"
 
     def compute(self, inputs: DistillationInputs) -> LossOutput:
         """The loss under autograd: the nemo numerics, or a learned projection."""
