@@ -48,6 +48,11 @@ class ModelRows(NamedTuple):
     by_loops: bool = False
     """Whether compiled loops read the logits."""
 
+    @property
+    def is_bad(self) -> torch.Tensor:
+        """bool [T]: rows with NaN or +inf in a column of any rank, which have no sum."""
+        return self.lse.log_sum.isnan()
+
     def for_loops(self) -> tuple[FlatRows, Normaliser]:
         """Arguments of compiled loops for these rows."""
         from megatron_ext.ops import row_loops as loops

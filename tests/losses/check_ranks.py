@@ -42,15 +42,12 @@ def errors_of_poison(rank: int) -> dict[str, str | None]:
 def flags_of_poison(rank: int) -> dict[str, dict[str, tuple[list[int], list[int]]]]:
     """What ``check_finite`` and each objective say of a number that rank 1 alone holds."""
     found: dict[str, dict[str, tuple[list[int], list[int]]]] = {}
-    makers = {
-        "projected_kl": lambda batch, inputs: inputs,
-        "partition_kl": completed,
-        "byte_prefix": prefixed,
-    }
-    for name, more in makers.items():
+    makers = {"partition_kl": completed, "byte_prefix": prefixed}
+    for name in ("projected_kl", "gold", "uld", *makers):
         batch = Microbatch.random()
         inputs = batch.inputs(rank=rank, ranks=2, group=dist.group.WORLD, padding=(3, 1))
-        inputs = more(batch, inputs)
+        if name in makers:
+            inputs = makers[name](batch, inputs)
         objective, found[name] = LOSS_REGISTRY[name](), {}
         assert objective.tells_bad(inputs)
         for place in ("nothing", "student", "teacher"):

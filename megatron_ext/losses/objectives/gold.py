@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -18,7 +19,7 @@ from megatron_ext.losses.checks import (
     check_student,
     why_nemo,
 )
-from megatron_ext.losses.diagnostics import chunk_output
+from megatron_ext.losses.diagnostics import bad_flags, chunk_output
 from megatron_ext.losses.matched_columns import (
     MatchedColumns,
     chunked_pair,
@@ -122,6 +123,10 @@ class GoldLoss(Objective):
             uncommon_topk=self.uncommon_topk,
         )
 
+    def tells_bad(self, inputs: DistillationInputs) -> bool:
+        """True with proper numerics, which normalise rows: one of NaN or +inf has no sum."""
+        return self.numerics == "proper"
+
     def _proper(
         self, inputs: DistillationInputs, teacher: TeacherTargets, columns: MatchedColumns
     ) -> LossOutput:
@@ -143,7 +148,7 @@ class GoldLoss(Objective):
             in_place=inputs.in_place,
             implementation=self.implementation,
         )
-        return chunk_output(
+        output = chunk_output(
             inputs,
             weight * values.chunk_loss,
             means={
@@ -155,6 +160,8 @@ class GoldLoss(Objective):
                 "top1_agreement": values.agreement,
             },
         )
+        bad = values.student_is_bad, values.teacher_is_bad
+        return replace(output, bad=partial(bad_flags, inputs, *bad))
 
     @property
     def needs(self) -> Needs:

@@ -5,7 +5,9 @@ B batch, Ts Tt tokens, C chunks, P pairs of positions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
@@ -22,7 +24,7 @@ from megatron_ext.losses.checks import (
     check_teacher,
     check_temperature,
 )
-from megatron_ext.losses.diagnostics import chunk_output
+from megatron_ext.losses.diagnostics import bad_flags, chunk_output
 from megatron_ext.losses.matched_columns import chunked_pair, counted_rows
 from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, Objective
 from megatron_ext.losses.targets import TeacherTargets
@@ -92,11 +94,16 @@ class ULDLoss(Objective):
             return self._over_positions(inputs)
         _, teacher = check_alignment(inputs, objective="uld")
         l1 = self._compare(inputs, teacher, counted_rows(inputs))
-        return chunk_output(
+        output = chunk_output(
             inputs,
             self.temperature**2 * l1.chunk_loss,
             means={"discarded_mass": l1.discarded_mass},
         )
+        return replace(output, bad=_bad(inputs, l1))
+
+    def tells_bad(self, inputs: DistillationInputs) -> bool:
+        """True: rows are normalised, and one of NaN or +inf has no sum."""
+        return True
 
     def count_ahead(self, known: KnownAhead) -> torch.Tensor:
         """Number of chunks or pairs, int64 scalar; by position without the teacher's labels an
@@ -118,6 +125,7 @@ class ULDLoss(Objective):
             loss_sum=self.temperature**2 * l1.chunk_loss.sum(),
             count=count,
             metrics={"discarded_mass": discarded},
+            bad=_bad(inputs, l1),
         )
 
     def _compare(
@@ -161,6 +169,13 @@ class ULDLoss(Objective):
     def why_no_linear_form(self) -> str | None:
         """Reason when paired by position: pairs are counted along a sample."""
         return self.why_no_context_parallel
+
+
+def _bad(inputs: DistillationInputs, l1: ChunkSortedL1) -> Callable[[], torch.Tensor]:
+    """``LossOutput.bad``."""
+    assert l1.student_is_bad is not None
+    assert l1.teacher_is_bad is not None
+    return partial(bad_flags, inputs, l1.student_is_bad, l1.teacher_is_bad)
 
 
 def _pairs(

@@ -110,6 +110,8 @@ def evaluate_matched_divergence(
         values.discarded,
         *rest.masses,
         (p_top == q_top).to(common.dtype),
+        student_rows.is_bad,
+        teacher_rows.is_bad,
     )
 
 

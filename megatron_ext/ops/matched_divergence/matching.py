@@ -174,6 +174,12 @@ class MatchedDivergence(NamedTuple):
     agreement: torch.Tensor
     """1 where both have the same largest matched column, else 0."""
 
+    student_is_bad: torch.Tensor
+    """bool [Ts], ``ModelRows.is_bad``."""
+
+    teacher_is_bad: torch.Tensor
+    """bool [Tt]"""
+
 
 class RestMasses(NamedTuple):
     """Masses, value and slope of the bucket of other columns, [C] each."""

@@ -59,6 +59,12 @@ class ChunkSortedL1(NamedTuple):
     discarded_mass: torch.Tensor
     """Mass of both sides beyond these places, an upper bound of the error of ``chunk_loss``."""
 
+    student_is_bad: torch.Tensor | None = None
+    """bool [Ts], ``ModelRows.is_bad``."""
+
+    teacher_is_bad: torch.Tensor | None = None
+    """bool [Tt]"""
+
 
 @torch.no_grad()
 def evaluate_sorted_l1(
@@ -105,7 +111,7 @@ def evaluate_sorted_l1(
         out = _by_torch(student_rows, teacher_rows, top_u, scale, gradient)
     if gradient is not None:
         clear_rows_of_no_chunk_(gradient, student_rows, by_kernel=by_kernel)
-    return out
+    return out._replace(student_is_bad=student_rows.is_bad, teacher_is_bad=teacher_rows.is_bad)
 
 
 def _by_torch(

@@ -77,7 +77,7 @@ POISONED = [*product(["torch", "cpu"], [1.0, 1.7], POISONS), ("triton", 1.7, tor
 """Interpreted kernels are slow: all of theirs with MEGATRON_EXT_ALL_TEXT."""
 if EVERY_COMBINATION:
     POISONED = [*product(["torch", "cpu", "triton"], [1.0, 1.7], POISONS)]
-TELLING = ("projected_kl", "partition_kl", "byte_prefix")
+TELLING = ("projected_kl", "partition_kl", "byte_prefix", "gold", "uld")
 
 
 @pytest.mark.parametrize("name", TELLING)
