@@ -174,7 +174,10 @@ def test_a_chunk_of_more_rows_than_a_program_holds():
 @ALL_THREE
 def test_no_chunk_at_all(implementation):
     out, grad = Case.random(30, 20, 9, sizes=()).run(MatchedOptions(top_u=4), implementation)
-    assert all(part.shape == (0,) for part in out)
+    *by_chunk, student_is_bad, teacher_is_bad = out
+    assert all(part.shape == (0,) for part in by_chunk)
+    assert not student_is_bad.any()
+    assert not teacher_is_bad.any()
     assert not grad.any()
 
 
