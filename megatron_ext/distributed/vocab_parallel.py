@@ -6,15 +6,16 @@ T rows, V columns over all shards, Vp this rank's columns. Gradients follow the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_ext.distributed.shard_collectives import (
     all_reduce_max,
@@ -79,6 +80,44 @@ class VocabShard:
             return None
         excluded = torch.arange(self.width, device=device) >= self.valid_width
         return excluded if valid is None else excluded | ~valid
+
+
+def leading_columns(mask: torch.Tensor) -> int:
+    """Columns before the first that is not in ``mask``, bool [Vp]; waits for the device."""
+    outside = (~mask).nonzero()[:, 0]
+    return int(outside[0]) if len(outside) else len(mask)
+
+
+def columns_until_last(mask: torch.Tensor) -> int:
+    """Columns up to the last that is in ``mask``, bool [Vp]; waits for the device."""
+    inside = mask.nonzero()[:, 0]
+    return int(inside[-1]) + 1 if len(inside) else 0
+
+
+Made = TypeVar("Made")
+
+
+class MadeOnce(Generic[Made]):
+    """What is made of pairs of tokens for two shards, kept as long as the student's tokens live."""
+
+    def __init__(self) -> None:
+        self._by_student = WeakIdKeyDictionary()
+
+    def __call__(
+        self,
+        student: torch.Tensor,
+        teacher: torch.Tensor,
+        shards: tuple[VocabShard, VocabShard],
+        make: Callable[[torch.Tensor, torch.Tensor, VocabShard, VocabShard], Made],
+    ) -> Made:
+        """``make(student, teacher, *shards)``, or what it made of these tensors before."""
+        known = self._by_student.setdefault(student, {})
+        key = (id(teacher), *shards)
+        if key not in known:
+            # Keeps the teacher's tokens alive, so that no other tensor can have their id.
+            known[key] = (teacher, make(student, teacher, *shards))
+        made: Made = known[key][1]
+        return made
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

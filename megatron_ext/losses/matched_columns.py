@@ -8,16 +8,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.constants import NO_CHUNK
-from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.distributed.vocab_parallel import MadeOnce, VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs
 from megatron_ext.losses.checks import check_match
 from megatron_ext.losses.targets import TeacherTargets
-from megatron_ext.losses.vocabulary_match import VocabularyMatch
 from megatron_ext.ops.chunk_rows import ChunkedLogits, ChunkRows
 from megatron_ext.ops.matched_divergence import Matching
 
@@ -25,34 +23,15 @@ from megatron_ext.ops.matched_divergence import Matching
 class MatchedColumns(NamedTuple):
     """This rank's columns of both sides with their matches."""
 
-    student_common: torch.Tensor
-    """bool [Vps]: columns with a match; False in padding."""
-
-    teacher_common: torch.Tensor
-    """bool [Vpt]"""
-
-    student_column: torch.Tensor
-    """int64 [Vpt]: the global student column that each teacher column matches, -1 for none."""
+    matching: Matching
 
     student_rest: int
     """Tokens of the student's whole vocabulary without a match."""
 
     teacher_rest: int
 
-    matching: Matching
-    """The same for ``ops/matched_divergence``."""
 
-    def student_matched(self, shard: VocabShard) -> torch.Tensor:
-        """bool [Vps]: columns that are matched or padding."""
-        return _or_padding(self.student_common, shard)
-
-    def teacher_matched(self, shard: VocabShard) -> torch.Tensor:
-        """bool [Vpt]"""
-        return _or_padding(self.teacher_common, shard)
-
-
-_CACHE: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Cache: tensor of common student tokens -> columns by teacher tokens and shards."""
+_CACHE: MadeOnce[MatchedColumns] = MadeOnce()
 
 
 def matched_columns(
@@ -74,34 +53,21 @@ def matched_columns(
             got=f"{count} student and {count} teacher tokens",
             expected=f"equally many, at most {smaller}",
         )
-    tables = _CACHE.setdefault(match.common_student, {})
-    key = (id(match.common_teacher), *shards)
-    if key not in tables:
-        # Keeps the teacher's tokens alive, so that no other tensor can have their id.
-        tables[key] = (match.common_teacher, _columns(match, *shards))
-    columns: MatchedColumns = tables[key][1]
-    return columns
+    return _CACHE(match.common_student, match.common_teacher, shards, _columns)
 
 
-def _columns(match: VocabularyMatch, student: VocabShard, teacher: VocabShard) -> MatchedColumns:
-    own, other = match.common_student, match.common_teacher
-    student_common = _partners(own, other, student) >= 0
-    student_column = _partners(other, own, teacher)
+def _columns(
+    own: torch.Tensor, other: torch.Tensor, student: VocabShard, teacher: VocabShard
+) -> MatchedColumns:
     rest = student.vocab_size - len(own), teacher.vocab_size - len(own)
     crossing = own // max(student.width, 1) != other // max(teacher.width, 1)
-    return MatchedColumns(
-        student_common=student_common,
-        teacher_common=student_column >= 0,
-        student_column=student_column,
-        student_rest=rest[0],
-        teacher_rest=rest[1],
-        matching=Matching(
-            student_column,
-            student_common,
-            with_rest=min(rest) > 0,
-            pairs_cross=student.group is not None and bool(crossing.any()),
-        ),
+    matching = Matching(
+        student_column=_partners(other, own, teacher),
+        is_common=_partners(own, other, student) >= 0,
+        with_rest=min(rest) > 0,
+        pairs_cross=student.group is not None and bool(crossing.any()),
     )
+    return MatchedColumns(matching, *rest)
 
 
 def _partners(ids: torch.Tensor, partners: torch.Tensor, shard: VocabShard) -> torch.Tensor:
@@ -110,11 +76,6 @@ def _partners(ids: torch.Tensor, partners: torch.Tensor, shard: VocabShard) -> t
     everywhere = torch.full((size,), -1, dtype=torch.int64, device=ids.device)
     everywhere[ids] = partners
     return everywhere[shard.start : shard.stop]
-
-
-def _or_padding(common: torch.Tensor, shard: VocabShard) -> torch.Tensor:
-    padding = shard.excluded_columns(common.device)
-    return common if padding is None else common | padding
 
 
 def counted_ids(inputs: DistillationInputs) -> tuple[torch.Tensor, torch.Tensor]:

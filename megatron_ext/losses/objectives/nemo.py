@@ -194,6 +194,7 @@ def nemo_gold(
     alignment = inputs.alignment
     assert alignment is not None
     shard, count = inputs.student_shard, alignment.chunk_count
+    matching, excluded = columns.matching, columns.matching.excluded(shard, teacher.shard)
     student = chunk_means(
         log_softmax(inputs.student_logits.flatten(0, 1), shard, temperature=temperature),
         alignment.student_chunk_id.flatten(),
@@ -204,17 +205,17 @@ def nemo_gold(
             teacher.to_logits().flatten(0, 1), teacher.shard, temperature=temperature
         )
         log_p = chunk_means(log_p, alignment.teacher_chunk_id.flatten(), count).to(student.dtype)
-        moved = _moved(log_p, columns.student_column, shard.width, shard.group)
+        moved = _moved(log_p, matching.student_column, shard.width, shard.group)
 
-    common = columns.student_common
+    common = matching.is_common
     log_q = torch.where(common, student, 0.0)
     terms = log_q.exp() * (log_q - moved) if is_reverse else moved.exp() * (moved - log_q)
     kl = sum_over_shards(torch.where(common, terms, 0.0).sum(dim=-1), shard.group)
     l1 = sorted_l1(
         student.exp(),
         log_p.exp(),
-        student_excluded=columns.student_matched(shard),
-        teacher_excluded=columns.teacher_matched(teacher.shard),
+        student_excluded=excluded[0],
+        teacher_excluded=excluded[1],
         largest=_places(columns, uncommon_topk),
         group=shard.group,
     ).value

@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from megatron_ext.distributed.shard_collectives import group_size, sum_columns
-from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.distributed.vocab_parallel import (
+    VocabShard,
+    columns_until_last,
+    leading_columns,
+)
 from megatron_ext.ops.divergence import DivergenceOptions
 from megatron_ext.ops.model_rows import ModelRows
 
@@ -43,16 +47,9 @@ class PairColumns(NamedTuple):
         """Find them; waits for the device."""
         columns, excluded = matching.teacher_columns(student), matching.excluded(student, teacher)
         same = columns == torch.arange(len(columns), device=columns.device)
-        open_columns = [_leading(mask) for mask in excluded]
-        paired = (columns >= 0).nonzero()[:, 0]
-        end = int(paired[-1]) + 1 if len(paired) else 0
-        return cls(columns, _leading(same), end, excluded, (open_columns[0], open_columns[1]))
-
-
-def _leading(mask: torch.Tensor) -> int:
-    """Entries before the first that is False."""
-    outside = (~mask).nonzero()[:, 0]
-    return int(outside[0]) if len(outside) else len(mask)
+        first_open = leading_columns(excluded[0]), leading_columns(excluded[1])
+        end = columns_until_last(columns >= 0)
+        return cls(columns, leading_columns(same), end, excluded, first_open)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

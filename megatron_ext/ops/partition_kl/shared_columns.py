@@ -10,10 +10,14 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_ext.distributed.shard_collectives import group_size
-from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.distributed.vocab_parallel import (
+    MadeOnce,
+    VocabShard,
+    columns_until_last,
+    leading_columns,
+)
 
 
 class ColumnSet(NamedTuple):
@@ -38,9 +42,7 @@ class ColumnSet(NamedTuple):
         power = torch.ones_like(places).bitwise_left_shift_(places)
         padded = torch.nn.functional.pad(mask.int(), (0, -len(mask) % 32)).view(-1, 32)
         words = (padded * power).sum(dim=1, dtype=torch.int32)
-        inside, outside = mask.nonzero()[:, 0], (~mask).nonzero()[:, 0]
-        leading = int(outside[0]) if len(outside) else len(mask)
-        return cls(mask, words, leading, int(inside[-1]) + 1 if len(inside) else 0)
+        return cls(mask, words, leading_columns(mask), columns_until_last(mask))
 
 
 class SharedColumns(NamedTuple):
@@ -70,8 +72,7 @@ class SharedColumns(NamedTuple):
     """int64 [Vt]: the student token of each teacher token, -1 for none."""
 
 
-_CACHE: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Cache: tensor of student tokens -> tables by teacher tokens and shards."""
+_CACHE: MadeOnce[SharedColumns] = MadeOnce()
 
 
 def shared_columns(
@@ -85,14 +86,7 @@ def shared_columns(
     Cached as long as ``common_student`` lives, since the counts wait for the device. No
     collectives: every rank derives them from all pairs.
     """
-    tables = _CACHE.setdefault(common_student, {})
-    key = (id(common_teacher), student_shard, teacher_shard)
-    if key not in tables:
-        # Keeps the teacher's tokens alive, so that no other tensor can have their id.
-        made = _tables(common_student, common_teacher, student_shard, teacher_shard)
-        tables[key] = (common_teacher, made)
-    columns: SharedColumns = tables[key][1]
-    return columns
+    return _CACHE(common_student, common_teacher, (student_shard, teacher_shard), _tables)
 
 
 def _tables(
