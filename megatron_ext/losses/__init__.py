@@ -8,7 +8,7 @@ with needed_packages("megatron_ext.losses"):
         SumCount,
     )
 
-from megatron_ext.losses.base import KnownAhead
+from megatron_ext.losses.base import Completions, CompletionSource, KnownAhead
 from megatron_ext.losses.completions import ChunkCompletions, CompletionTable
 from megatron_ext.losses.context_parallel import ContextParallelPlan
 from megatron_ext.losses.learned_projection import LearnedProjection
@@ -44,6 +44,7 @@ from megatron_ext.losses.plan import CombinedOutput, Loss, LossPart, LossPlan, r
 from megatron_ext.losses.prefix_rows import PrefixRows
 from megatron_ext.losses.prefix_table import PrefixTable
 from megatron_ext.losses.projection_shard import ProjectionShard
+from megatron_ext.losses.repeats import RepeatRows, RepeatTable
 from megatron_ext.losses.stop_set import StopSet
 from megatron_ext.losses.targets import TargetKind, TeacherTargets
 from megatron_ext.losses.teacher_scores import TeacherText, reduce_scores
@@ -68,7 +69,9 @@ __all__ = [
     "BytePrefixLoss",
     "ChunkCompletions",
     "CombinedOutput",
+    "CompletionSource",
     "CompletionTable",
+    "Completions",
     "ContextParallelPlan",
     "CrossTokenizerDistillationLossConfig",
     "CrossTokenizerDistillationLossDataDict",
@@ -105,6 +108,8 @@ __all__ = [
     "PrefixTable",
     "ProjectedKLLoss",
     "ProjectionShard",
+    "RepeatRows",
+    "RepeatTable",
     "SampledKLLoss",
     "ScheduledWeighting",
     "StateProjectors",

@@ -14,12 +14,15 @@ import torch
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
-from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
-from megatron_ext.losses.completions import CompletionTable
+from megatron_ext.losses.base import (
+    CompletionSource,
+    DistillationInputs,
+    KnownAhead,
+    LossOutput,
+)
 from megatron_ext.losses.fused_evaluation import evaluate_together
 from megatron_ext.losses.microbatch_tiles import MicrobatchTiles
 from megatron_ext.losses.objective import Objective, Scale
-from megatron_ext.losses.prefix_table import PrefixTable
 from megatron_ext.losses.targets import TeacherTargets
 from megatron_ext.ops.linear_form import linear_loss
 from megatron_ext.ops.tile_plan import Tile, TilePlan
@@ -163,9 +166,7 @@ class LinearDistillation:
                     fix="call it with logits",
                 )
 
-    def tiles(
-        self, known: KnownAhead, table: CompletionTable | PrefixTable | None = None
-    ) -> MicrobatchTiles:
+    def tiles(self, known: KnownAhead, table: CompletionSource | None = None) -> MicrobatchTiles:
         """Cut a microbatch, on the CPU, where its data is loaded.
 
         Raises:

@@ -12,10 +12,12 @@ import torch
 
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.constants import IGNORE_INDEX
-from megatron_ext.losses.base import DistillationInputs, KnownAhead
-from megatron_ext.losses.completions import ChunkCompletions, CompletionTable
-from megatron_ext.losses.prefix_rows import PrefixRows
-from megatron_ext.losses.prefix_table import PrefixTable
+from megatron_ext.losses.base import (
+    Completions,
+    CompletionSource,
+    DistillationInputs,
+    KnownAhead,
+)
 from megatron_ext.losses.vocabulary_match import IdTable
 from megatron_ext.ops.tile_plan import Tile, TilePlan
 
@@ -29,7 +31,7 @@ class MicrobatchTiles:
     alignments: tuple[AlignmentBatch | None, ...]
     """Alignment of each tile: its rows as one sample, its chunks from 0."""
 
-    completions: tuple[ChunkCompletions | PrefixRows | None, ...]
+    completions: tuple[Completions | None, ...]
     """Completions of each tile, numbered likewise."""
 
     @classmethod
@@ -40,7 +42,7 @@ class MicrobatchTiles:
         rows: int,
         paired: bool = False,
         with_labels: bool = True,
-        table: CompletionTable | PrefixTable | None = None,
+        table: CompletionSource | None = None,
     ) -> MicrobatchTiles:
         """Cut a microbatch, on the CPU.
 
@@ -68,7 +70,7 @@ class MicrobatchTiles:
             student_used=labelled if with_labels else torch.zeros_like(labelled),
         )
         alignments = tuple(_alignment(aligned, plan, tile) for tile in plan.tiles)
-        cut: list[ChunkCompletions | PrefixRows | None] = [None] * len(plan.tiles)
+        cut: list[Completions | None] = [None] * len(plan.tiles)
         if table is not None:
             assert known.teacher_labels is not None
             for index, (tile, part) in enumerate(zip(plan.tiles, alignments, strict=True)):

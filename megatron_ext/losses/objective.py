@@ -57,9 +57,10 @@ class Needs:
     boundary: bool = False
     """Tokens that begin a word."""
 
-    completions: Literal["chunks", "prefixes"] | None = None
+    completions: Literal["chunks", "prefixes", "repeats"] | None = None
     """Continuations that both models can predict, looked up in each batch: of whole chunks
-    (``CompletionTable``), or behind every prefix (``PrefixTable``)."""
+    (``CompletionTable``), behind every prefix (``PrefixTable``), or of a token that is repeated
+    (``RepeatTable``)."""
 
     hidden: bool = False
     """The student's last hidden states and head."""

@@ -16,7 +16,7 @@ from megatron_ext.alignment.alignment import ChunkCounts
 from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK, ON_HOST
 from megatron_ext.data.batch import CrossTokenizerBatch, SideBatch
 from megatron_ext.distributed.context_parallel import ContextRank
-from megatron_ext.losses import ChunkCompletions, KnownAhead, PrefixRows, TeacherTargets
+from megatron_ext.losses import Completions, KnownAhead, TeacherTargets
 from megatron_ext.losses.context_parallel import ContextParallelPlan
 from megatron_ext.losses.microbatch_tiles import MicrobatchTiles
 from megatron_ext.teachers.base import TokenRows
@@ -153,8 +153,8 @@ class Microbatch:
     """Chunks or labels that the teachers' objectives sum over, by count name, counted on the host;
     None where that takes more than the data."""
 
-    completions: Mapping[str, ChunkCompletions | PrefixRows] = field(default_factory=dict)
-    """Completions for ``partition_kl``, by teacher with a completion table."""
+    completions: Mapping[str, Completions] = field(default_factory=dict)
+    """Completions by teacher whose objective has a table of them."""
 
     tiles: Mapping[str, MicrobatchTiles] = field(default_factory=dict)
     """Tiles of the linear form, by teacher."""
@@ -181,7 +181,7 @@ class Microbatch:
     def of(
         cls,
         sides: CrossTokenizerBatch,
-        completions: Mapping[str, ChunkCompletions | PrefixRows],
+        completions: Mapping[str, Completions],
         tiles: Mapping[str, MicrobatchTiles] | None = None,
         *,
         context: ContextRank | None = None,

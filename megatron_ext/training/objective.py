@@ -14,12 +14,14 @@ from megatron_ext.errors import ConfigError, LossError
 from megatron_ext.losses import (
     LOSS_REGISTRY,
     BoundaryColumns,
+    CompletionSource,
     CompletionTable,
     LearnedProjection,
     Needs,
     Objective,
     PrefixTable,
     ProjectionShard,
+    RepeatTable,
     StopSet,
     VocabularyMatch,
 )
@@ -214,7 +216,7 @@ class RunConstants:
     same_tokens: torch.Tensor | None = None
     """The result of ``validation.same_tokens``, in a run that measures on held-out text."""
 
-    completion_table: CompletionTable | PrefixTable | None = None
+    completion_table: CompletionSource | None = None
     """Table in which each batch's completions are looked up, on the host."""
 
     prefix_columns: PrefixColumns | None = None
@@ -252,7 +254,7 @@ class RunConstants:
         """
         student_shard, teacher_shard = shards
         shard = match = boundary = word_starts = columns = None
-        table: CompletionTable | PrefixTable | None = None
+        table: CompletionSource | None = None
         if projection is not None and needs.shard:
             shard = ProjectionShard.from_projection(
                 projection.permuted(layout) if layout else projection,
@@ -285,6 +287,9 @@ class RunConstants:
             prefixes = PrefixTable.from_tokenizers(*tokenizers, partners)
             columns = prefixes.columns(student_shard, teacher_shard, layout=layout, device=device)
             table = prefixes
+        if needs.completions == "repeats":
+            assert projection is not None
+            table = RepeatTable.of(projection, *tokenizers)
         return cls(
             projection=shard,
             match=match,

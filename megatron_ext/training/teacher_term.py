@@ -13,14 +13,12 @@ from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import ConfigError, LossError
 from megatron_ext.losses import (
-    ChunkCompletions,
-    CompletionTable,
+    Completions,
+    CompletionSource,
     DistillationInputs,
     KnownAhead,
     MultiTeacherLossAggregator,
     Objective,
-    PrefixRows,
-    PrefixTable,
     TeacherObjective,
     TeacherTargets,
     TeacherText,
@@ -113,20 +111,20 @@ class TeacherTerm:
         }
 
     @property
-    def tables(self) -> dict[str, CompletionTable | PrefixTable]:
+    def tables(self) -> dict[str, CompletionSource]:
         """Tables of completions, of the teachers that have one."""
         tables = {name: self.constants[name].completion_table for name in self.constants}
         return {name: table for name, table in tables.items() if table is not None}
 
     def completions(
         self, sides: CrossTokenizerBatch, plans: Mapping[str, ContextParallelPlan] | None = None
-    ) -> dict[str, ChunkCompletions | PrefixRows]:
+    ) -> dict[str, Completions]:
         """Completions of chunks, for teachers that have a table of them; on the host.
 
         Args:
             plans: The result of ``plans``; completions are of the chunks that this rank owns.
         """
-        completions: dict[str, ChunkCompletions | PrefixRows] = {}
+        completions: dict[str, Completions] = {}
         for name, table in self.tables.items():
             alignment = sides.alignments[name]
             labels = sides.student.labels, sides.teachers[name].labels

@@ -15,15 +15,21 @@ from megatron_ext.distributed.context_parallel import SequenceLayout, SequenceOr
 from megatron_ext.losses import (
     LOSS_REGISTRY,
     BoundaryColumns,
-    CompletionTable,
+    CompletionSource,
     DistillationInputs,
-    PrefixTable,
+    Objective,
     TeacherTargets,
 )
 from megatron_ext.losses.context_parallel import ContextParallelPlan
 from megatron_ext.losses.teacher_scores import TeacherText, sample_scores
 from tests.losses.microbatch import Microbatch
-from tests.losses.objective_cases import AnyCompletions, prefix_table, spelled
+from tests.losses.objective_cases import (
+    AnyCompletions,
+    prefix_table,
+    repeat_table,
+    repeated,
+    spelled,
+)
 
 LENGTHS = (32, 16)
 PADDING = (7, 1)
@@ -34,6 +40,7 @@ token``: on either side, most on different ranks."""
 
 ObjectiveName = Literal[
     "projected_kl",
+    "projected_kl with repeats",
     "alm",
     "partition_kl",
     "byte_prefix",
@@ -96,11 +103,14 @@ def whole_inputs(
     if objective == "byte_prefix":
         inputs = spelled(replace(inputs, teacher_labels=labels))
         labels = inputs.teacher_labels
+    if objective.endswith("repeats"):
+        inputs = repeated(replace(inputs, teacher_labels=labels))
+        labels = inputs.teacher_labels
     student, teacher = inputs.student_shard, inputs.teacher.shard
     return replace(
         inputs,
         teacher_labels=labels,
-        completions=_table(inputs).of_batch(inputs.alignment, inputs.labels, labels),
+        completions=_table(inputs, objective).of_batch(inputs.alignment, inputs.labels, labels),
         boundary=BoundaryColumns(
             student=torch.arange(student.start, student.stop) % 4 == 1,
             teacher=torch.arange(teacher.start, teacher.stop) % 4 == 1,
@@ -109,7 +119,9 @@ def whole_inputs(
     )
 
 
-def _table(inputs: DistillationInputs) -> CompletionTable | PrefixTable:
+def _table(inputs: DistillationInputs, objective: str) -> CompletionSource:
+    if objective.endswith("repeats"):
+        return repeat_table((37, 23))
     return COMPLETIONS if inputs.prefix_columns is None else prefix_table((37, 23))
 
 
@@ -151,11 +163,11 @@ def on_this_rank(
         labels=whole.labels[:, student],
         teacher=targets,
         teacher_labels=whole.teacher_labels[:, teacher],
-        completions=_table(whole).of_batch(
+        completions=_table(whole, objective).of_batch(
             plan.alignment, *plan.labels(whole.labels, whole.teacher_labels)
         ),
     )
-    output = LOSS_REGISTRY[objective](temperature=1.3)(plan.inputs(slices))
+    output = objective_of(objective)(plan.inputs(slices))
     (grad,) = torch.autograd.grad(output.loss_sum, logits)
     assert output.chunk_loss is not None
     return Rank(
@@ -166,6 +178,11 @@ def on_this_rank(
         grad=grad,
         scores=sample_scores(text_of(slices, cp_group), "bits_per_byte"),
     )
+
+
+def objective_of(name: ObjectiveName) -> Objective:
+    options = {"repeat_weight": 0.7} if name.endswith("repeats") else {}
+    return LOSS_REGISTRY[name.split()[0]](temperature=1.3, **options)
 
 
 def text_of(inputs: DistillationInputs, group: Any = None) -> TeacherText:
@@ -186,6 +203,8 @@ CASES: tuple[Case, ...] = (
     ("in order", "zigzag", "logits", "projected_kl"),
     ("of the first rank", "contiguous", "logits", "projected_kl"),
     ("none", "zigzag", "logits", "projected_kl"),
+    ("in order", "zigzag", "logits", "projected_kl with repeats"),
+    ("of one token", "contiguous", "hidden", "projected_kl with repeats"),
     ("in order", "zigzag", "logits", "alm"),
     ("in order", "contiguous", "hidden", "alm"),
     ("in order", "zigzag", "hidden", "partition_kl"),

@@ -22,6 +22,7 @@ from tests.distributed.sharded_inputs import (
     hidden_states,
     learned_projection,
     prefixed,
+    repeating,
     replicated,
     with_boundaries,
 )
@@ -147,6 +148,7 @@ def _objective(
 _likelihoods = partial(_objective, "alm", more=with_boundaries)
 _partition = partial(_objective, "partition_kl", more=completed)
 _prefixes = partial(_objective, "byte_prefix", more=prefixed)
+_repeats = partial(_objective, "projected_kl", more=repeating, repeat_weight=0.7)
 
 
 def _average(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -194,6 +196,9 @@ CASES: dict[str, Case] = {
     "reverse projected KL": _objective("projected_kl", direction="reverse"),
     "Jensen-Shannon projected KL": _objective("projected_kl", direction="jensen_shannon"),
     "projected KL on the top tokens": _objective("projected_kl", vocab_topk=7),
+    "projected KL with repeats": _repeats(temperature=1.4, chunks=6),
+    "reverse projected KL with repeats": _repeats(direction="reverse", chunks=6),
+    "projected KL with repeats without chunks": _repeats(chunks=0),
     # Of four ranks the student has 13 columns each and the teacher 11, 32 and 13.
     "forward vocabulary KL": _objective("vocab_kl", same_tokenizer=True, temperature=1.4),
     # Differences of logarithms lose digits; at this temperature none are large.
@@ -272,6 +277,7 @@ COUNTED: dict[str, tuple[str, int, dict[str, Any]]] = {
     "projected_kl": ("projected_kl", 4, {}),
     "projected_kl without chunks": ("projected_kl", 0, {}),
     "projected_kl as nemo": ("projected_kl", 4, {"numerics": "nemo"}),
+    "projected_kl with repeats": ("projected_kl", 4, {"repeat_weight": 1.0}),
     "gold": ("gold", 4, {}),
     "gold without chunks": ("gold", 0, {}),
     "gold as nemo": ("gold", 4, {"numerics": "nemo"}),
@@ -317,6 +323,8 @@ def collectives_of(rank: int, size: int) -> dict[str, list[str]]:
                 inputs = completed(batch, inputs)
             if name == "byte_prefix":
                 inputs = prefixed(batch, inputs)
+            if label.endswith("repeats"):
+                inputs = repeating(batch, inputs)
             output = LOSS_REGISTRY[name](**options)(inputs)
             forward = len(calls)
             output.loss_sum.backward()

@@ -18,7 +18,13 @@ from megatron_ext.losses import (
 from megatron_ext.losses.learned_projection import LearnedProjection
 from megatron_ext.projection import SparseProjection
 from tests.losses.microbatch import Microbatch, columns, csr_arrays
-from tests.losses.objective_cases import inputs_of, spelled, with_completions, with_hidden_states
+from tests.losses.objective_cases import (
+    inputs_of,
+    repeated,
+    spelled,
+    with_completions,
+    with_hidden_states,
+)
 
 Case = Callable[[int, int, Any], tuple[list[torch.Tensor], torch.Tensor]]
 
@@ -46,6 +52,12 @@ def prefixed(batch: Microbatch, inputs: DistillationInputs) -> DistillationInput
     """One rank's inputs with labels that are spelled, and the prefixes of the batch."""
     labels = inputs_of(batch, (0, 0)).teacher_labels
     return spelled(replace(inputs, teacher_labels=labels))
+
+
+def repeating(batch: Microbatch, inputs: DistillationInputs) -> DistillationInputs:
+    """One rank's inputs with labels that repeat a teacher token, and their rows."""
+    labels = inputs_of(batch, (0, 0)).teacher_labels
+    return repeated(replace(inputs, teacher_labels=labels))
 
 
 def replicated(output: LossOutput) -> list[torch.Tensor]:

@@ -10,7 +10,6 @@ import torch
 
 from megatron_ext.distributed.context_parallel import SequenceLayout
 from megatron_ext.errors import LossError
-from megatron_ext.losses import LOSS_REGISTRY
 from megatron_ext.losses.teacher_scores import sample_scores
 from tests.distributed.context_cases import (
     CASES,
@@ -20,6 +19,7 @@ from tests.distributed.context_cases import (
     Rank,
     every_layout,
     held,
+    objective_of,
     text_of,
     whole_inputs,
 )
@@ -46,7 +46,7 @@ def test_sums_and_gradients_over_the_ranks_are_those_of_whole_sequences(
 ) -> None:
     chunks, order, _, objective = case
     whole = whole_inputs(chunks, objective)
-    truth = LOSS_REGISTRY[objective](temperature=1.3)(whole)
+    truth = objective_of(objective)(whole)
     assert (int(truth.count) > 0) == (chunks != "none")
     (true_grad,) = torch.autograd.grad(truth.loss_sum, whole.student_logits)
     scale = max(true_grad.abs().max().item(), 1e-30)

@@ -70,6 +70,8 @@ def test_every_rank_makes_the_collectives_that_the_docstrings_state(
         "projected_kl as nemo forward": ["all_gather"] * 2 + ["all_reduce"] * 6,
         "projected_kl as nemo backward": ["all_reduce"],
         # The reduce-scatter is the third.
+        "projected_kl with repeats forward": ["all_reduce"] * 9 + ["all_gather", "all_reduce"],
+        "projected_kl with repeats backward": [],
         "gold forward": ["all_reduce"] * 2 + ["all_gather"] + ["all_reduce"] * 5,
         "gold backward": [],
         "gold without chunks forward": ["all_reduce"] * 4,

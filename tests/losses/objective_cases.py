@@ -16,11 +16,14 @@ from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.losses import (
     LOSS_REGISTRY,
     BoundaryColumns,
+    CompletionSource,
     DistillationInputs,
     DskdProjectors,
     Objective,
     PrefixRows,
     PrefixTable,
+    RepeatRows,
+    RepeatTable,
     StateProjectors,
     TargetKind,
     TeacherTargets,
@@ -101,11 +104,51 @@ def prefix_table(vocabs: tuple[int, int]) -> PrefixTable:
     return PrefixTable.from_token_bytes(own, its, (control, control))
 
 
-def table_of(inputs: DistillationInputs) -> CompletionTable | PrefixTable | None:
+def repeat_table(vocabs: tuple[int, int]) -> RepeatTable:
+    """Table of two teacher tokens, of which the student has one to three copies, and two to five
+    without three."""
+    members = {3: {1: 5, 2: 6, 3: 7}, 4: {2: 8, 4: 9, 5: 11}}
+    copies = {
+        token: (column, count)
+        for column, tokens in members.items()
+        for count, token in tokens.items()
+    }
+    return RepeatTable(vocabs, members, copies)
+
+
+def repeated(inputs: DistillationInputs) -> DistillationInputs:
+    """The same inputs with labels that are copies of one teacher token, wherever a chunk is one
+    token of the student, and the rows of ``repeat_table``."""
+    alignment = inputs.alignment
+    labels = [inputs.labels.clone(), inputs.teacher_labels.clone()]
+    table = repeat_table((inputs.student_shard.vocab_size, inputs.teacher.shard.vocab_size))
+    for chunk in range(alignment.chunk_count):
+        own, its = alignment.student_chunk_id == chunk, alignment.teacher_chunk_id == chunk
+        count = int(its.sum())
+        columns = [column for column, tokens in table.members.items() if count in tokens]
+        if int(own.sum()) == 1 and columns:
+            column = columns[int(own.nonzero()[0, 1]) % len(columns)]
+            labels[0][own], labels[1][its] = table.members[column][count], column
+    return replace(
+        inputs,
+        labels=labels[0],
+        teacher_labels=labels[1],
+        completions=table.of_batch(alignment, *labels),
+    )
+
+
+def with_repeats(batch: Microbatch, padding: tuple[int, int]) -> DistillationInputs:
+    """What ``projected_kl`` with a ``repeat_weight`` looks up where data is loaded."""
+    return repeated(inputs_of(batch, padding))
+
+
+def table_of(inputs: DistillationInputs) -> CompletionSource | None:
     """Table that the completions of some inputs were looked up in."""
     if inputs.completions is None:
         return None
     vocabs = inputs.student_shard.vocab_size, inputs.teacher.shard.vocab_size
+    if isinstance(inputs.completions, RepeatRows):
+        return repeat_table(vocabs)
     is_prefix = isinstance(inputs.completions, PrefixRows)
     return prefix_table(vocabs) if is_prefix else completion_table(vocabs)
 
@@ -227,6 +270,7 @@ ONE_TOKENIZER: dict[str, Any] = {"over": "tokens", "same_tokenizer": True}
 COMPLETED: dict[str, Any] = {**TOP_K, "build": with_completions}
 PREFIXES: dict[str, Any] = {"build": with_prefixes}
 SMOOTHED = {"no_identity": "a share of its target is even"}
+REPEATS: dict[str, Any] = {"build": with_repeats, "no_identity": "it compares what comes next"}
 UNCOMMON: dict[str, Any] = {"build": with_uncommon_tokens}
 JENSEN_SHANNON: dict[str, Any] = {"direction": "jensen_shannon", "mixture": 0.3}
 PROJECTORS = DskdProjectors(student_hidden=5, teacher_hidden=6)
@@ -344,6 +388,10 @@ CASES: dict[str, ObjectiveCase] = {
     "projected_kl reverse": case("projected_kl", direction="reverse"),
     "projected_kl jensen-shannon": case("projected_kl", **JENSEN_SHANNON),
     "projected_kl on the teacher's top tokens": case("projected_kl", vocab_topk=4, temperature=1.5),
+    "projected_kl with repeats": case("projected_kl", REPEATS, repeat_weight=2.0, temperature=1.5),
+    "projected_kl jensen-shannon with repeats": case(
+        "projected_kl", REPEATS, repeat_weight=0.5, **JENSEN_SHANNON
+    ),
     "gold": case("gold", UNCOMMON, temperature=1.5),
     "gold reverse, over the largest uncommon": case(
         "gold", UNCOMMON, direction="reverse", uncommon_topk=3

@@ -22,6 +22,7 @@ OBJECTIVES = {
     "next_token": ("next_token", {}),
     "projected_kl": ("projected_kl", {"vocab_topk": 16, "direction": "jensen_shannon"}),
     "gold": ("gold", {"uncommon_topk": 64}),
+    "repeats": ("projected_kl", {"repeat_weight": 1.0}),
     "hybrid_kl": ("hybrid_kl", {"uncommon_topk": 64, "min_share": 0.5}),
     "uld": ("uld", {}),
     "strict_topk": ("strict_topk", {"top_k": 8}),
@@ -40,12 +41,16 @@ OBJECTIVES = {
 """Folder -> objective and options; ``vocab_kl`` learns from the first; the last is a user's."""
 
 LAYOUTS = {"tp2": TP2, "pp2": PP2, "dp2": {}, "cp2": CP2}
-OF_LAYOUT = {"tp2": ("byte_prefix", "dskd-heads"), "pp2": ("hybrid_kl",), "cp2": ("dskd",)}
+OF_LAYOUT = {
+    "tp2": ("byte_prefix", "dskd-heads"),
+    "pp2": ("hybrid_kl",),
+    "cp2": ("dskd", "repeats"),
+}
 """What each layout runs. Rows of 41 and 53 positions are filled up to divide over two ranks."""
 if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
-    SHARDED = ("partition_kl", "byte_prefix", "hybrid_kl", "dskd-heads")
+    SHARDED = ("partition_kl", "byte_prefix", "hybrid_kl", "dskd-heads", "repeats")
     OF_LAYOUT = dict.fromkeys(("tp2", "pp2", "dp2"), SHARDED)
-    OF_LAYOUT["cp2"] = ("next_token", "byte_prefix", "hybrid_kl", "dskd", "hidden_mse")
+    OF_LAYOUT["cp2"] = ("next_token", "byte_prefix", "repeats", "hybrid_kl", "dskd", "hidden_mse")
 CASES = [(name, layout) for layout, names in OF_LAYOUT.items() for name in names]
 
 
@@ -88,6 +93,11 @@ def test_an_objective_has_a_finite_loss_over_what_it_counts(runs, name):
 def test_the_loss_is_the_weighted_sum_of_its_terms(runs, name):
     for row in read_metrics(runs / f"{name}-alone"):
         assert row["loss"] == pytest.approx(row["kd"] + 0.5 * row["ce"], rel=1e-5)
+
+
+def test_a_run_compares_how_long_repeats_are(runs):
+    for row in read_metrics(runs / "repeats-alone"):
+        assert row["kd/repeats"] > 0
 
 
 def test_a_run_measures_what_was_recorded(runs):

@@ -44,9 +44,12 @@ def vocabulary(name):
 
 
 def write_corpus(folder):
-    """Documents of different lengths, mixed scripts, as JSON lines; three more are held out."""
+    """Documents of different lengths, mixed scripts, as JSON lines; three more are held out, and
+    the same documents with one to three line feeds behind each sentence."""
     documents = ["".join(SENTENCES[(i + k) % 5] for k in range(1 + i % 7)) for i in range(30)]
-    for name, part in (("held-out", documents[27:]), ("train", documents[:24])):
+    spaced = [text.replace(". ", ".\n" + "\n" * (i % 3)) for i, text in enumerate(documents)]
+    parts = {"lines": spaced, "held-out": documents[27:], "train": documents[:24]}
+    for name, part in parts.items():
         path = folder / f"{name}.jsonl"
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
     return path
@@ -144,8 +147,11 @@ def objective_run(folder, name, loss, **parallel):
     """Two steps of ``student_run`` by another objective, from its first weights.
 
     ``vocab_kl`` learns from a model with the student's tokenizer, the run ``next_token-alone``.
+    One that compares repeats reads runs of line feeds.
     """
     config = student_run(folder, name, **parallel)
+    if "repeat_weight" in loss.options:
+        config = changed(config, data={"train": (str(folder / "lines.jsonl"),)})
     if loss.objective == "vocab_kl":
         config = replace(config, teacher=same_tokenizer_teacher(folder, "next_token-alone"))
     return changed(

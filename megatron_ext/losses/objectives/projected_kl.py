@@ -5,14 +5,15 @@ B batch, Ts Tt tokens, Vps Vpt local columns, C chunks.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Literal
 
 import torch
 
 from megatron_ext.alignment.batch import AlignmentBatch
-from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
+from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput, SumCount
 from megatron_ext.losses.checks import (
     Numerics,
     check_alignment,
@@ -35,9 +36,10 @@ from megatron_ext.losses.objective import (
 )
 from megatron_ext.losses.objectives.nemo import nemo_projected_kl
 from megatron_ext.losses.projection_shard import ProjectionShard
+from megatron_ext.losses.repeat_term import RepeatTerm, check_repeat_weight
 from megatron_ext.losses.targets import TeacherTargets
 from megatron_ext.ops.chunk_rows import ChunkedLogits
-from megatron_ext.ops.divergence import Divergence, check_divergence
+from megatron_ext.ops.divergence import Divergence, DivergenceOptions, check_divergence
 from megatron_ext.ops.launch import Implementation, check_implementation
 from megatron_ext.ops.projected_kl import (
     ProjectedKL,
@@ -61,7 +63,9 @@ class ProjectedKLLoss(FusedObjective):
     The output counts chunks. Metrics: ``teacher_entropy`` (nats a chunk), ``top1_agreement`` (of
     the chunk distributions), ``offsupport_mass`` (teacher mass outside the projection's columns,
     a teacher row, at the loss's temperature), ``rest_mass`` (teacher mass outside ``vocab_topk``,
-    where given) and those of ``losses/diagnostics.py``. Collectives: those of ``ops.projected_kl``.
+    where given), ``repeats`` (divergence of a row before a repeat, with ``repeat_weight``) and
+    those of ``losses/diagnostics.py``. Collectives: those of ``ops.projected_kl``, and of
+    ``ops.repeats``.
 
     Teacher targets: ``logits`` and ``hidden``. ``topk`` is refused: the teacher is normalised over
     the columns that the projection reaches, and how much of a tail these hold is not known; and a
@@ -91,6 +95,10 @@ class ProjectedKLLoss(FusedObjective):
     one token; None: all tokens. The nemo numerics choose for a microbatch, the original 8192, and
     have no rest."""
 
+    repeat_weight: float = 0.0
+    """Weight of a term that tells tokens apart that are one, two, ... copies of a teacher token, as
+    runs of line feeds are (``ops/repeats``); 0: without it they are one."""
+
     exact_token_match_only: bool = False
     """Leave out chunks whose two sides differ in bytes."""
 
@@ -111,6 +119,7 @@ class ProjectedKLLoss(FusedObjective):
         check_implementation("projected_kl", self.implementation)
         check_numerics(self.name, self.numerics, self.direction)
         check_count(self.name, "vocab_topk", self.vocab_topk)
+        check_repeat_weight(self.repeat_weight, self.numerics)
 
     def evaluate(
         self,
@@ -123,18 +132,28 @@ class ProjectedKLLoss(FusedObjective):
         """``evaluate_projected_kl``; its collectives."""
         alignment, teacher, projection = self._operands(inputs)
         usable = self._usable(alignment)
+        pair = self._pair(inputs, alignment, teacher)
+        scales = chunk_scales(inputs, scale, usable)
+        metrics: dict[str, SumCount] = {}
+        # Read before the gradient is written over the logits.
+        term = self._repeats(inputs, usable)
+        repeats = None if term is None else term.evaluate(*pair)
         values = evaluate_projected_kl(
-            *self._pair(inputs, alignment, teacher),
+            *pair,
             projection.operand(),
             self._options,
-            grad_scale=chunk_scales(inputs, scale, usable),
+            grad_scale=scales,
             gradient=gradient,
             cross_entropy=None
             if ce_scale is None
             else WeightedLabels(inputs.labels.flatten(), label_scales(inputs, ce_scale)),
             implementation=self.implementation,
         )
-        output = self._output(inputs, values, usable)
+        if term is not None and repeats is not None:
+            if gradient is not None:
+                term.add_gradient_(gradient, repeats.slope, scales, pair[0])
+            values, metrics = _with_repeats(values, term, repeats.divergence)
+        output = self._output(inputs, values, usable, metrics)
         return Evaluated(output, values.token_loss, values.top_column)
 
     def fuses(self, inputs: DistillationInputs) -> bool:
@@ -160,15 +179,20 @@ class ProjectedKLLoss(FusedObjective):
                 vocab_topk=self.vocab_topk,
                 usable=usable,
             )
+        pair = self._pair(inputs, alignment, teacher)
         values = projected_kl(
-            *self._pair(inputs, alignment, teacher),
+            *pair,
             projection.operand(),
             self._options,
             learned=projection.learned,
             grad_scale=chunk_scales(inputs, inputs.grad_scale, usable),
             implementation=self.implementation,
         )
-        return self._output(inputs, values, usable)
+        term = self._repeats(inputs, usable)
+        metrics: dict[str, SumCount] = {}
+        if term is not None:
+            values, metrics = _with_repeats(values, term, term.divergence(*pair))
+        return self._output(inputs, values, usable, metrics)
 
     def _operands(
         self, inputs: DistillationInputs
@@ -195,8 +219,23 @@ class ProjectedKLLoss(FusedObjective):
         """Chunks that count, bool [C]; None: all."""
         return alignment.is_exact if self.exact_token_match_only else None
 
+    def _repeats(
+        self, inputs: DistillationInputs, usable: torch.Tensor | None
+    ) -> RepeatTerm | None:
+        """The term of tokens that repeat one teacher token; None where it has no weight."""
+        if not self.repeat_weight:
+            return None
+        options = DivergenceOptions(
+            temperature=self.temperature, direction=self.direction, mixture=self.mixture
+        )
+        return RepeatTerm.of(inputs, usable, self.repeat_weight, options, self.implementation)
+
     def _output(
-        self, inputs: DistillationInputs, values: ProjectedKL, usable: torch.Tensor | None
+        self,
+        inputs: DistillationInputs,
+        values: ProjectedKL,
+        usable: torch.Tensor | None,
+        metrics: Mapping[str, SumCount],
     ) -> LossOutput:
         """Output from the operation's values; ``usable`` [C] bool, None: all."""
         means = {
@@ -213,7 +252,7 @@ class ProjectedKLLoss(FusedObjective):
             values.chunk_loss,
             usable=usable,
             means=means,
-            metrics={"offsupport_mass": (offsupport, rows.sum())},
+            metrics={"offsupport_mass": (offsupport, rows.sum()), **metrics},
         )
         return replace(output, bad=partial(_bad, inputs, values))
 
@@ -224,7 +263,8 @@ class ProjectedKLLoss(FusedObjective):
     @property
     def needs(self) -> Needs:
         """The projection."""
-        return Needs(projection="retokenized", shard=True)
+        repeats: Literal["repeats"] | None = "repeats" if self.repeat_weight else None
+        return Needs(projection="retokenized", shard=True, completions=repeats)
 
     @property
     def why_no_context_parallel(self) -> str | None:
@@ -233,13 +273,24 @@ class ProjectedKLLoss(FusedObjective):
 
     @property
     def why_no_linear_form(self) -> str | None:
-        """Reason of ``why_no_context_parallel``."""
+        """Reason of ``why_no_context_parallel``; or that ``repeat_weight`` reads the row after a
+        chunk."""
+        if self.repeat_weight:
+            return "repeat_weight reads the row after a chunk"
         return self.why_no_context_parallel
 
     @property
     def learns_projection(self) -> bool:
         """True with proper numerics."""
         return self.numerics == "proper"
+
+
+def _with_repeats(
+    values: ProjectedKL, term: RepeatTerm, divergence: torch.Tensor
+) -> tuple[ProjectedKL, dict[str, SumCount]]:
+    """The values with the term in each chunk's loss, and its metric."""
+    chunk_loss = values.chunk_loss + term.by_chunk(divergence)
+    return values._replace(chunk_loss=chunk_loss), {"repeats": term.metric(divergence)}
 
 
 def _bad(inputs: DistillationInputs, values: ProjectedKL) -> torch.Tensor:

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from megatron_ext.data.batch import CrossTokenizerBatch
 from megatron_ext.distributed.shard_collectives import copy_to_shards
-from megatron_ext.losses import CompletionTable, KnownAhead, Objective, PrefixTable
+from megatron_ext.losses import CompletionSource, KnownAhead, Objective
 from megatron_ext.losses.linear import LinearDistillation
 from megatron_ext.losses.microbatch_tiles import MicrobatchTiles
 from megatron_ext.losses.objective import LAST_LAYER
@@ -163,7 +163,7 @@ def linear_forms(
 def cut_into_tiles(
     forms: Mapping[str, LinearDistillation],
     sides: CrossTokenizerBatch,
-    tables: Mapping[str, CompletionTable | PrefixTable],
+    tables: Mapping[str, CompletionSource],
 ) -> dict[str, MicrobatchTiles]:
     """Tiles of a microbatch for each form; on the host."""
     tiles = {}
