@@ -10,7 +10,7 @@ from megatron_ext.distributed.vocab_parallel import accumulation_dtype
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, SumCount
 from megatron_ext.losses.checks import Numerics
-from megatron_ext.losses.diagnostics import chunk_mask, masked_sum
+from megatron_ext.losses.diagnostics import chunk_mask, over_chunks
 from megatron_ext.losses.repeats import RepeatRows
 from megatron_ext.ops.chunk_rows import ChunkedLogits, index_sum
 from megatron_ext.ops.divergence import DivergenceOptions
@@ -113,9 +113,7 @@ class RepeatTerm(NamedTuple):
 
     def metric(self, divergence: torch.Tensor) -> SumCount:
         """Sum and number of the divergences of the rows that count."""
-        count = torch.full((), len(divergence), device=divergence.device)
-        counted = count if self.used is None else self.used.sum()
-        return masked_sum(divergence.detach(), self.used), counted
+        return over_chunks(divergence.detach(), self.used)
 
 
 def check_repeat_weight(weight: float, numerics: Numerics) -> None:

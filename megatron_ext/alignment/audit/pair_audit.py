@@ -62,6 +62,9 @@ LEAST_NUMBER_CHUNKS: Final = 100
 """Chunks in numbers of several digits below which numbers are not judged: the standard
 error of a share of 5 % over 100 chunks is 2 %."""
 
+LEAST_REPEATS: Final = 0.001
+"""Share of chunks that repeat a teacher token from which the option for them is named."""
+
 _LONG_NUMBERS: Final = ("digits-2", "digits-3", "digits-4+")
 
 _MEASURED: Final = (
@@ -88,7 +91,11 @@ class Recommendation:
 
 
 def recommend(
-    total: CoverageRow, classes: Sequence[CoverageRow], *, same_vocabulary: bool
+    total: CoverageRow,
+    classes: Sequence[CoverageRow],
+    *,
+    same_vocabulary: bool,
+    repeats: int = 0,
 ) -> Recommendation:
     """The objective for a pair.
 
@@ -96,6 +103,7 @@ def recommend(
         total: All chunks.
         classes: The chunks by class.
         same_vocabulary: The two vocabularies hold the same bytes under the same ids.
+        repeats: Chunks of one student token for which the teacher repeats one of its own.
     """
     if not total.counts.chunks:
         return Recommendation(
@@ -124,10 +132,19 @@ def recommend(
             (f"{one_to_one} {shorter}", _MEASURED if has_been_compared else _NOT_MEASURED),
         )
     has_been_compared &= total.one_to_one_byte_share >= LEAST_ONE_TO_ONE_BYTES
-    return _projected(classes, one_to_one, _MEASURED if has_been_compared else _NOT_MEASURED)
+    reasons = [_MEASURED if has_been_compared else _NOT_MEASURED]
+    if repeats >= LEAST_REPEATS * counts.chunks:
+        reasons.append(
+            f"{share_in_words(repeats / counts.chunks)} of the chunks are one token for which the "
+            "teacher repeats one of its own, as for a blank line or 11: --loss-options "
+            """'{"repeat_weight": 1}' tells such tokens apart."""
+        )
+    return _projected(classes, one_to_one, reasons)
 
 
-def _projected(classes: Sequence[CoverageRow], one_to_one: str, measured: str) -> Recommendation:
+def _projected(
+    classes: Sequence[CoverageRow], one_to_one: str, reasons: Sequence[str]
+) -> Recommendation:
     numbers = [row for row in classes if row.name in _LONG_NUMBERS]
     chunks = sum(row.counts.chunks for row in numbers)
     split = chunks - sum(row.counts.one_to_one for row in numbers)
@@ -136,7 +153,7 @@ def _projected(classes: Sequence[CoverageRow], one_to_one: str, measured: str) -
         "size are used."
     )
     if chunks < LEAST_NUMBER_CHUNKS:
-        return Recommendation("projected_kl", title, (one_to_one, measured))
+        return Recommendation("projected_kl", title, (one_to_one, *reasons))
     if split / chunks > MOST_SPLIT_NUMBERS:
         title = (
             "Projected KL: the tokenizers split numbers differently, and an objective on the "
@@ -146,7 +163,7 @@ def _projected(classes: Sequence[CoverageRow], one_to_one: str, measured: str) -
         f"{share_in_words(split / chunks)} of the {chunks:,} chunks in numbers of several digits "
         "are not 1:1."
     )
-    return Recommendation("projected_kl", title, (numbers_cut, one_to_one, measured))
+    return Recommendation("projected_kl", title, (numbers_cut, one_to_one, *reasons))
 
 
 BATCH_CHARACTERS: Final = 1 << 21
@@ -177,6 +194,8 @@ class AuditReport:
     scripts: Sequence[CoverageRow]
     classes: Sequence[CoverageRow]
     longest_chunk_bytes: int
+    repeats: int
+    """Chunks of one student token for which the teacher repeats one of its own."""
     most_tokens: Sequence[MultiTokenChunk]
     """Chunks that are not 1:1, by the tokens that they concern over the whole text."""
     largest: Sequence[MultiTokenChunk]
@@ -210,6 +229,7 @@ class PairAudit:
         self._documents = 0
         self._byte_count = 0
         self._longest_chunk_bytes = 0
+        self._repeats = 0
         self._refused: list[RefusedDocument] = []
         self._refused_count = 0
 
@@ -253,12 +273,18 @@ class PairAudit:
             scripts=self._tally.scripts(SCRIPTS),
             classes=classes,
             longest_chunk_bytes=self._longest_chunk_bytes,
+            repeats=self._repeats,
             most_tokens=self._ranking.by_tokens(),
             largest=self._ranking.by_size(),
             counts_are_exact=self._ranking.are_exact,
             refused_documents=self._refused_count,
             refused=tuple(self._refused),
-            recommendation=recommend(total, classes, same_vocabulary=self._same_vocabulary),
+            recommendation=recommend(
+                total,
+                classes,
+                same_vocabulary=self._same_vocabulary,
+                repeats=self._repeats,
+            ),
         )
 
     def _takes(self, document: AuditDocument) -> bool:
@@ -313,6 +339,8 @@ class PairAudit:
         self._longest_chunk_bytes = max(self._longest_chunk_bytes, int(byte_count.max()))
         script, text_class = self._classified(raws, bounds)
         self._tally.add(script, text_class, sizes[0], sizes[1], byte_count)
+        is_repeat = _repeats_one(teacher.ids, alignment.teacher_spans)
+        self._repeats += int((is_repeat & (sizes[0] == 1) & (sizes[1] > 1)).sum())
         multi_token = np.flatnonzero((sizes[0] > 1) | (sizes[1] > 1))
         spans = (alignment.student_spans[multi_token], alignment.teacher_spans[multi_token])
         self._ranking.add(
@@ -340,6 +368,13 @@ class PairAudit:
         )
         at = np.minimum(np.cumsum(covers) - covers, len(script) - 1)
         return script[at], text_class[at]
+
+
+def _repeats_one(ids: NDArray[np.int32], spans: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Whether all tokens of each span [C, 2] are one, bool [C]."""
+    changes = np.concatenate([np.zeros(1, np.int64), np.cumsum(ids[1:] != ids[:-1])])
+    is_one: NDArray[np.bool_] = changes[spans[:, 0]] == changes[spans[:, 1] - 1]
+    return is_one
 
 
 def _byte_bounds(alignment: Alignment, ends: NDArray[np.int64]) -> NDArray[np.int64]:

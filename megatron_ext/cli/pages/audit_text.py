@@ -91,6 +91,7 @@ class AuditRun:
             "scripts": [row.as_row() for row in report.scripts],
             "classes": [row.as_row() for row in report.classes],
             "longest_chunk_bytes": report.longest_chunk_bytes,
+            "repeats": report.repeats,
             "most_tokens": [one.as_row() for one in report.most_tokens],
             "largest": [one.as_row() for one in report.largest],
             "counts_are_exact": report.counts_are_exact,

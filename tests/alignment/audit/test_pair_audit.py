@@ -51,6 +51,11 @@ def test_counts_are_those_of_a_recount(tekken, sentencepiece, monkeypatch, batch
     assert report.byte_count == report.total.byte_count == 2 * sum(len(t.encode()) for t in TEXTS)
     assert report.student.tokens == report.total.student_tokens + counts.student_unaligned
     assert report.teacher.tokens == report.total.teacher_tokens + counts.teacher_unaligned
+    assert report.repeats == sum(
+        count
+        for (own, its), count in offenders.items()
+        if len(own) == 1 and len(its) > 1 and len({*its}) == 1
+    )
     for rows in (report.scripts, report.classes):
         assert sum(row.counts.one_to_one for row in rows) == counts.one_to_one
         assert sum(row.counts.chunks for row in rows) == counts.chunks
@@ -123,6 +128,14 @@ def test_a_document_that_one_side_has_no_token_for_joins_no_other():
 def test_text_that_no_token_covers_is_no_audit(tekken):
     with pytest.raises(DataError, match="no text to audit"):
         audit(tekken, tekken, ["", ""])
+
+
+def test_tokens_that_repeat_one_of_the_teachers_are_counted():
+    student = PieceTokenizer("aa", "aaa", "ab", "a", "b", "bb")
+    teacher = PieceTokenizer("a", "b", "bb")
+    # Two and three copies; ``ab`` is none, nor are single tokens, nor what both have.
+    assert audit(student, teacher, ["aa", "aaab", "abb", "bb"]).repeats == 2
+    assert audit(teacher, student, ["aa", "aaab", "abb", "bb"]).repeats == 0
 
 
 def test_the_same_tokenizer_is_one_to_one_and_needs_no_projection(tekken):

@@ -241,6 +241,16 @@ def test_the_same_tokenizer_needs_the_same_tokens_not_the_same_vocabulary_alone(
     assert recommend(row("all", 9, 1), [], same_vocabulary=True).objective == "projected_kl"
 
 
+def test_the_option_for_repeats_is_named_where_there_are_some():
+    few, enough = (
+        recommend(row("all", 900, 100), [], same_vocabulary=False, repeats=count)
+        for count in (0, 1)
+    )
+    assert not any("repeat_weight" in reason for reason in few.reasons)
+    assert "0.1% of the chunks" in enough.reasons[-1]
+    assert "repeat_weight" in enough.reasons[-1]
+
+
 def test_split_numbers_are_named_but_not_a_few_or_those_of_one_digit():
     split, few, single = (
         recommend(row("all", 10, 0), [row(name, 0, count)], same_vocabulary=False)
