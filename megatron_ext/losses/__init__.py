@@ -8,10 +8,11 @@ with needed_packages("megatron_ext.losses"):
         SumCount,
     )
 
-from megatron_ext.losses.base import Completions, CompletionSource, KnownAhead
+from megatron_ext.losses.base import KnownAhead
 from megatron_ext.losses.completions import ChunkCompletions, CompletionTable
 from megatron_ext.losses.context_parallel import ContextParallelPlan
 from megatron_ext.losses.learned_projection import LearnedProjection
+from megatron_ext.losses.lookup import Completions, CompletionSource
 from megatron_ext.losses.multi_teacher import MultiTeacherLossAggregator, TeacherObjective
 from megatron_ext.losses.nemo_rl import CrossTokenizerDistillationLossFn
 from megatron_ext.losses.nemo_rl_config import CrossTokenizerLossConfig, TeacherLossConfig

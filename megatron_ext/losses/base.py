@@ -18,20 +18,11 @@ import torch
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError, arguments_elsewhere
-from megatron_ext.losses.completions import ChunkCompletions, CompletionTable
-from megatron_ext.losses.prefix_rows import PrefixRows
-from megatron_ext.losses.prefix_table import PrefixTable
+from megatron_ext.losses.lookup import Completions
 from megatron_ext.losses.projection_shard import ProjectionShard
-from megatron_ext.losses.repeats import RepeatRows, RepeatTable
 from megatron_ext.losses.targets import TeacherTargets
 from megatron_ext.losses.vocabulary_match import BoundaryColumns, VocabularyMatch
 from megatron_ext.ops.prefix_masses import PrefixColumns
-
-Completions = ChunkCompletions | PrefixRows | RepeatRows
-"""What an objective needs to know of a batch's text, looked up where the batch is loaded."""
-
-CompletionSource = CompletionTable | PrefixTable | RepeatTable
-"""Table in which ``Completions`` are looked up, by its ``of_batch``."""
 
 SumCount = tuple[torch.Tensor, torch.Tensor]
 """Local sum (fp32 scalar) and the number of terms in it (int64 scalar)."""

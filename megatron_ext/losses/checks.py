@@ -6,7 +6,7 @@ B batch, Ts Tt tokens, Vp local columns. Host-side: only ``check_shards_agree`` 
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,13 @@ from megatron_ext.distributed.shard_collectives import gather_columns, group_siz
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs
+from megatron_ext.losses.lookup import Completions
 from megatron_ext.losses.projection_shard import ProjectionShard
 from megatron_ext.losses.targets import TargetKind, TeacherTargets
 from megatron_ext.losses.vocabulary_match import VocabularyMatch
 from megatron_ext.ops.divergence import Divergence
+
+Found = TypeVar("Found", bound=Completions)
 
 
 def check_shard(shard: VocabShard, *, side: str) -> None:
@@ -308,6 +311,29 @@ def check_choice(objective: str, option: str, value: object, choices: tuple[obje
             got=repr(value),
             expected=f"one of {', '.join(map(str, choices))}",
         )
+
+
+def check_completions(inputs: DistillationInputs, kind: type[Found], *, objective: str) -> Found:
+    """Return the inputs' completions, which are to be a ``kind`` and of their alignment.
+
+    Raises:
+        LossError: They are not.
+    """
+    found, alignment = inputs.completions, inputs.alignment
+    assert alignment is not None
+    if not isinstance(found, kind):
+        raise LossError(
+            f"the objective {objective} needs {kind.__name__} as completions",
+            got="none" if found is None else type(found).__name__,
+            fix="look them up in each batch where it is loaded, by the of_batch of their table",
+        )
+    if found.chunk_count != alignment.chunk_count:
+        raise LossError(
+            f"the completions of the objective {objective} are of another alignment",
+            got=f"{found.chunk_count} chunks",
+            expected=f"{alignment.chunk_count}",
+        )
+    return found
 
 
 def check_count(objective: str, option: str, value: int | None) -> None:

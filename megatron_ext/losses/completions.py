@@ -19,14 +19,18 @@ from numpy.typing import NDArray
 
 from megatron_ext.alignment.alignment import ChunkClass
 from megatron_ext.alignment.batch import AlignmentBatch
-from megatron_ext.constants import NO_CHUNK
-from megatron_ext.errors import LossError
+from megatron_ext.losses.lookup import (
+    ChunkSide,
+    Completions,
+    Ids,
+    check_labels,
+    ids_tensor,
+    joined,
+)
 from megatron_ext.losses.vocabulary_match import IdTable
 from megatron_ext.ops.partition_kl import ChainRows, Chains, SingleRows
 from megatron_ext.projection.speller import Speller
 from megatron_ext.tokenizers.base import ByteTokenizer
-
-Ids = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,7 +188,7 @@ def _lowest_ids(tokens: Sequence[bytes | None]) -> dict[bytes, int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkCompletions:
+class ChunkCompletions(Completions):
     """Rows and completions that ``partition_kl`` compares; rows count over the flattened [B, T].
 
     Chunks of one token a side are ``singles``, all others ``chains``. A chunk of several tokens is
@@ -200,9 +204,6 @@ class ChunkCompletions:
 
     chain_chunk: torch.Tensor
     """[H] int64: chunk of each chain, ascending."""
-
-    chunk_count: int
-    """C, chunks of the alignment."""
 
     @classmethod
     def of(
@@ -246,27 +247,19 @@ class ChunkCompletions:
         ]
         counts = [len(ids) for ids, _ in completions]
         chains = Chains(
-            student=sides[0].chain_rows(chain_chunk, _joined([ids for ids, _ in completions])),
-            teacher=sides[1].chain_rows(chain_chunk, _joined([ids for _, ids in completions])),
-            completion_chain=_tensor(np.repeat(np.arange(len(completions)), counts)),
+            student=sides[0].chain_rows(chain_chunk, joined([ids for ids, _ in completions])),
+            teacher=sides[1].chain_rows(chain_chunk, joined([ids for _, ids in completions])),
+            completion_chain=ids_tensor(np.repeat(np.arange(len(completions)), counts)),
             completion_pointers=(0, *np.cumsum(counts, dtype=np.int64).tolist()),
             longest=max((side.longest(chain_chunk) for side in sides), default=0),
         )
         return cls(
-            singles=SingleRows(*(_tensor(side.first_rows(single_chunk)) for side in sides)),
-            single_chunk=_tensor(single_chunk),
+            singles=SingleRows(*(ids_tensor(side.first_rows(single_chunk)) for side in sides)),
+            single_chunk=ids_tensor(single_chunk),
             chains=chains,
-            chain_chunk=_tensor(chain_chunk),
+            chain_chunk=ids_tensor(chain_chunk),
             chunk_count=alignment.chunk_count,
         )
-
-    def to(self, device: torch.device | str) -> ChunkCompletions:
-        """Copy to ``device``."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def pin_memory(self) -> ChunkCompletions:
-        """Copy to page-locked memory, from which ``to`` does not block."""
-        return self._each(torch.Tensor.pin_memory)
 
     def by_place(self, student: IdTable, teacher: IdTable) -> ChunkCompletions:
         """Replace ids by their places in a vocabulary layout."""
@@ -279,7 +272,7 @@ class ChunkCompletions:
             ),
         )
 
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ChunkCompletions:
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ChunkCompletions:
         chains = self.chains
         return replace(
             self,
@@ -294,85 +287,7 @@ class ChunkCompletions:
         )
 
 
-class ChunkSide:
-    """Rows and labels of each chunk on one side, in order."""
-
-    def __init__(self, chunk_id: Ids, labels: Ids, chunk_count: int) -> None:
-        flat = chunk_id.reshape(-1)
-        used = np.flatnonzero(flat != NO_CHUNK)
-        self._rows = used[np.argsort(flat[used], kind="stable")]
-        self._labels = labels.reshape(-1)
-        self._pointers = np.zeros(chunk_count + 1, dtype=np.int64)
-        np.cumsum(np.bincount(flat[used], minlength=chunk_count), out=self._pointers[1:])
-        unlabelled = np.bincount(flat[used], self._labels[used] < 0, minlength=chunk_count)
-        self.is_labelled: NDArray[np.bool_] = unlabelled == 0
-        """[C] chunks of which every token has a label."""
-
-    def rows_of(self, chunk: int) -> Ids:
-        """Rows of a chunk, ascending."""
-        rows: Ids = self._rows[self._pointers[chunk] : self._pointers[chunk + 1]]
-        return rows
-
-    def labels_of(self, chunk: int) -> Ids:
-        """Labels of a chunk's rows."""
-        labels: Ids = self._labels[self.rows_of(chunk)]
-        return labels
-
-    def first_rows(self, chunks: Ids) -> Ids:
-        """First row of each chunk."""
-        rows: Ids = self._rows[self._pointers[chunks]]
-        return rows
-
-    def longest(self, chunks: Ids) -> int:
-        """Largest number of tokens before the last one in any of the chunks."""
-        sizes = np.diff(self._pointers)[chunks]
-        return int(sizes.max(initial=1)) - 1
-
-    def chain_rows(self, chunks: Ids, completion: Ids) -> ChainRows:
-        """Rows of chunks of several tokens, for ``ops.partition_kl``."""
-        rows = [self.rows_of(chunk) for chunk in chunks.tolist()]
-        steps = [len(chunk_rows) - 1 for chunk_rows in rows]
-        step_row = _joined([chunk_rows[:-1] for chunk_rows in rows])
-        return ChainRows(
-            step_row=_tensor(step_row),
-            step_label=_tensor(self._labels[step_row]),
-            step_chain=_tensor(np.repeat(np.arange(len(rows)), steps)),
-            step_place=_tensor(_joined([np.arange(count) for count in steps])),
-            last_row=_tensor(_joined([chunk_rows[-1:] for chunk_rows in rows])),
-            completion=_tensor(completion),
-        )
-
-
 def _by_place(rows: ChainRows, table: IdTable) -> ChainRows:
     return rows._replace(
         step_label=table.places_of(rows.step_label), completion=table.places_of(rows.completion)
     )
-
-
-def _joined(parts: list[Ids]) -> Ids:
-    return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
-
-
-def _tensor(ids: Ids) -> torch.Tensor:
-    return torch.from_numpy(ids.astype(np.int64))
-
-
-def check_labels(side: str, chunk_id: torch.Tensor, labels: torch.Tensor, vocab_size: int) -> None:
-    """Check labels of a batch against the chunk ids and the vocabulary of a table.
-
-    Raises:
-        LossError: Labels of another shape, or outside the vocabulary.
-    """
-    if labels.shape != chunk_id.shape:
-        raise LossError(
-            f"the {side}'s labels do not fit its chunk ids [B, T]",
-            got=tuple(labels.shape),
-            expected=tuple(chunk_id.shape),
-        )
-    if labels.numel() and int(labels.max()) >= vocab_size:
-        raise LossError(
-            f"a label of the {side} lies outside the vocabulary of the completions",
-            got=int(labels.max()),
-            expected=f"below {vocab_size}",
-            fix="build the completion table from the tokenizers of the data",
-        )

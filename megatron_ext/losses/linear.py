@@ -15,12 +15,12 @@ import torch
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import (
-    CompletionSource,
     DistillationInputs,
     KnownAhead,
     LossOutput,
 )
 from megatron_ext.losses.fused_evaluation import evaluate_together
+from megatron_ext.losses.lookup import CompletionSource
 from megatron_ext.losses.microbatch_tiles import MicrobatchTiles
 from megatron_ext.losses.objective import Objective, Scale
 from megatron_ext.losses.targets import TeacherTargets

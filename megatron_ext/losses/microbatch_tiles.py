@@ -13,11 +13,10 @@ import torch
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.losses.base import (
-    Completions,
-    CompletionSource,
     DistillationInputs,
     KnownAhead,
 )
+from megatron_ext.losses.lookup import Completions, CompletionSource
 from megatron_ext.losses.vocabulary_match import IdTable
 from megatron_ext.ops.tile_plan import Tile, TilePlan
 

@@ -13,18 +13,15 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from megatron_ext.alignment.alignment import ChunkClass
 from megatron_ext.alignment.batch import AlignmentBatch
-from megatron_ext.losses.completions import ChunkSide, check_labels
+from megatron_ext.losses.lookup import ChunkSide, Completions, Ids, check_labels
 from megatron_ext.losses.vocabulary_match import IdTable
 from megatron_ext.ops.prefix_masses import PrefixSums, Spans
 
 if TYPE_CHECKING:
     from megatron_ext.losses.prefix_table import PrefixTable
-
-Ids = NDArray[np.int64]
 
 
 class RowPairs(NamedTuple):
@@ -58,7 +55,7 @@ class PrefixCut(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixRows:
+class PrefixRows(Completions):
     """Student rows in two kinds, and what the teacher's masses at them are made of.
 
     At a *start*, as the first row of every chunk is, both models predict from the same bytes on;
@@ -87,9 +84,6 @@ class PrefixRows:
     spans: Spans
     """Rows count over starts and then middles. ``gains`` and ``loses`` of a start are student
     tokens, of a middle indices among all completions."""
-
-    chunk_count: int
-    """C, chunks of the alignment."""
 
     @classmethod
     def of(
@@ -127,14 +121,6 @@ class PrefixRows:
             )
             yield PrefixCut(rows, starts, middles)
 
-    def to(self, device: torch.device | str) -> PrefixRows:
-        """Copy to ``device``."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def pin_memory(self) -> PrefixRows:
-        """Copy to page-locked memory, from which ``to`` does not block."""
-        return self._each(torch.Tensor.pin_memory)
-
     def by_place(self, student: IdTable, teacher: IdTable) -> PrefixRows:
         """Replace ids by their places in a vocabulary layout."""
         spans = self.spans
@@ -151,7 +137,7 @@ class PrefixRows:
             ),
         )
 
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PrefixRows:
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PrefixRows:
         return replace(
             self,
             starts=self.starts.each(change),

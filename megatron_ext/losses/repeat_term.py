@@ -9,7 +9,7 @@ import torch
 from megatron_ext.distributed.vocab_parallel import accumulation_dtype
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, SumCount
-from megatron_ext.losses.checks import Numerics
+from megatron_ext.losses.checks import Numerics, check_completions
 from megatron_ext.losses.diagnostics import chunk_mask, over_chunks
 from megatron_ext.losses.repeats import RepeatRows
 from megatron_ext.ops.chunk_rows import ChunkedLogits, index_sum
@@ -51,20 +51,8 @@ class RepeatTerm(NamedTuple):
         Raises:
             LossError: The inputs have no ``RepeatRows`` of their alignment.
         """
-        rows, alignment = inputs.completions, inputs.alignment
-        assert alignment is not None
-        if not isinstance(rows, RepeatRows):
-            raise LossError(
-                "the objective projected_kl with a repeat_weight needs the rows of repeats",
-                got=f"{type(rows).__name__} as completions",
-                fix="call RepeatTable.of_batch for each batch where it is loaded",
-            )
-        if rows.chunk_count != alignment.chunk_count:
-            raise LossError(
-                "the rows of repeats are of another alignment",
-                got=f"{rows.chunk_count} chunks",
-                expected=f"{alignment.chunk_count}",
-            )
+        name = "projected_kl with repeat_weight"
+        rows = check_completions(inputs, RepeatRows, objective=name)
         mask = chunk_mask(inputs, usable)
         return cls(
             rows, weight, options, None if mask is None else mask[rows.chunk], implementation

@@ -14,39 +14,25 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.constants import NO_CHUNK
-from megatron_ext.losses.completions import check_labels
+from megatron_ext.losses.lookup import Completions, check_labels
 from megatron_ext.losses.vocabulary_match import IdTable, row_samples
 from megatron_ext.ops.repeats import Repeats
 from megatron_ext.projection.projection_matrix import ProjectionMatrix
 from megatron_ext.projection.speller import Speller
 from megatron_ext.tokenizers.base import ByteTokenizer
 
-Ids = NDArray[np.int64]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RepeatRows:
+class RepeatRows(Completions):
     """Rows of a batch at which the student has several tokens of the same row to choose from."""
 
     repeats: Repeats
 
     chunk: torch.Tensor
     """[R] int64: chunk of each row."""
-
-    chunk_count: int
-    """C, chunks of the alignment."""
-
-    def to(self, device: torch.device | str) -> RepeatRows:
-        """Copy to ``device``."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def pin_memory(self) -> RepeatRows:
-        """Copy to page-locked memory, from which ``to`` does not block."""
-        return self._each(torch.Tensor.pin_memory)
 
     def by_place(self, student: IdTable, teacher: IdTable) -> RepeatRows:
         """Replace ids by their places in a vocabulary layout."""
@@ -59,7 +45,7 @@ class RepeatRows:
             ),
         )
 
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> RepeatRows:
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> RepeatRows:
         return replace(self, repeats=Repeats(*map(change, self.repeats)), chunk=change(self.chunk))
 
 

@@ -156,7 +156,7 @@ def test_the_term_is_added_with_its_weight_and_told_apart():
 
 def test_it_needs_its_rows_and_has_no_linear_form():
     objective = LOSS_REGISTRY["projected_kl"](repeat_weight=1.0)
-    with pytest.raises(LossError, match="needs the rows of repeats"):
+    with pytest.raises(LossError, match="needs RepeatRows as completions; got none"):
         objective(inputs_of(Microbatch.random(), (0, 0)))
     few, more = (with_repeats(Microbatch.random(batch=size), (0, 0)) for size in (2, 3))
     with pytest.raises(LossError, match="of another alignment"):

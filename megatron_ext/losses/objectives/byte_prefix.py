@@ -15,7 +15,7 @@ from megatron_ext.constants import NO_CHUNK
 from megatron_ext.distributed.vocab_parallel import SLICE_ELEMENTS
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
-from megatron_ext.losses.checks import check_alignment, check_student
+from megatron_ext.losses.checks import check_alignment, check_completions, check_student
 from megatron_ext.losses.diagnostics import (
     bad_flags,
     class_metrics,
@@ -202,23 +202,15 @@ class BytePrefixLoss(FusedObjective):
 
     def _rows(self, inputs: DistillationInputs) -> tuple[PrefixRows, PrefixColumns, TeacherTargets]:
         check_student(inputs)
-        alignment, teacher = check_alignment(
-            inputs, objective=self.name, kinds=("logits", "hidden")
-        )
-        rows, columns = inputs.completions, inputs.prefix_columns
-        if not isinstance(rows, PrefixRows) or columns is None:
+        _, teacher = check_alignment(inputs, objective=self.name, kinds=("logits", "hidden"))
+        rows = check_completions(inputs, PrefixRows, objective=self.name)
+        if inputs.prefix_columns is None:
             raise LossError(
-                f"the objective {self.name} needs rows and columns of prefixes",
-                got="no columns" if columns is None else f"{type(rows).__name__} as completions",
-                fix="call PrefixTable.of_batch for each batch where it is loaded",
+                f"the objective {self.name} needs the columns of prefixes",
+                got="none",
+                fix="give PrefixTable.columns as prefix_columns",
             )
-        if rows.chunk_count != alignment.chunk_count:
-            raise LossError(
-                "the prefix rows are of another alignment",
-                got=f"{rows.chunk_count} chunks",
-                expected=f"{alignment.chunk_count}",
-            )
-        return rows, columns, teacher
+        return rows, inputs.prefix_columns, teacher
 
     def _part(
         self, inputs: DistillationInputs, cut: PrefixCut, used: torch.Tensor, masses: RowMasses

@@ -15,7 +15,12 @@ from megatron_ext.alignment.alignment import ChunkClass
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
-from megatron_ext.losses.checks import check_alignment, check_student
+from megatron_ext.losses.checks import (
+    check_alignment,
+    check_completions,
+    check_match,
+    check_student,
+)
 from megatron_ext.losses.completions import ChunkCompletions
 from megatron_ext.losses.diagnostics import (
     bad_flags,
@@ -34,7 +39,7 @@ from megatron_ext.losses.objective import (
     label_scales,
 )
 from megatron_ext.losses.objectives.chunk_likelihood import labelled_ahead
-from megatron_ext.losses.vocabulary_match import VocabularyMatch, singles_as_chains, topk_masses
+from megatron_ext.losses.vocabulary_match import singles_as_chains, topk_masses
 from megatron_ext.ops.divergence import Divergence, DivergenceOptions, check_divergence
 from megatron_ext.ops.launch import Implementation, check_implementation
 from megatron_ext.ops.partition_kl import (
@@ -181,10 +186,11 @@ class PartitionKLLoss(FusedObjective):
             LossError: See the class.
         """
         check_student(inputs)
-        alignment, teacher = check_alignment(
-            inputs, objective="partition_kl", kinds=("logits", "hidden", "topk")
+        _, teacher = check_alignment(
+            inputs, objective=self.name, kinds=("logits", "hidden", "topk")
         )
-        match, completions = _check_completions(inputs, alignment)
+        match = check_match(inputs, objective=self.name)
+        completions = check_completions(inputs, ChunkCompletions, objective=self.name)
         counted = torch.ones_like(completions.chain_chunk, dtype=torch.bool)
         if inputs.chunk_mask is not None:
             counted = inputs.chunk_mask[completions.chain_chunk]
@@ -263,25 +269,6 @@ class PartitionKLLoss(FusedObjective):
 
 def _joined(parts: tuple[EventComparison, EventComparison]) -> EventComparison:
     return EventComparison(*(torch.cat(pair) for pair in zip(*parts, strict=True)))
-
-
-def _check_completions(
-    inputs: DistillationInputs, alignment: AlignmentBatch
-) -> tuple[VocabularyMatch, ChunkCompletions]:
-    match, completions = inputs.match, inputs.completions
-    if match is None or not isinstance(completions, ChunkCompletions):
-        raise LossError(
-            "the objective partition_kl needs the common vocabulary and the chunks' completions",
-            got="no match" if match is None else "no completions",
-            fix="call CompletionTable.of_batch for each batch where it is loaded",
-        )
-    if completions.chunk_count != alignment.chunk_count:
-        raise LossError(
-            "the completions are of another alignment",
-            got=f"{completions.chunk_count} chunks",
-            expected=f"{alignment.chunk_count}",
-        )
-    return match, completions
 
 
 LOSS_REGISTRY.register("partition_kl", PartitionKLLoss)

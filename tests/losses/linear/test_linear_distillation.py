@@ -31,6 +31,7 @@ WHOLE_ONLY = {
     if case.name in ("dskd", "hidden_mse", "hidden_cosine", "sampled_kl")
     or (case.name == "alm" and case.options.get("debias", True))
     or case.options.get("alignment") == "position"
+    or "repeat_weight" in case.options
 }
 TILED = [name for name in CASES if name not in WHOLE_ONLY]
 WITH_CROSS_ENTROPY = ("projected_kl", "partition_kl", "vocab_kl", "strict_topk", "gold")

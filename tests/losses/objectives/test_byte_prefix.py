@@ -312,8 +312,8 @@ def test_a_chunk_of_other_bytes_on_both_sides_has_its_start_alone() -> None:
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"prefix_columns": None}, "needs rows and columns of prefixes; got no columns"),
-        ({"completions": None}, "got NoneType as completions"),
+        ({"prefix_columns": None}, "needs the columns of prefixes; got none"),
+        ({"completions": None}, "needs PrefixRows as completions; got none"),
     ],
 )
 def test_what_is_missing_is_named(parts: dict[str, Any], message: str) -> None:
@@ -326,7 +326,7 @@ def test_rows_of_another_batch_are_refused() -> None:
     inputs = Reading(TEXTS[0], PAIRS["pairs of bytes"], seeds=(1, 2)).inputs()
     other = Reading(TEXTS[1], PAIRS["overlapping"], seeds=(1, 2)).inputs()
     assert inputs.completions.chunk_count != other.completions.chunk_count
-    with pytest.raises(LossError, match="prefix rows are of another alignment"):
+    with pytest.raises(LossError, match="byte_prefix are of another alignment"):
         BytePrefixLoss()(replace(inputs, completions=other.completions))
 
 

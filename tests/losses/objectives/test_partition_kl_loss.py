@@ -303,8 +303,8 @@ def test_kernels_give_what_torch_gives(kind: str) -> None:
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"match": None}, "common vocabulary and the chunks' completions; got no match"),
-        ({"completions": None}, "got no completions"),
+        ({"match": None}, "needs to know which tokens both vocabularies have; got no match"),
+        ({"completions": None}, "needs ChunkCompletions as completions; got none"),
     ],
 )
 def test_what_is_missing_is_named(parts: dict[str, Any], message: str) -> None:
@@ -317,7 +317,7 @@ def test_completions_of_another_batch_are_refused() -> None:
     inputs = Pair(TEXTS[0], PREFIX_FREE["pairs of bytes"], seeds=(1, 2)).inputs()
     other = Pair(TEXTS[1], VOCABULARIES["overlapping"], seeds=(1, 2)).inputs()
     assert inputs.completions.chunk_count != other.completions.chunk_count
-    with pytest.raises(LossError, match="completions are of another alignment; got"):
+    with pytest.raises(LossError, match="partition_kl are of another alignment; got"):
         PartitionKLLoss()(replace(inputs, completions=other.completions))
 
 
