@@ -52,20 +52,6 @@ def copy_to_shards(x: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
     return out
 
 
-def reduce_scatter_columns(x: torch.Tensor, width: int, group: ProcessGroup | None) -> torch.Tensor:
-    """Sum ``x`` over the ranks and keep this rank's ``width`` columns.
-
-    Args:
-        x: [C, V] with V <= ``width * group_size``; columns missing at the end count as zero.
-        width: Columns each rank keeps, equal on all of them (``VocabShard.width``).
-
-    Returns:
-        [C, width]. Forward: one reduce-scatter. Backward: one all-gather.
-    """
-    out: torch.Tensor = _ReduceScatterColumns.apply(x, width, group)
-    return out
-
-
 def gather_columns(x: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
     """Join every rank's [C, width] to [C, width * group_size], no graph. One all-gather."""
     if group is None:
@@ -76,7 +62,11 @@ def gather_columns(x: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
 
 
 def sum_columns(x: torch.Tensor, width: int, group: ProcessGroup | None) -> torch.Tensor:
-    """``reduce_scatter_columns`` without a graph. One reduce-scatter.
+    """Sum ``x`` over the ranks and keep ``width`` columns on each. One reduce-scatter, no graph.
+
+    Args:
+        x: [C, V] with V <= ``width * group_size``; columns missing at the end count as zero.
+        width: Columns each rank keeps, equal on all of them (``VocabShard.width``).
 
     CPU tensors travel through gloo, which has no reduce-scatter before torch 2.7: there it is one
     all-reduce, of which each rank keeps its slice.
@@ -171,15 +161,3 @@ class _CopyToShards(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return all_reduce_sum(grad, ctx.group), None
-
-
-class _ReduceScatterColumns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, width: int, group: ProcessGroup | None) -> torch.Tensor:
-        ctx.columns, ctx.group = x.shape[-1], group
-        return sum_columns(x, width, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return gather_columns(grad, ctx.group)[..., : ctx.columns], None, None

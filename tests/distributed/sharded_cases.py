@@ -82,24 +82,6 @@ def _copy_to_shards(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tenso
     return [loss.detach(), grad], matrix.new_zeros(1, 0)
 
 
-def _reduce_scatter(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Partial sums over the ranks' rows, as a projection makes them."""
-    student = vocab_shard(37, PADDING[0], rank, ranks, group)
-    teacher = vocab_shard(23, PADDING[1], rank, ranks, group)
-    batch = Microbatch.random()
-    x = columns(batch.student_logits[0], student)
-    x[:, student.valid_width :] = 0.0
-    x.requires_grad_()
-    rows = torch.zeros(student.width, 23)
-    rows[: student.valid_width] = batch.projection[student.start : student.stop]
-    projected = collectives.reduce_scatter_columns(x @ rows, teacher.width, group)
-    weights = torch.cos(torch.arange(teacher.start, teacher.stop, dtype=torch.float32))
-    loss = collectives.sum_over_shards((projected.square() * weights).sum(), group)
-    (grad,) = torch.autograd.grad(loss, x)
-    gathered = collectives.gather_columns(projected.detach(), group)
-    return [loss.detach(), gathered[:, :23]], grad
-
-
 def _argmax(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Ties across shards, and rows of -inf."""
     full = Microbatch.random().student_logits.flatten(0, 1).round()
@@ -187,7 +169,6 @@ def _top_log_probs(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor
 CASES: dict[str, Case] = {
     "log-softmax": _log_softmax,
     "copy to shards": _copy_to_shards,
-    "reduce-scatter": _reduce_scatter,
     "argmax": _argmax,
     "next token": _objective("next_token"),
     # exp(-300) is zero in fp32: the shard of padding alone must not set the peak.

@@ -356,11 +356,6 @@ class ModelConfig:
         """Inner width of an expert."""
         return self.moe_ffn_hidden_size or self.ffn_width
 
-    @property
-    def has_router_losses(self) -> bool:
-        """Whether routers add losses of their own."""
-        return self.num_experts is not None and self.moe_aux_loss_coeff + self.moe_z_loss_coeff > 0
-
     def padded_ids(self, vocab_size: int) -> int:
         """Rows that a vocabulary of ``vocab_size`` ids has before it is padded."""
         return max(vocab_size, self.vocab_size or 0)
