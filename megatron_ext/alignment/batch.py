@@ -93,6 +93,13 @@ class AlignmentBatch:
     teacher_cu_seqlens: torch.Tensor | None = None
     """[B + 1] int32"""
 
+    student_behind: torch.Tensor | None = None
+    """[C] int64: row behind each chunk, -1 where there is none, of rows that are not all those of
+    their texts, one behind another; None: of the same row of labels, where it has one."""
+
+    teacher_behind: torch.Tensor | None = None
+    """[C] int64"""
+
     @classmethod
     def from_chunk_ids(
         cls,

@@ -179,6 +179,7 @@ class LinearDistillation:
             paired=any(objective.needs.same_tokenizer for objective in objectives)
             or known.alignment is None,
             with_labels=any(objective.sums_over == "tokens" for objective in objectives),
+            with_rows_behind=any(objective.reads_behind for objective in objectives),
             table=table,
         )
 

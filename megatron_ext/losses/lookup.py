@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -66,6 +66,34 @@ class CompletionSource(Protocol):
         Raises:
             LossError: Labels of another shape than the alignment, or outside the vocabularies.
         """
+
+
+class PlaceAfter(NamedTuple):
+    """Row after each chunk [C]; an arbitrary row where there is none."""
+
+    row: torch.Tensor
+    exists: torch.Tensor
+
+
+def places_after(
+    alignment: AlignmentBatch, labels: torch.Tensor, teacher_labels: torch.Tensor
+) -> tuple[PlaceAfter, PlaceAfter]:
+    """Rows after each chunk in the student's rows and in the teacher's; labels [B, T]."""
+    return (
+        _place_after(alignment.student_spans, alignment.student_behind, labels),
+        _place_after(alignment.teacher_spans, alignment.teacher_behind, teacher_labels),
+    )
+
+
+def _place_after(
+    spans: torch.Tensor, behind: torch.Tensor | None, labels: torch.Tensor
+) -> PlaceAfter:
+    """A row exists where it is of the same sequence and has a label, unless it is given."""
+    if behind is not None:
+        return PlaceAfter(behind.clamp(min=0), behind >= 0)
+    within = spans[:, 1] % labels.shape[1] != 0
+    row = torch.where(within, spans[:, 1], 0)
+    return PlaceAfter(row, within & (labels.flatten()[row] >= 0))
 
 
 class ChunkSide:

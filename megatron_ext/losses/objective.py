@@ -201,8 +201,13 @@ class Objective(ABC):
     @property
     def why_no_linear_form(self) -> str | None:
         """Reason why it has no linear form; None: each chunk's or label's term depends on its own
-        rows of logits alone."""
+        rows of logits alone, and the row behind if it ``reads_behind``."""
         return self.why_no_context_parallel or "it needs all positions, or hidden states"
+
+    @property
+    def reads_behind(self) -> bool:
+        """Whether it reads the rows behind chunks."""
+        return False
 
     def tells_bad(self, inputs: DistillationInputs) -> bool:
         """Whether ``LossOutput.bad`` says of these inputs what ``check_finite`` would."""

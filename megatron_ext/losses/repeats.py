@@ -9,7 +9,7 @@ B batch, Ts Tt tokens, C chunks, Vs Vt vocabularies, R rows, M members, K steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,8 +17,8 @@ import torch
 
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.constants import NO_CHUNK
-from megatron_ext.losses.lookup import Completions, check_labels
-from megatron_ext.losses.vocabulary_match import IdTable, row_samples
+from megatron_ext.losses.lookup import Completions, check_labels, places_after
+from megatron_ext.losses.vocabulary_match import IdTable
 from megatron_ext.ops.repeats import Repeats
 from megatron_ext.projection.projection_matrix import ProjectionMatrix
 from megatron_ext.projection.speller import Speller
@@ -132,7 +132,7 @@ class RepeatTable:
         ):
             check_labels(side, chunk_id, given, size)
             labels.append(given.numpy().reshape(-1))
-        sample = row_samples(teacher_labels, alignment.teacher_cu_seqlens).numpy()
+        _, behind = places_after(alignment, student_labels, teacher_labels)
         found = _Found()
         for row, chunk in _rows_of_one(alignment):
             column, count = self.copies.get(int(labels[0][row]), (-1, 0))
@@ -141,10 +141,10 @@ class RepeatTable:
             begin, end = alignment.teacher_spans[chunk].tolist()
             if end - begin != count or (labels[1][begin:end] != column).any():
                 continue
-            goes_on = end < len(sample) and sample[end] == sample[begin] and labels[1][end] >= 0
-            found.add(
-                row, chunk, self.members[column], column, range(begin + 1, end + bool(goes_on))
-            )
+            steps = [*range(begin + 1, end)]
+            if behind.exists[chunk]:
+                steps.append(int(behind.row[chunk]))
+            found.add(row, chunk, self.members[column], column, steps)
         return found.rows(alignment.chunk_count)
 
 
@@ -169,7 +169,7 @@ class _Found:
         self._pairs: list[tuple[int, int]] = []
 
     def add(
-        self, row: int, chunk: int, members: Mapping[int, int], column: int, steps: range
+        self, row: int, chunk: int, members: Mapping[int, int], column: int, steps: Sequence[int]
     ) -> None:
         """Add a row, unless the teacher's rows of ``steps`` reach fewer than two members."""
         reached = [count - 1 if count <= 1 + len(steps) else -1 for count in members]

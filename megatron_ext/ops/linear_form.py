@@ -101,6 +101,7 @@ class _LinearLoss(torch.autograd.Function):
         if needs[1]:
             d_weight = torch.zeros_like(weight, dtype=dtype) if main_grad is None else main_grad
         buffer = weight.new_empty(plan.largest[0], len(weight))
+        is_shared = any(tile.shares_last for tile in plan.tiles)
         for tile in plan.tiles:
             part = hidden[plan.student_index(tile)]
             logits = buffer[: tile.student_count]
@@ -113,7 +114,11 @@ class _LinearLoss(torch.autograd.Function):
             if gradient is None:
                 continue
             if d_hidden is not None:
-                d_hidden[plan.student_index(tile)] = gradient @ weight
+                index = plan.student_index(tile)
+                if is_shared:
+                    d_hidden[index] += gradient @ weight
+                else:
+                    d_hidden[index] = gradient @ weight
             if d_weight is not None:
                 add_weight_gradient_(d_weight, gradient, part)
             if d_bias is not None:

@@ -29,6 +29,10 @@ class Tile(NamedTuple):
     chunks: slice
     """Range of ``TilePlan.chunks``."""
 
+    shares_last: bool = False
+    """Whether the last student row is the first of the next tile, read behind a chunk. The last
+    teacher row can be too."""
+
     @property
     def student_count(self) -> int:
         """Number of student rows."""
@@ -85,6 +89,7 @@ class TilePlan:
         *,
         rows: int,
         student_used: torch.Tensor | None = None,
+        behind: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> TilePlan:
         """Cut into as few tiles of at most ``rows`` rows a side as possible. Linear in the rows.
 
@@ -98,6 +103,8 @@ class TilePlan:
             chunk_count: C; every chunk has a row on each side.
             student_used: bool, of the shape of ``student_chunk_id``: rows used besides those of
                 chunks, as those with a label. None: all rows.
+            behind: bool masks of both sides: rows that are read behind a chunk, each of them next
+                to a chunk's last row. A tile that ends with a chunk has its row too. None: no rows.
 
         Raises:
             LossError: ``rows`` below 1; ids on another device, out of range or missing on a side.
@@ -111,7 +118,12 @@ class TilePlan:
         is_used: NDArray[np.bool_] = np.ones(len(student), dtype=np.bool_)
         if student_used is not None:
             is_used = student_used.cpu().numpy().reshape(-1) | (student >= 0)
-        student_rows, teacher_rows = np.flatnonzero(is_used), np.flatnonzero(teacher >= 0)
+        its_used = teacher >= 0
+        read = (np.zeros(0, np.bool_),) * 2
+        if behind is not None:
+            read = behind[0].numpy().reshape(-1), behind[1].numpy().reshape(-1)
+            is_used, its_used = is_used | read[0], its_used | read[1]
+        student_rows, teacher_rows = np.flatnonzero(is_used), np.flatnonzero(its_used)
         student_ids, teacher_ids = student[student_rows], teacher[teacher_rows]
         begins = np.zeros(len(student_ids), dtype=np.bool_)
         begins[_first_places(student_ids, chunk_count)] = True
@@ -119,9 +131,13 @@ class TilePlan:
         place = np.empty(chunk_count, dtype=np.int64)
         place[chunks] = np.arange(chunk_count)
         student_ids = np.where(student_ids < 0, -1, place[student_ids] if chunk_count else -1)
-        teacher_ids = place[teacher_ids]
+        teacher_ids = np.where(teacher_ids < 0, -1, place[teacher_ids] if chunk_count else -1)
+        tiles = _tiles(_cuts(student_ids, teacher_ids, chunk_count), rows)
+        if behind is not None:
+            is_read = read[0][student_rows], read[1][teacher_rows]
+            tiles = [_with_row_behind(tile, *is_read) for tile in tiles]
         return cls(
-            tiles=tuple(_tiles(_cuts(student_ids, teacher_ids, chunk_count), rows)),
+            tiles=tuple(tiles),
             student_rows=torch.from_numpy(student_rows.astype(np.int64)),
             teacher_rows=torch.from_numpy(teacher_rows.astype(np.int64)),
             student_chunk_id=torch.from_numpy(student_ids),
@@ -185,7 +201,7 @@ def _cuts(student: Ids, teacher: Ids, chunk_count: int) -> _Cuts:
 
     Args:
         student: [Ns] chunks in the order of their first rows, -1 for none.
-        teacher: [Nt] the same chunks; no row without.
+        teacher: [Nt] the same chunks.
     """
     position = np.arange(len(student) + 1)
     # [Ns + 1]: chunks that begin before a row, and whether they end before it.
@@ -214,9 +230,26 @@ def _tiles(cuts: _Cuts, rows: int) -> list[Tile]:
         for side in (cuts.student, cuts.teacher):
             end = min(end, int(np.searchsorted(side, side[begin] + rows, side="right")))
         end = max(end - 1, begin + 1)
-        tiles.append(Tile(*(slice(int(side[begin]), int(side[end])) for side in cuts)))
+        student, teacher, chunks = (slice(int(side[begin]), int(side[end])) for side in cuts)
+        tiles.append(Tile(student, teacher, chunks))
         begin = end
     return tiles
+
+
+def _with_row_behind(tile: Tile, student: NDArray[np.bool_], teacher: NDArray[np.bool_]) -> Tile:
+    """The tile, with the next used row of each side where that is read behind a chunk.
+
+    The chunk is this tile's: its last row is the used row before.
+    """
+    own, its = (
+        stop < len(side) and bool(side[stop])
+        for stop, side in ((tile.student.stop, student), (tile.teacher.stop, teacher))
+    )
+    return tile._replace(
+        student=slice(tile.student.start, tile.student.stop + own),
+        teacher=slice(tile.teacher.start, tile.teacher.stop + its),
+        shares_last=own,
+    )
 
 
 def _first_places(chunk_id: Ids, chunk_count: int) -> Ids:

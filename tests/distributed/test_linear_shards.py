@@ -12,7 +12,7 @@ from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs, KnownAhead, TeacherTargets
 from megatron_ext.losses.linear import LinearDistillation, no_logits
 from megatron_ext.losses.objective import Objective
-from tests.distributed.sharded_inputs import completed
+from tests.distributed.sharded_inputs import completed, repeating, with_boundaries
 from tests.losses.linear.linear_case import ordered
 from tests.losses.microbatch import Microbatch
 from tests.losses.objective_cases import table_of
@@ -23,7 +23,7 @@ PADDING = (15, 5)
 
 HIDDEN = 6
 SCALES = {"kd": 0.7, "ce": 0.3}
-NAMES = ("projected_kl", "partition_kl", "vocab_kl", "strict_topk", "next_token")
+NAMES = ("projected_kl", "partition_kl", "vocab_kl", "strict_topk", "next_token", "alm", "repeats")
 
 Result = dict[str, tuple[list[torch.Tensor], torch.Tensor]]
 """Name -> (what is replicated, the gradient of this rank's head rows)."""
@@ -43,7 +43,9 @@ def _case(name: str, rank: int, ranks: int, group: Any) -> tuple[list[torch.Tens
     if name == "vocab_kl":
         batch = ordered(Microbatch.random(vocabs=(37, 37), lengths=(8, 8)))
     inputs = batch.inputs(rank=rank, ranks=ranks, group=group, padding=padding)
-    inputs = completed(batch, inputs)
+    inputs = repeating(batch, inputs) if name == "repeats" else completed(batch, inputs)
+    if name == "alm":
+        inputs = with_boundaries(batch, inputs)
     hidden, weight = _student(inputs)
     inputs = replace(
         inputs,
@@ -53,7 +55,9 @@ def _case(name: str, rank: int, ranks: int, group: Any) -> tuple[list[torch.Tens
         teacher=_teacher(inputs),
     )
     objectives: dict[str, Objective] = {"ce": LOSS_REGISTRY["next_token"]()}
-    if name != "next_token":
+    if name == "repeats":
+        objectives["kd"] = LOSS_REGISTRY["projected_kl"](repeat_weight=1.0)
+    elif name != "next_token":
         objectives["kd"] = LOSS_REGISTRY[name]()
     form = LinearDistillation(objectives=objectives, tile_rows=5)
     tiles = form.tiles(

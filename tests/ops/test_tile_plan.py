@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.errors import LossError
-from megatron_ext.ops.tile_plan import TilePlan
+from megatron_ext.ops.tile_plan import Tile, TilePlan
 
 
 def ordered_chunks(chunk_sizes, gaps):
@@ -86,7 +86,38 @@ def test_without_a_used_row_there_is_an_empty_tile():
         TilePlan.of(nowhere, nowhere, 0, rows=4, student_used=none_used),
         TilePlan.paired(none_used, rows=4),
     ):
-        assert plan.tiles == ((slice(0, 0), slice(0, 0), slice(0, 0)),)
+        assert plan.tiles == (Tile(slice(0, 0), slice(0, 0), slice(0, 0)),)
+
+
+def test_a_tile_has_the_rows_behind_its_chunks():
+    # Three chunks follow one another, then a row without, then one more of another text.
+    student = torch.tensor([0, 0, 1, 2, -1, 3])
+    teacher = torch.tensor([0, 1, 1, 2, -1, 3])
+    own = torch.tensor([False, False, True, True, True, False])
+    its = torch.tensor([False, True, False, True, False, False])
+    plan = TilePlan.of(student, teacher, 4, rows=2, student_used=student >= 0, behind=(own, its))
+    assert plan.student_rows.tolist() == [0, 1, 2, 3, 4, 5]
+    assert plan.teacher_rows.tolist() == [0, 1, 2, 3, 5]
+    assert [tile.chunks for tile in plan.tiles] == [
+        slice(0, 1),
+        slice(1, 2),
+        slice(2, 3),
+        slice(3, 4),
+    ]
+    # The first two tiles end with a row of the next one; the third has a row of no chunk.
+    assert [tile.student for tile in plan.tiles] == [
+        slice(0, 3),
+        slice(2, 4),
+        slice(3, 5),
+        slice(5, 6),
+    ]
+    assert [tile.teacher for tile in plan.tiles] == [
+        slice(0, 2),
+        slice(1, 4),
+        slice(3, 4),
+        slice(4, 5),
+    ]
+    assert [tile.shares_last for tile in plan.tiles] == [True, True, False, False]
 
 
 def test_a_plan_of_pairs_has_the_same_rows_on_both_sides():

@@ -94,6 +94,8 @@ def train_objectives(rank, folder, runs):
         _train_teacher(folder)
     for name, (objective, options), parallel in runs:
         loss = LossConfig(objective=objective, options=options, ce_weight=0.5)
+        if name.startswith("alm-linear"):
+            loss = replace(loss, linear=True, linear_tile_rows=24)
         config = objective_run(folder, name, loss, **parallel)
         with nullcontext() if objective in SAVED else patch.object(SavedRun, "save"):
             _trainer(config).train()

@@ -425,7 +425,8 @@ LARGE = {"training": {"train_iters": 5, "micro_batch_size": 8}}
         ),
         (ONE | LARGE, True, None),
         (ONE | LARGE | {"student": MODEL | {"seq_length": 8}}, False, None),
-        (ONE | LARGE | loss("alm"), False, None),
+        (ONE | LARGE | loss("alm"), False, 262),
+        (ONE | LARGE | loss("dskd"), False, None),
         (ONE | LARGE | {"loss": {"objective": "projected_kl", "linear": False}}, False, None),
         (ONE | LARGE | {"teacher": None, "loss": {"objective": "next_token"}}, False, None),
         (
@@ -439,6 +440,7 @@ LARGE = {"training": {"train_iters": 5, "micro_batch_size": 8}}
         "fewer rows",
         "gpu",
         "small",
+        "rows behind chunks",
         "no linear form",
         "not asked for",
         "no teacher",

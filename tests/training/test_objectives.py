@@ -27,6 +27,8 @@ OBJECTIVES = {
     "uld": ("uld", {}),
     "strict_topk": ("strict_topk", {"top_k": 8}),
     "alm": ("alm", {"merge": "words"}),
+    "alm-whole": ("alm", {}),
+    "alm-linear": ("alm", {}),
     "sampled_kl": ("sampled_kl", {}),
     "mined": ("mined", {}),
     "dskd": ("dskd", {"target": "teacher"}),
@@ -93,6 +95,12 @@ def test_an_objective_has_a_finite_loss_over_what_it_counts(runs, name):
 def test_the_loss_is_the_weighted_sum_of_its_terms(runs, name):
     for row in read_metrics(runs / f"{name}-alone"):
         assert row["loss"] == pytest.approx(row["kd"] + 0.5 * row["ce"], rel=1e-5)
+
+
+def test_tiles_of_logits_with_the_rows_behind_their_chunks_change_nothing(runs):
+    whole, tiled = (read_metrics(runs / f"alm-{form}-alone") for form in ("whole", "linear"))
+    assert [row.keys() for row in whole] == [row.keys() for row in tiled]
+    assert_same_numbers(tiled, whole, {"loss", "kd", "ce", "grad_norm"}, exact=("compared",))
 
 
 def test_a_run_compares_how_long_repeats_are(runs):

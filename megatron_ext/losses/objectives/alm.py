@@ -17,12 +17,12 @@ from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
 from megatron_ext.losses.checks import check_alignment, check_choice, check_student
 from megatron_ext.losses.diagnostics import chunk_output, over_chunks
+from megatron_ext.losses.lookup import places_after
 from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, Objective, TargetForm
 from megatron_ext.losses.objectives.chunk_likelihood import (
     ChunkLikelihoods,
     chunk_likelihoods,
     labelled_ahead,
-    places_after,
 )
 from megatron_ext.losses.targets import TargetKind
 from megatron_ext.ops.chunk_rows import index_sum
@@ -267,10 +267,13 @@ class AlmLoss(Objective):
 
     @property
     def why_no_linear_form(self) -> str | None:
-        """``debias`` and merged chunks read the row after a chunk."""
-        if self.debias or self.merge != "none":
-            return "debias and merge read the row after a chunk"
-        return None
+        """Merged chunks can lie in two tiles."""
+        return None if self.merge == "none" else "merge, of chunks that can lie in two tiles"
+
+    @property
+    def reads_behind(self) -> bool:
+        """True with ``debias``."""
+        return self.debias
 
 
 def _before_boundary(

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.constants import NO_CHUNK
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead
 from megatron_ext.losses.diagnostics import used_chunks
+from megatron_ext.losses.lookup import places_after
 from megatron_ext.losses.matched_columns import counted_ids
 from megatron_ext.losses.targets import TeacherTargets
 from megatron_ext.losses.vocabulary_match import BoundaryColumns
@@ -110,28 +110,6 @@ def labelled_ahead(known: KnownAhead) -> torch.Tensor:
         labels.append(known.teacher_labels.flatten())
         ids.append(alignment.teacher_chunk_id.flatten())
     return labelled_chunks(labels, ids, alignment.chunk_count)
-
-
-class PlaceAfter(NamedTuple):
-    """Row after each chunk [C]; an arbitrary row where there is none."""
-
-    row: torch.Tensor
-    exists: torch.Tensor
-
-
-def places_after(
-    alignment: AlignmentBatch, labels: torch.Tensor, teacher_labels: torch.Tensor
-) -> tuple[PlaceAfter, PlaceAfter]:
-    """Rows after each chunk in the student's rows and in the teacher's; labels [B, T]."""
-    student, teacher = alignment.student_spans, alignment.teacher_spans
-    return _place_after(student, labels), _place_after(teacher, teacher_labels)
-
-
-def _place_after(spans: torch.Tensor, labels: torch.Tensor) -> PlaceAfter:
-    """A row exists where it is of the same sequence and has a label."""
-    within = spans[:, 1] % labels.shape[1] != 0
-    row = torch.where(within, spans[:, 1], 0)
-    return PlaceAfter(row, within & (labels.flatten()[row] >= 0))
 
 
 def _sum_rows(values: torch.Tensor, chunk_id: torch.Tensor, count: int) -> torch.Tensor:

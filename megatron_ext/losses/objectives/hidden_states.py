@@ -17,6 +17,7 @@ from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
 from megatron_ext.losses.checks import check_alignment, check_student
 from megatron_ext.losses.diagnostics import chunk_output, used_chunks
+from megatron_ext.losses.lookup import places_after
 from megatron_ext.losses.objective import (
     LAST_LAYER,
     LOSS_REGISTRY,
@@ -25,7 +26,6 @@ from megatron_ext.losses.objective import (
     Objective,
     TargetForm,
 )
-from megatron_ext.losses.objectives.chunk_likelihood import places_after
 
 HiddenDistance = Literal["mse", "cosine"]
 PairsOfLayers = tuple[tuple[int, int], ...]

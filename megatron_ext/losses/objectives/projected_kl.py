@@ -273,11 +273,13 @@ class ProjectedKLLoss(FusedObjective):
 
     @property
     def why_no_linear_form(self) -> str | None:
-        """Reason of ``why_no_context_parallel``; or that ``repeat_weight`` reads the row after a
-        chunk."""
-        if self.repeat_weight:
-            return "repeat_weight reads the row after a chunk"
+        """Reason of ``why_no_context_parallel``."""
         return self.why_no_context_parallel
+
+    @property
+    def reads_behind(self) -> bool:
+        """True with ``repeat_weight``."""
+        return self.repeat_weight > 0
 
     @property
     def learns_projection(self) -> bool:
