@@ -9,6 +9,7 @@ import os
 import sys
 from importlib import import_module
 
+from tests.absent_devices import seed_no_absent_device
 from tests.huge_pages import collapse_memory
 
 _MODULES = (
@@ -41,6 +42,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     import_module("tests.triton_interpreter").interpret_quickly()
 # Else each process that runs a compiled loop looks for extensions of numba, and imports them.
 sys.modules["numba.core.entrypoints"].init_all()
+seed_no_absent_device()
 gc.freeze()
 gc.set_threshold(100_000, 20, 20)
 gc.enable()
