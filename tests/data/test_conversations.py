@@ -33,12 +33,9 @@ TURNS = [
 
 @cache
 def tokenizer(library, template):
-    file = {
-        "tiktoken": "tekken_240911.json",
-        "sentencepiece": "mistral_instruct_tokenizer_240323.model.v3",
-    }[library]
+    sentencepiece = "mistral_instruct_tokenizer_240323.model.v3"
     return MegatronTokenizerText(
-        tekken_file() if library == "tiktoken" else vocabulary(file),
+        tekken_file() if library == "tiktoken" else vocabulary(sentencepiece),
         {"library": library},
         prompt_format="auto",
         chat_template=template,
