@@ -17,9 +17,9 @@ def interpret_quickly():
 
     A launch patches the modules that it finds among the names of its kernel and restores them. The
     interpreter patches them again for every call of a device function; here only if its file names
-    others, as Triton's own do. It makes the shape of every tensor anew, and of the shape of two that
-    have the same a third. It also takes every sum, difference and product of integers in 64
-    bits, to see whether it overflows: a fifth of the time, for where everything is run.
+    others, as Triton's own do. It makes the shape of each tensor anew. It also takes every sum,
+    difference and product of integers in 64 bits, to see whether it overflows: a fifth of the time,
+    for where everything is run.
     """
     call = interpreter.InterpretedFunction.__call__
 
@@ -39,7 +39,7 @@ def interpret_quickly():
 
 
 def _make_shapes_once():
-    """Let tensors and types of blocks of one shape share it, and know by that that they have one."""
+    """Let tensors and types of blocks share their shape, by which those of one shape are known."""
     of_blocks, of_tensors = {}, {}
     block_init, tensor_init = core.block_type.__init__, core.tensor.__init__
     broadcast = semantic.TritonSemantic.broadcast_impl_value
