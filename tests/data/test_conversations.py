@@ -12,7 +12,6 @@ from megatron_ext.conversation.records import ConversationRecord
 from megatron_ext.errors import ConfigError, ConversationError
 from megatron_ext.tokenizers import MegatronTokenizerText
 from tests.data.readers import student_tokenizer, teacher_tokenizer
-from tests.tokenizers.short_tekken import tekken_file
 from tests.training.tiny_run import vocabulary
 
 BRACKETS = (
@@ -33,9 +32,12 @@ TURNS = [
 
 @cache
 def tokenizer(library, template):
-    sentencepiece = "mistral_instruct_tokenizer_240323.model.v3"
+    file = {
+        "tiktoken": "tekken_240911.json",
+        "sentencepiece": "mistral_instruct_tokenizer_240323.model.v3",
+    }[library]
     return MegatronTokenizerText(
-        tekken_file() if library == "tiktoken" else vocabulary(sentencepiece),
+        vocabulary(file),
         {"library": library},
         prompt_format="auto",
         chat_template=template,
