@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.absent_devices import seed_no_absent_device
 from tests.durations import DurationRecorder, in_order
 from tests.fork_server import fork_server
 from tests.unsynced_disk import do_not_wait_for_the_disk
@@ -35,6 +36,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 do_not_wait_for_the_disk()
+seed_no_absent_device()
 
 # Before anyone starts the server, which is then the one for all: a test that starts it for data
 # workers, say, would have every rank after it import megatron-core anew.

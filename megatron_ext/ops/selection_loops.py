@@ -238,8 +238,9 @@ def largest_places(first, stop, values, allowed, excluded, chosen, columns, rest
         least = _choose(kept, places, keys, available, count)
         rest[row] = _sum_beyond(kept, count, keys, available, least)
         ordered, origin = _sort_by_digits(kept, places, count)
-        chosen[row, :count] = ordered.view(np.float32)
+        # One by one: numba compiles an error message for what is assigned to a slice, for a second.
         for i in range(count):
+            chosen[row, i] = float_of_bits(ordered[i])
             columns[row, i] = allowed[origin[i]] if chooses else origin[i]
         for i in range(count, wanted):
             chosen[row, i], columns[row, i] = float32(-1), excluded[i - count]

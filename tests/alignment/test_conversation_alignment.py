@@ -1,5 +1,7 @@
 """A conversation that each side writes with its own template."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from megatron_ext.constants import NO_CHUNK
 from megatron_ext.tokenizers import MegatronTokenizerText
 from tests.alignment.brute_force import brute_force_segments, chunks_of
 from tests.alignment.conftest import DATA
+from tests.tokenizers.short_tekken import tekken_file
 
 BRACKETS = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }}"
@@ -41,13 +44,14 @@ OTHER_CALLS = (
 )
 
 
+@cache
 def tokenizer(library, template):
-    file = {
-        "tiktoken": "tekken_240911.json",
-        "sentencepiece": "mistral_instruct_tokenizer_240323.model.v3",
-    }[library]
+    sentencepiece = DATA / "mistral_instruct_tokenizer_240323.model.v3"
     return MegatronTokenizerText(
-        DATA / file, {"library": library}, prompt_format="auto", chat_template=template
+        tekken_file() if library == "tiktoken" else sentencepiece,
+        {"library": library},
+        prompt_format="auto",
+        chat_template=template,
     )
 
 

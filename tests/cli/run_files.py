@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import mistral_common
 import pytest
 import yaml
 
@@ -18,7 +17,6 @@ from megatron_ext.training.run_folder import config_values
 from tests.fork_server import fork_server
 
 REPOSITORY = Path(__file__).parents[2]
-MODEL = Path(mistral_common.__file__).parent / "data" / "tekken_240911.json"
 
 
 def write_config(folder, config):

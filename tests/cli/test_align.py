@@ -16,9 +16,10 @@ from megatron_ext.cli.pages.audit_ribbon import ribbon_chunks
 from megatron_ext.tokenizers import MegatronTokenizer
 from tests.cli.html_page import HtmlPage
 from tests.cli.run_files import refusal
+from tests.tokenizers.short_tekken import tekken_file
 
 DATA = Path(pytest.importorskip("mistral_common").__file__).parent / "data"
-TEKKEN = DATA / "tekken_240911.json"
+TEKKEN = tekken_file()
 SENTENCEPIECE = DATA / "mistral_instruct_tokenizer_240323.model.v3"
 PAIR = ("--student", str(TEKKEN), "--teacher", str(SENTENCEPIECE))
 TEXT = 'Sold 201 of 2017 <b>"&amp;"</b>\n\tnaïve_name == 日本語 🤷\n'
@@ -70,8 +71,10 @@ def test_the_json_holds_the_counts_of_the_aligner(capsys, tokenizers):
     assert report["bytes"] == len(TEXT.encode())
     assert report["student"]["tokens"] == len(tokenizers[0].text_to_ids(TEXT))
     assert report["teacher"]["tokens"] == len(tokenizers[1].text_to_ids(TEXT))
-    assert report["student"]["vocab_size"] == 131_072
-    assert report["student"]["tokenizer"] == f"data/{TEKKEN.name} · tiktoken, 131,072 ids"
+    size = tokenizers[0].vocab_size
+    assert report["student"]["vocab_size"] == size
+    name = f"{TEKKEN.parent.name}/{TEKKEN.name} · tiktoken, {size:,} ids"
+    assert report["student"]["tokenizer"] == name
     assert sum(row["chunks"] for row in report["classes"]) == counts.chunks
     assert {row["name"] for row in report["scripts"]} >= {"Latin", "Common", "Han"}
     assert report["recommendation"]["reasons"]

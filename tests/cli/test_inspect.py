@@ -8,9 +8,11 @@ import pytest
 from megatron_ext.cli.main import main
 from megatron_ext.cli.pages.token_view import TokenView, ribbon
 from megatron_ext.tokenizers import MegatronTokenizer
-from tests.cli.run_files import MODEL, refusal, start
+from tests.cli.run_files import refusal, start
+from tests.tokenizers.short_tekken import tekken_file
 
 pytestmark = pytest.mark.usefixtures("built_once")
+MODEL = tekken_file()
 TEXT = "naïve\t2017\n\u65e5\u672c 🤷"
 
 
@@ -37,7 +39,9 @@ def test_json_rows_hold_the_ids_and_spans_of_the_tokenizer(capsys, tokenizer):
 def test_the_ribbon_holds_every_character_once(capsys, tokenizer, color):
     lines = shown(capsys, TEXT, "--color", color).splitlines()
     ids, _ = tokenizer.encode_with_byte_ends(TEXT)
-    assert lines[0].startswith(f"tiktoken, 131,072 ids · {len(ids)} tokens · 23 bytes")
+    assert lines[0].startswith(
+        f"tiktoken, {tokenizer.vocab_size:,} ids · {len(ids)} tokens · 23 bytes"
+    )
     assert ("\x1b[" in lines[2]) == (color == "always")
     bare = lines[2].replace("│", "")
     if color == "never":

@@ -13,7 +13,8 @@ from megatron_ext.cli.pages.conversation_cells import cells_of
 from megatron_ext.conversation import EncodedConversation, Provenance, Span
 from megatron_ext.tokenizers import MegatronTokenizer
 from tests.cli.html_page import HtmlPage
-from tests.cli.run_files import MODEL, refusal
+from tests.cli.run_files import refusal
+from tests.tokenizers.short_tekken import tekken_file
 
 pytestmark = pytest.mark.usefixtures("built_once")
 HOSTILE = '</s> </div><script>alert("1")</script> &amp; \u202e\x1b[31m 🤷 日本'
@@ -27,6 +28,7 @@ TOOLS = """{{ bos_token }}{% for tool in tools or [] %}{{ tool.function.name }};
 {%- if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endif %}{% endfor %}"""
 
 
+MODEL = tekken_file()
 FLAGS = ("--tokenizer-model", str(MODEL), "--tokenizer-prompt-format")
 
 

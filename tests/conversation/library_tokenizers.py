@@ -9,6 +9,7 @@ from megatron_ext.tokenizers.libraries.huggingface import HuggingFaceTokenizer
 from megatron_ext.tokenizers.libraries.sentencepiece import SentencePieceTokenizer
 from megatron_ext.tokenizers.libraries.tiktoken import TiktokenTokenizer
 from tests.conversation.byte_tokenizer import CONTROL_TOKENS, ByteTokenizer
+from tests.tokenizers.short_tekken import tekken_file
 from tests.tokenizers.tokenizer_files import byte_level
 
 LIBRARIES = ("bytes", "huggingface", "sentencepiece", "tiktoken")
@@ -41,6 +42,6 @@ def _tokenizer(library: str, folder: Path) -> Any:
         path = Path(str(data / "mistral_instruct_tokenizer_240323.model.v3"))
         return SentencePieceTokenizer(path, additional_special_tokens=CONTROL_TOKENS, **ROLES)
     if library == "tiktoken":
-        path = Path(str(data / "tekken_240911.json"))
+        path = tekken_file()
         return TiktokenTokenizer(path, additional_special_tokens=CONTROL_TOKENS, **ROLES)
     return ByteTokenizer()

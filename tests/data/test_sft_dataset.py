@@ -1,5 +1,6 @@
 """Samples of conversations: what is in them, what is said of what is not, and a batch of them."""
 
+import io
 import itertools
 import json
 import logging
@@ -103,7 +104,7 @@ def test_a_tokenizer_without_padding_will_do(tmp_path):
 
 
 def test_a_conversation_that_is_untrained_once_it_is_cut_is_left_out_and_counted(
-    tmp_path, caplog, monkeypatch
+    tmp_path, monkeypatch
 ):
     records = [
         {"messages": conversation("00", "a")},
@@ -112,9 +113,10 @@ def test_a_conversation_that_is_untrained_once_it_is_cut_is_left_out_and_counted
         {"messages": conversation("03", "c", "q" * 40, "d")},
     ]
     # import-linter, which another test runs, silences every logger that is there already.
-    monkeypatch.setattr(logging.getLogger("megatron_ext.data.sft_plan"), "disabled", False)
-    with caplog.at_level(logging.WARNING):
-        made = dataset(tmp_path, records, **IN_ORDER)
+    logger, said = logging.getLogger("megatron_ext.data.sft_plan"), io.StringIO()
+    monkeypatch.setattr(logger, "disabled", False)
+    monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(said)])
+    made = dataset(tmp_path, records, **IN_ORDER)
     assert [words(sample["tokens"].tolist()) for sample in made] == [["00"], ["02"], ["03"]]
     report = made.report
     assert (report.conversations, report.too_long) == (4, 3)
@@ -124,8 +126,10 @@ def test_a_conversation_that_is_untrained_once_it_is_cut_is_left_out_and_counted
     assert report.dropped_tokens == sum(lengths) - 3 * LENGTH
     place = f"{tmp_path / 'data.jsonl'}:2 once it is cut"
     assert report.places["nothing to train"] == [place]
-    assert "1 conversations with nothing to train left out, 1 because they were cut" in caplog.text
-    assert f"nothing to train: {place}" in caplog.text
+    assert (
+        "1 conversations with nothing to train left out, 1 because they were cut" in said.getvalue()
+    )
+    assert f"nothing to train: {place}" in said.getvalue()
 
 
 def test_a_label_is_lost_with_the_token_that_a_cut_takes(tmp_path):

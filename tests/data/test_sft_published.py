@@ -1,6 +1,5 @@
 """Published vocabularies through the dataset: what is trained is what the assistant says."""
 
-import importlib.resources
 from functools import cache
 
 import pytest
@@ -10,10 +9,12 @@ from megatron_ext.tokenizers import MegatronTokenizerText
 from tests.data.sft_files import dataset, segments
 from tests.preprocessing.chat_of_bytes import conversation
 from tests.preprocessing.runs import write_json_lines
+from tests.tokenizers.short_tekken import tekken_file
+from tests.tokenizers.tokenizer_files import mistral_file
 
 FILES = {
-    "sentencepiece": "mistral_instruct_tokenizer_240323.model.v3",
-    "tiktoken": "tekken_240911.json",
+    "sentencepiece": lambda: mistral_file("mistral_instruct_tokenizer_240323.model.v3"),
+    "tiktoken": tekken_file,
 }
 TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {}}}]
 TOOL_TEMPLATE = (
@@ -40,7 +41,7 @@ def records():
 
 @cache
 def tokenizer_of(library, **options):
-    path = str(importlib.resources.files("mistral_common") / "data" / FILES[library])
+    path = FILES[library]()
     return MegatronTokenizerText(path, {"library": library}, **options)
 
 

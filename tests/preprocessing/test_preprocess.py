@@ -27,6 +27,7 @@ from tests.preprocessing.runs import (
     write_word_list,
 )
 from tests.tokenizers import tokenizer_files
+from tests.tokenizers.short_tekken import tekken_file
 
 TEXTS = [
     "A dictionary display yields a new dictionary object.",
@@ -44,7 +45,7 @@ TOKENIZERS = {
     "huggingface": lambda folder: _config(tokenizer_files.byte_level(folder)),
     "wordpiece": lambda folder: _config(tokenizer_files.word_piece(folder)),
     "sentencepiece": lambda folder: _config(tokenizer_files.nfkc_sentencepiece(folder)),
-    "tekken": lambda folder: _config(tokenizer_files.mistral_file("tekken_240911.json")),
+    "tekken": lambda folder: _config(tekken_file()),
 }
 
 

@@ -26,8 +26,8 @@ RUNS = ["teacher", "strict_topk"]
 if ALL:
     RUNS += ["validated", "resumed", "distributed", "linear", "dskd", "learned", "packed"]
     RUNS += ["partition", "byte_prefix"]
-RANKS = (1, 2)
-"""Tensor-parallel ranks of the runs."""
+RANKS = (1, 2) if ALL else (2,)
+"""Tensor-parallel ranks of the runs; losses are rehearsed on one."""
 
 WAITING = {
     "projected_kl on the teacher's top tokens": "torch_evaluation.py",

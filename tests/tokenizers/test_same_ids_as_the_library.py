@@ -12,7 +12,8 @@ from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from tokenizers import Tokenizer
 
 from megatron_ext.tokenizers.libraries.tiktoken_file import EARLY_TEKKEN_SPECIAL_TOKENS, PATTERNS
-from tests.tokenizers.tokenizer_files import MAKERS, MANY, RANKS_IN_LIST, SENTENCES, mistral_file
+from tests.tokenizers.short_tekken import tekken_file
+from tests.tokenizers.tokenizer_files import MAKERS, MANY, RANKS_IN_LIST, SENTENCES
 
 OF_HUGGINGFACE = [name for name in MAKERS if name.startswith("huggingface")]
 OF_SENTENCEPIECE = [name for name in MAKERS if name.startswith("sentencepiece")]
@@ -62,7 +63,7 @@ def test_parsed_special_tokens_are_those_of_tokenizers(tokenizer, tokenizer_path
 
 @pytest.fixture(scope="session")
 def tekkenizer():
-    return Tekkenizer.from_file(mistral_file("tekken_240911.json"))
+    return Tekkenizer.from_file(tekken_file())
 
 
 @MANY

@@ -210,7 +210,7 @@ def test_options_that_contradict_a_tekken_file_are_refused(tokenizer_path):
     path = tokenizer_path("tekken")
     refused("tiktoken", path, "differs from the file", num_special_tokens=10)
     same = TOKENIZER_LIBRARIES["tiktoken"].build(path, {"num_special_tokens": 1000})
-    assert same.vocab_size == 131072
+    assert same.vocab_size == TOKENIZER_LIBRARIES["tiktoken"].build(path, {}).vocab_size
 
 
 def test_an_option_of_another_library_is_told_the_own_ones(tokenizer_path):

@@ -19,6 +19,8 @@ from tokenizers import (
     trainers,
 )
 
+from tests.tokenizers.short_tekken import tekken_file
+
 MANY = settings(
     deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
@@ -216,7 +218,7 @@ MAKERS: Mapping[str, Callable[[Path], Path]] = {
     "sentencepiece-v7": _mistral("mistral_instruct_tokenizer_241114.model.v7"),
     "sentencepiece-nfkc": nfkc_sentencepiece,
     "sentencepiece-nfkc-bytes": nfkc_byte_fallback_sentencepiece,
-    "tekken": _mistral("tekken_240911.json"),
+    "tekken": lambda _folder: tekken_file(),
     "json-rank-list": json_rank_list,
     "rank-file": rank_file,
     "huggingface-byte-level": byte_level,

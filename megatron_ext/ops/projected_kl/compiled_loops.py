@@ -643,4 +643,6 @@ def crossing_means(first, stop, work, out):
             count = min(BLOCK, crossing - start)
             columns = home[start : start + count]
             _mean_at(block[0], block[1], work.teacher, chunk, columns, count)
-            out[chunk - work.start, start : start + count] = block[0, :count]
+            # Not as a slice, for which numba would compile an error message.
+            for i in range(count):
+                out[chunk - work.start, start + i] = block[0, i]
