@@ -239,11 +239,16 @@ def projected_terms(p, log_p, projected, log_projected, mass, mixture, DIRECTION
     return value, slope
 
 
-@triton.jit
-def scale_rows_kernel(gradient_ptr, scale_ptr, row_stride, width, BLOCK: tl.constexpr):
-    """Multiply rows by factors in place; one program for each row and block of columns."""
+@triton.jit(do_not_specialize=["scale_stride"])
+def scale_rows_kernel(
+    gradient_ptr, scale_ptr, scale_stride, row_stride, width, BLOCK: tl.constexpr
+):
+    """Multiply rows by factors in place; one program for each row and block of columns.
+
+    ``scale_stride`` is 0 where all rows have one factor.
+    """
     row = tl.program_id(0).to(tl.int64)
-    scale = tl.load(scale_ptr + row)
+    scale = tl.load(scale_ptr + row * scale_stride)
     if scale != 1.0:
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = columns < width

@@ -167,8 +167,9 @@ def scale_rows_(
 
         if rows and width:
             grid = (rows, -(-width // _BLOCK))
-            factors = scale.float().contiguous()
-            scale_rows_kernel[grid](gradient, factors, gradient.stride(0), width, BLOCK=_BLOCK)
+            factors = scale.float()
+            strides = factors.stride(0), gradient.stride(0)
+            scale_rows_kernel[grid](gradient, factors, *strides, width, BLOCK=_BLOCK)
         return gradient
     for part in row_slices(rows, width, device=gradient.device):
         factors = scale[part, None]

@@ -29,9 +29,32 @@ def test_softmax_statistics():
 
 
 def test_unit_gradient():
-    types = arguments("scale: *fp32; row_stride width: i32")
+    types = arguments("scale: *fp32; scale_stride row_stride width: i32")
     rows = [{"gradient_ptr": kind, **types} for kind in LOGITS]
     compiles("triton_math", [("scale_rows_kernel", row, {"BLOCK": 8192}) for row in rows])
+
+
+def test_sums():
+    chunks = arguments(
+        "values sums: *fp32; used: *i1; class: *i8; offsets: *i32; counts: *i64; chunks: i32"
+    )
+    labels = arguments("row_loss sums: *fp32; column label count: *i64; rows: i32")
+    rows = arguments(
+        "student_told teacher_told: *fp32; student_label student_chunk teacher_chunk: *i64; "
+        "flags: *i32; student_rows teacher_rows: i32"
+    )
+    names = {"NO_LABEL": -100, "NO_CHUNK": -1, "BLOCK": 4096}
+    of_chunks = {"HAS_USED": True, "COLUMNS": 4, "CLASSES": 4, "BLOCK": 1024}
+    no_labels = names | {"teacher_label_ptr": None}
+    compiles(
+        "sum_kernels",
+        [
+            ("chunk_sums_kernel", chunks, of_chunks),
+            ("label_sums_kernel", labels, {"NO_LABEL": -100, "BLOCK": 4096}),
+            ("bad_rows_kernel", rows, no_labels),
+            ("bad_rows_kernel", {**rows, "teacher_told_ptr": "*i1"}, no_labels),
+        ],
+    )
 
 
 def _mean_rows(more):
@@ -245,6 +268,7 @@ def test_rows_are_read_16_bytes_at_once(module, variant):
     ("module", "kernels"),
     [
         ("softmax_kernels", 1),
+        ("sum_kernels", 2),
         ("chunk_kernels", 2),
         ("vocab_kl.triton_kernels", 2),
         ("partition_kl.triton_kernels", 5),

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import torch
 
-from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.losses.base import DistillationInputs, LossOutput, Over
 from megatron_ext.losses.checks import check_student
 from megatron_ext.losses.objective import (
@@ -17,6 +16,7 @@ from megatron_ext.losses.objective import (
     Scale,
     label_scales,
 )
+from megatron_ext.ops.label_sums import label_sums
 from megatron_ext.ops.launch import Implementation, check_implementation
 from megatron_ext.ops.token_log_prob import evaluate_cross_entropy
 
@@ -75,11 +75,8 @@ class NextTokenLoss(FusedObjective):
             row_loss: [B Ts], 0 at positions without a label.
             top_column: int64 [B Ts], the token of the largest logit.
         """
-        labels = inputs.labels.flatten()
-        count = (labels != IGNORE_INDEX).sum()
-        # No column is ``IGNORE_INDEX``.
-        hits = (top_column == labels).sum(dtype=row_loss.dtype)
-        return LossOutput(loss_sum=row_loss.sum(), count=count, metrics={"accuracy": (hits, count)})
+        loss, hits, number = label_sums(row_loss, top_column, inputs.labels.flatten())
+        return LossOutput(loss_sum=loss, count=number, metrics={"accuracy": (hits, number)})
 
     @property
     def sums_over(self) -> Over:

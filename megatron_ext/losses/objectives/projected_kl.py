@@ -22,7 +22,7 @@ from megatron_ext.losses.checks import (
     check_student,
     why_nemo,
 )
-from megatron_ext.losses.diagnostics import chunk_mask, chunk_output, masked_sum, read_rows
+from megatron_ext.losses.diagnostics import bad_flags, chunk_output
 from megatron_ext.losses.matched_columns import chunk_rows, chunked_pair
 from megatron_ext.losses.objective import (
     LOSS_REGISTRY,
@@ -205,17 +205,16 @@ class ProjectedKLLoss(FusedObjective):
         }
         if self.vocab_topk is not None:
             means["rest_mass"] = values.rest_mass
-        of_used = chunk_mask(inputs, usable)
-        offsupport = masked_sum(values.offsupport_mass, of_used)
-        rows = values.teacher_rows if of_used is None else values.teacher_rows * of_used
         output = chunk_output(
             inputs,
             values.chunk_loss,
             usable=usable,
             means=means,
-            metrics={"offsupport_mass": (offsupport, rows.sum())},
+            teacher_row_means={"offsupport_mass": values.offsupport_mass},
         )
-        return replace(output, bad=partial(_bad, inputs, values))
+        student, teacher = values.student_log_sum, values.offsupport_mass
+        assert student is not None
+        return replace(output, bad=partial(bad_flags, inputs, student, teacher, by_chunk=True))
 
     def count_ahead(self, known: KnownAhead) -> torch.Tensor:
         """See ``Objective``."""
@@ -240,14 +239,6 @@ class ProjectedKLLoss(FusedObjective):
     def learns_projection(self) -> bool:
         """True with proper numerics."""
         return self.numerics == "proper"
-
-
-def _bad(inputs: DistillationInputs, values: ProjectedKL) -> torch.Tensor:
-    """Flags int32 [2] of a bad number of the student and of the teacher."""
-    assert values.student_is_bad is not None
-    of_student = values.student_is_bad & read_rows(inputs).flatten()
-    flags = [of_student.any(), values.offsupport_mass.isnan().any()]
-    return torch.stack(flags).to(torch.int32)
 
 
 LOSS_REGISTRY.register("projected_kl", ProjectedKLLoss)

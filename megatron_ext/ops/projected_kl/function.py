@@ -140,11 +140,10 @@ def evaluate_projected_kl(
         torch.where(compared, values.entropy, 0.0),
         values.agreement & compared,
         teacher.rows.sums(statistics.left_out),
-        teacher.rows.sizes().long(),
         values.rest_mass,
         token_loss,
         statistics.top_column,
-        _is_bad(statistics.student.log_sum),
+        statistics.student.log_sum,
     )
 
 
@@ -164,17 +163,11 @@ def _by_kernels(
         values.entropy,
         values.agreement,
         numbers.left_out,
-        teacher.rows.sizes().long(),
         values.rest_mass,
         numbers.token_loss,
         sums.top_column,
-        _is_bad(numbers.student_lse[1]),
+        sums.log_sum[: len(student.logits)],
     )
-
-
-def _is_bad(log_sum: torch.Tensor) -> torch.Tensor:
-    """bool [Ts]: rows with NaN or +inf; an infinity less the row's peak, itself, is NaN."""
-    return log_sum.isnan()
 
 
 def _runs_kernels(

@@ -29,9 +29,6 @@ class ProjectedKL(NamedTuple):
     offsupport_mass: torch.Tensor
     """Teacher mass outside the projection's columns, summed over the chunk's rows."""
 
-    teacher_rows: torch.Tensor
-    """int64: number of teacher rows in the chunk."""
-
     rest_mass: torch.Tensor
     """Mass of P_c outside the top ``vocab_topk`` columns; 0 without the option."""
 
@@ -41,9 +38,9 @@ class ProjectedKL(NamedTuple):
     top_column: torch.Tensor | None = None
     """int64 [Ts]: global column of the student's largest logit; None without the term."""
 
-    student_is_bad: torch.Tensor | None = None
-    """bool [Ts]: the student's row has NaN or +inf. Where a row of a chunk's teacher has,
-    ``offsupport_mass`` is NaN."""
+    student_log_sum: torch.Tensor | None = None
+    """[Ts] logarithm of the student's sum, NaN where its row has NaN or +inf. Where a row of a
+    chunk's teacher has, ``offsupport_mass`` is NaN."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
