@@ -296,6 +296,15 @@ def label_scales(inputs: DistillationInputs, scale: Scale) -> torch.Tensor:
     return ((inputs.labels.flatten() != IGNORE_INDEX) * scale).float()
 
 
+def chunk_factors(
+    inputs: DistillationInputs, scale: Scale, usable: torch.Tensor | None = None
+) -> Scale:
+    """``chunk_scales``, or the one number of all chunks."""
+    if isinstance(scale, torch.Tensor) or chunk_mask(inputs, usable) is not None:
+        return chunk_scales(inputs, scale, usable)
+    return scale
+
+
 def chunk_scales(
     inputs: DistillationInputs, scale: Scale, usable: torch.Tensor | None = None
 ) -> torch.Tensor:

@@ -30,6 +30,7 @@ from megatron_ext.losses.objective import (
     FusedObjective,
     Needs,
     Scale,
+    chunk_factors,
     chunk_scales,
     label_scales,
 )
@@ -127,11 +128,9 @@ class ProjectedKLLoss(FusedObjective):
             *self._pair(inputs, alignment, teacher),
             projection.operand(),
             self._options,
-            grad_scale=chunk_scales(inputs, scale, usable),
+            grad_scale=chunk_factors(inputs, scale, usable),
             gradient=gradient,
-            cross_entropy=None
-            if ce_scale is None
-            else WeightedLabels(inputs.labels.flatten(), label_scales(inputs, ce_scale)),
+            cross_entropy=None if ce_scale is None else _weighted_labels(inputs, ce_scale),
             implementation=self.implementation,
         )
         output = self._output(inputs, values, usable)
@@ -239,6 +238,12 @@ class ProjectedKLLoss(FusedObjective):
     def learns_projection(self) -> bool:
         """True with proper numerics."""
         return self.numerics == "proper"
+
+
+def _weighted_labels(inputs: DistillationInputs, scale: Scale) -> WeightedLabels:
+    is_tensor = isinstance(scale, torch.Tensor)
+    weight = label_scales(inputs, scale) if is_tensor else scale
+    return WeightedLabels(inputs.labels.flatten(), weight)
 
 
 LOSS_REGISTRY.register("projected_kl", ProjectedKLLoss)
