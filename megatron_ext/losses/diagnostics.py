@@ -239,16 +239,20 @@ def bad_flags(
     student: torch.Tensor,
     teacher: torch.Tensor,
     *,
-    by_chunk: bool = False,
+    is_cut: bool = False,
 ) -> torch.Tensor:
-    """``LossOutput.bad`` from what tells of bad numbers in rows, as ``ReadRows.told``: of the
-    student [B Ts], and of the teacher [B Tt], or [C] ``by_chunk``."""
+    """``LossOutput.bad`` from what tells of bad numbers in rows, as ``ReadRows.told``.
+
+    Args:
+        student: [B Ts]
+        teacher: [B Tt], or any vector that tells of rows that are read alone, if it ``is_cut``.
+    """
     alignment, own, its = inputs.alignment, None, None
     if alignment is not None:
         own, its = alignment.student_chunk_id.flatten(), alignment.teacher_chunk_id.flatten()
     return bad_rows(
         ReadRows(student, inputs.labels.flatten(), own),
-        ReadRows(teacher, chunk_id=None if by_chunk else its),
+        ReadRows(teacher, chunk_id=None if is_cut else its),
     )
 
 

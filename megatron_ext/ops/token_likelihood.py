@@ -190,6 +190,10 @@ class TokenLikelihood(NamedTuple):
     log_mass: torch.Tensor
     """log p of any member of the set, -inf where all of them are masked; 0 where not asked."""
 
+    log_sum: torch.Tensor | None = None
+    """Logarithm of the row's sum, asked or not, NaN where the row has NaN or +inf; None where
+    likelihoods are given."""
+
 
 class EvaluatedLikelihood(NamedTuple):
     """Likelihoods of both models, and the normalisers that the student's gradient needs."""
@@ -224,7 +228,7 @@ def evaluate_token_likelihood(
         log_prob = token_log_probs(token, whole, side.token_id, side.shard)
         log_mass = (members.peak - whole.peak).add_(members.log_sum).sub_(whole.log_sum)
         mass = torch.zeros_like(log_mass) if side.members is None else log_mass
-        likelihoods.append(TokenLikelihood(log_prob, mass))
+        likelihoods.append(TokenLikelihood(log_prob, mass, whole.log_sum))
         normalisers.append((whole, members))
     other = likelihoods[1] if teacher is not None else None
     return EvaluatedLikelihood(likelihoods[0], other, *normalisers[0])
@@ -308,11 +312,9 @@ def token_likelihood(
         LossError: The implementation is unknown or cannot run here.
     """
     check_implementation("token_likelihood", implementation)
-    log_prob, log_mass, *others = _TokenLikelihood.apply(
-        student.logits, student, teacher, in_place, implementation
-    )
-    of_teacher = TokenLikelihood(*others) if others else None
-    return TokenLikelihood(log_prob, log_mass), of_teacher
+    values = _TokenLikelihood.apply(student.logits, student, teacher, in_place, implementation)
+    of_teacher = TokenLikelihood(*values[3:]) if teacher is not None else None
+    return TokenLikelihood(*values[:3]), of_teacher
 
 
 class _TokenLikelihood(torch.autograd.Function):
@@ -328,9 +330,13 @@ class _TokenLikelihood(torch.autograd.Function):
         out = evaluate_token_likelihood(student, teacher, implementation=implementation)
         ctx.save_for_backward(logits, student.token_id, student.members, *out.whole, *out.members)
         ctx.shard, ctx.in_place, ctx.implementation = student.shard, in_place, implementation
-        others = () if out.teacher is None else tuple(out.teacher)
-        ctx.mark_non_differentiable(*others)
-        return (*out.student, *others)
+        others = (
+            () if out.teacher is None else tuple(part for part in out.teacher if part is not None)
+        )
+        # A tensor of its own, since the normaliser is kept.
+        log_sum = out.whole.log_sum.view_as(out.whole.log_sum)
+        ctx.mark_non_differentiable(log_sum, *others)
+        return out.student.log_prob, out.student.log_mass, log_sum, *others
 
     @staticmethod
     @once_differentiable

@@ -42,6 +42,9 @@ class CrossEntropy(NamedTuple):
     top_column: torch.Tensor
     """int64: global column of the largest logit, the first of equals."""
 
+    log_sum: torch.Tensor
+    """Logarithm of the row's sum, NaN where a row that is read has NaN or +inf."""
+
 
 def evaluate_cross_entropy(
     logits: torch.Tensor,
@@ -87,7 +90,7 @@ def evaluate_cross_entropy(
             temperature=temperature,
             implementation=implementation,
         )
-    return CrossEntropy(log_prob.neg_(), top_column)
+    return CrossEntropy(log_prob.neg_(), top_column, whole.log_sum)
 
 
 class TokenPrediction(NamedTuple):
@@ -208,9 +211,33 @@ def selected_log_prob(
         Forward: two all-reduces of [T] and one of [T, K]. Backward: none; keeps ``logits``, four
         vectors and two tensors [T, K]. A row that gets no gradient gives none.
     """
+    return selected_tokens(
+        logits, token_id, shard, temperature=temperature, implementation=implementation
+    ).log_prob
+
+
+class SelectedTokens(NamedTuple):
+    """Log-probabilities of several tokens of each row."""
+
+    log_prob: torch.Tensor
+    """[T, K + 1] of ``selected_log_prob``, with a graph."""
+
+    log_sum: torch.Tensor
+    """[T] logarithm of the row's sum, NaN where the row has NaN or +inf."""
+
+
+def selected_tokens(
+    logits: torch.Tensor,
+    token_id: torch.Tensor,
+    shard: VocabShard,
+    *,
+    temperature: float = 1.0,
+    implementation: Implementation = "auto",
+) -> SelectedTokens:
+    """As ``selected_log_prob``, which is its first field."""
     by_loops = uses_compiled(implementation, logits)
-    out: torch.Tensor = _SelectedLogProb.apply(logits, token_id, shard, temperature, by_loops)
-    return out
+    values = _SelectedLogProb.apply(logits, token_id, shard, temperature, by_loops)
+    return SelectedTokens(*values)
 
 
 class _SelectedLogProb(torch.autograd.Function):
@@ -222,7 +249,7 @@ class _SelectedLogProb(torch.autograd.Function):
         shard: VocabShard,
         temperature: float,
         by_loops: bool,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         local = _local_by_loops if by_loops else _local
         picked, peak, total = local(logits.detach(), token_id, shard, temperature)
         rest = merge_log_sum_exp(peak, total, shard.group)
@@ -240,11 +267,14 @@ class _SelectedLogProb(torch.autograd.Function):
 
         ctx.save_for_backward(logits, token_id, *rest, top, log_total, log_prob)
         ctx.shard, ctx.temperature, ctx.by_loops = shard, temperature, by_loops
-        return log_prob
+        ctx.mark_non_differentiable(log_total)
+        return log_prob, log_total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(
+        ctx: Any, grad: torch.Tensor, _: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None, None, None]:
         logits, token_id, rest_peak, rest_log_sum, top, log_total, log_prob = ctx.saved_tensors
         shard, temperature = ctx.shard, ctx.temperature
         # Tokens without mass get no gradient.

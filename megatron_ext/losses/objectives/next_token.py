@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
 
 from megatron_ext.losses.base import DistillationInputs, LossOutput, Over
 from megatron_ext.losses.checks import check_student
+from megatron_ext.losses.diagnostics import bad_flags
 from megatron_ext.losses.objective import (
     LOSS_REGISTRY,
     Evaluated,
@@ -64,7 +66,14 @@ class NextTokenLoss(FusedObjective):
             gradient=gradient,
             implementation=self.implementation,
         )
-        return Evaluated(self.output(inputs, values.row_loss, values.top_column), None)
+        output = self.output(inputs, values.row_loss, values.top_column)
+        # There is no teacher.
+        told = values.log_sum, values.log_sum[:0]
+        return Evaluated(replace(output, bad=partial(bad_flags, inputs, *told, is_cut=True)), None)
+
+    def tells_bad(self, inputs: DistillationInputs) -> bool:
+        """True: rows with a label are normalised, and one of NaN or +inf has no sum."""
+        return True
 
     def output(
         self, inputs: DistillationInputs, row_loss: torch.Tensor, top_column: torch.Tensor

@@ -213,7 +213,7 @@ class ProjectedKLLoss(FusedObjective):
         )
         student, teacher = values.student_log_sum, values.offsupport_mass
         assert student is not None
-        return replace(output, bad=partial(bad_flags, inputs, student, teacher, by_chunk=True))
+        return replace(output, bad=partial(bad_flags, inputs, student, teacher, is_cut=True))
 
     def count_ahead(self, known: KnownAhead) -> torch.Tensor:
         """See ``Objective``."""

@@ -5,7 +5,8 @@ B batch, T tokens, Vp local columns, K top-k.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -15,7 +16,7 @@ from megatron_ext.distributed.vocab_parallel import vocab_argmax
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, LossOutput, Over
 from megatron_ext.losses.checks import check_same_tokenizer, check_student
-from megatron_ext.losses.diagnostics import over_chunks
+from megatron_ext.losses.diagnostics import bad_flags, over_chunks
 from megatron_ext.losses.objective import (
     LOSS_REGISTRY,
     Evaluated,
@@ -110,7 +111,17 @@ class VocabKLLoss(FusedObjective):
             implementation=self.implementation,
         )
         means = {"teacher_entropy": values.teacher_entropy, "top1_agreement": values.top1_agreement}
-        return Evaluated(self._output(inputs, values.row_loss, means), values.cross_entropy)
+        told = values.student_log_sum, values.teacher_log_sum
+        output = replace(
+            self._output(inputs, values.row_loss, means),
+            bad=partial(bad_flags, inputs, *told, is_cut=True),
+        )
+        return Evaluated(output, values.cross_entropy)
+
+    def tells_bad(self, inputs: DistillationInputs) -> bool:
+        """True with all of the teacher's logits: rows with a label, which alone are read, are
+        normalised, and one of NaN or +inf has no sum."""
+        return self.fuses(inputs)
 
     def fuses(self, inputs: DistillationInputs) -> bool:
         """False for a teacher's top tokens."""

@@ -39,6 +39,11 @@ class VocabKLValues(NamedTuple):
     cross_entropy: torch.Tensor | None
     """-log p(label) at temperature 1, 0 where there is no label; None without labels."""
 
+    student_log_sum: torch.Tensor
+    """Logarithm of the student's sum at tau, NaN where its row has NaN or +inf."""
+
+    teacher_log_sum: torch.Tensor
+
 
 def evaluate_vocab_kl(
     student_logits: torch.Tensor,
@@ -119,7 +124,8 @@ def evaluate_vocab_kl(
     value, slope, entropy = all_reduce_sum(terms, student_shard.group)
     if gradient is not None and at_once is None:
         pair.run(centre=slope, gradient=gradient, with_sums=False, by=by)
-    values = VocabKLValues(temperature**2 * value, entropy, agreement, cross_entropy)
+    log_sums = own.log_sum, other.log_sum
+    values = VocabKLValues(temperature**2 * value, entropy, agreement, cross_entropy, *log_sums)
     return values if read is None else _where_read(values, read)
 
 
