@@ -291,6 +291,11 @@ class FusedObjective(Objective):
         raise NotImplementedError(f"{type(self).__name__} evaluates everything")
 
 
+def label_factors(inputs: DistillationInputs, scale: Scale) -> Scale:
+    """``label_scales``, or the one number of all labels."""
+    return label_scales(inputs, scale) if isinstance(scale, torch.Tensor) else scale
+
+
 def label_scales(inputs: DistillationInputs, scale: Scale) -> torch.Tensor:
     """fp32 [B Ts]: ``scale`` at every label, 0 where there is none."""
     return ((inputs.labels.flatten() != IGNORE_INDEX) * scale).float()

@@ -140,8 +140,10 @@ def _by_kernel(
 
     rows, padded_width = logits.shape
     has_members = members is not None and row.members is not None and row.on_mass is not None
-    vectors = [*row.whole, *(row.members or row.whole), row.on_token / temperature]
-    vectors.append(vectors[-1] if row.on_mass is None else row.on_mass / temperature)
+    vectors = [*row.whole, *(row.members or row.whole), row.on_token]
+    vectors.append(row.on_token if row.on_mass is None else row.on_mass)
+    if temperature != 1.0:
+        vectors[4:] = [vector / temperature for vector in vectors[4:]]
     packed = torch.stack([vector.float() for vector in vectors])
 
     def launch(config: LaunchConfig, out: torch.Tensor) -> None:

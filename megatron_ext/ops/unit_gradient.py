@@ -101,11 +101,15 @@ class _KeptGradient(torch.autograd.Function):
         ctx.save_for_backward(gradient, slots)
         ctx.grad_scale, ctx.shape, ctx.implementation = grad_scale, logits.shape, implementation
         ctx.mark_non_differentiable(*(value for value in values[1:] if value is not None))
+        # Else each of them gets a gradient of zeros.
+        ctx.set_materialize_grads(False)
         return values
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 7
         gradient, slots = ctx.saved_tensors
         out = transfer(
             gradient, grad, ctx.grad_scale, slots=slots, implementation=ctx.implementation

@@ -57,6 +57,21 @@ def test_sums():
     )
 
 
+def test_labels():
+    rows = arguments(
+        "label column: *i64; weight label_weight peak total: *fp32; read: *i1; "
+        "row_stride start width rows: i32; temperature weight: fp32"
+    )
+    losses = arguments(
+        "peak log_sum whole_peak whole_log_sum loss: *fp32; label: *i64; read: *i1; "
+        "vocab_size rows: i32"
+    )
+    block = {"BLOCK": 1024}
+    looked_up = [("label_rows_kernel", {**rows, "logits_ptr": kind}, block) for kind in LOGITS]
+    common = ("label_rows_kernel", {**rows, "logits_ptr": "*bf16"}, {**block, "weight_ptr": None})
+    compiles("label_kernels", [*looked_up, common, ("label_losses_kernel", losses, block)])
+
+
 def _mean_rows(more):
     """Types of what a kernel needs of a model's rows, and of ``more``."""
     return arguments("order offsets: *i32; peak log_sum: *fp32; temperature: fp32; " + more)
@@ -269,6 +284,7 @@ def test_rows_are_read_16_bytes_at_once(module, variant):
     [
         ("softmax_kernels", 1),
         ("sum_kernels", 2),
+        ("label_kernels", 2),
         ("chunk_kernels", 2),
         ("vocab_kl.triton_kernels", 2),
         ("partition_kl.triton_kernels", 5),

@@ -16,7 +16,7 @@ from megatron_ext.losses.objective import (
     Evaluated,
     FusedObjective,
     Scale,
-    label_scales,
+    label_factors,
 )
 from megatron_ext.ops.label_sums import label_sums
 from megatron_ext.ops.launch import Implementation, check_implementation
@@ -62,7 +62,7 @@ class NextTokenLoss(FusedObjective):
             inputs.student_logits.flatten(0, 1),
             inputs.labels.flatten(),
             inputs.student_shard,
-            grad_scale=label_scales(inputs, scale),
+            grad_scale=label_factors(inputs, scale),
             gradient=gradient,
             implementation=self.implementation,
         )

@@ -32,7 +32,7 @@ from megatron_ext.losses.objective import (
     Scale,
     chunk_factors,
     chunk_scales,
-    label_scales,
+    label_factors,
 )
 from megatron_ext.losses.objectives.nemo import nemo_projected_kl
 from megatron_ext.losses.projection_shard import ProjectionShard
@@ -130,7 +130,9 @@ class ProjectedKLLoss(FusedObjective):
             self._options,
             grad_scale=chunk_factors(inputs, scale, usable),
             gradient=gradient,
-            cross_entropy=None if ce_scale is None else _weighted_labels(inputs, ce_scale),
+            cross_entropy=None
+            if ce_scale is None
+            else WeightedLabels(inputs.labels.flatten(), label_factors(inputs, ce_scale)),
             implementation=self.implementation,
         )
         output = self._output(inputs, values, usable)
@@ -238,12 +240,6 @@ class ProjectedKLLoss(FusedObjective):
     def learns_projection(self) -> bool:
         """True with proper numerics."""
         return self.numerics == "proper"
-
-
-def _weighted_labels(inputs: DistillationInputs, scale: Scale) -> WeightedLabels:
-    is_tensor = isinstance(scale, torch.Tensor)
-    weight = label_scales(inputs, scale) if is_tensor else scale
-    return WeightedLabels(inputs.labels.flatten(), weight)
 
 
 LOSS_REGISTRY.register("projected_kl", ProjectedKLLoss)
