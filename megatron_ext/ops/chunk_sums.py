@@ -42,7 +42,7 @@ class ChunkSums(NamedTuple):
     """int64 scalar: number of used chunks."""
 
     rows: torch.Tensor
-    """int64 scalar: number of rows of the used chunks."""
+    """int64 scalar: number of rows of the used chunks; 0 without offsets."""
 
     by_class: ClassSums
 
@@ -53,13 +53,13 @@ class CountedChunks(NamedTuple):
     used: torch.Tensor | None
     """bool [C]; None: all."""
 
-    classes: torch.Tensor
-    """Integers [C], from 0 below ``class_count``."""
+    classes: torch.Tensor | None = None
+    """Integers [C], from 0 below ``class_count``; None: there are no classes."""
 
-    class_count: int
+    class_count: int = 0
 
-    offsets: torch.Tensor
-    """int32 [C + 1] of a side's rows by chunk, see ``ChunkRows``."""
+    offsets: torch.Tensor | None = None
+    """int32 [C + 1] of a side's rows by chunk, see ``ChunkRows``; None: none are counted."""
 
 
 def chunk_sums(
@@ -111,7 +111,8 @@ def _by_torch(values: torch.Tensor, chunks: CountedChunks) -> ChunkSums:
     if used is None:
         used = torch.ones(values.shape[1], dtype=torch.bool, device=device)
     sums = values.where(used, 0.0).sum(dim=1)
-    is_member = chunks.classes == torch.arange(chunks.class_count, device=device)[:, None]
+    numbers = torch.arange(chunks.class_count, device=device)[:, None]
+    is_member = numbers == (values[0] if chunks.classes is None else chunks.classes)
     counted = is_member & used
     counts = counted.sum(dim=1)
     by_class = ClassSums(
@@ -121,7 +122,9 @@ def _by_torch(values: torch.Tensor, chunks: CountedChunks) -> ChunkSums:
         counts,
         is_member.sum(dim=1),
     )
-    rows = chunks.offsets.diff().where(used, 0).sum()
+    rows = torch.zeros((), dtype=torch.int64, device=device)
+    if chunks.offsets is not None:
+        rows = chunks.offsets.diff().where(used, 0).sum()
     return ChunkSums(sums[0], sums[1:], used.sum(), rows, by_class)
 
 
@@ -140,6 +143,7 @@ def _by_kernel(values: torch.Tensor, chunks: CountedChunks) -> ChunkSums:
         sums,
         counts,
         HAS_USED=chunks.used is not None,
+        HAS_ROWS=chunks.offsets is not None,
         COLUMNS=columns,
         CLASSES=classes,
         BLOCK=small_block(count, _BLOCK),

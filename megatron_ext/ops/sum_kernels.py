@@ -14,6 +14,7 @@ def chunk_sums_kernel(
     sums_ptr,
     counts_ptr,
     HAS_USED: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     CLASSES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -40,12 +41,12 @@ def chunk_sums_kernel(
         if HAS_USED:
             used = tl.load(used_ptr + chunk, mask=exists, other=0) != 0
         chosen = used
-        if program > COLUMNS:
+        if CLASSES > 0:
             its_class = tl.load(class_ptr + chunk, mask=exists, other=-1).to(tl.int32)
             is_member = its_class == number - 1
-            chosen = used & is_member
+            chosen = used & (is_member | (program <= COLUMNS))
             others += tl.where(is_member, 1, 0)
-        if program == COLUMNS:
+        if HAS_ROWS:
             begin = tl.load(offsets_ptr + chunk, mask=used, other=0)
             rows += tl.load(offsets_ptr + chunk + 1, mask=used, other=0) - begin
         counted += tl.where(chosen, 1, 0)

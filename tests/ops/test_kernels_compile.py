@@ -44,12 +44,14 @@ def test_sums():
         "flags: *i32; student_rows teacher_rows: i32"
     )
     names = {"NO_LABEL": -100, "NO_CHUNK": -1, "BLOCK": 4096}
-    of_chunks = {"HAS_USED": True, "COLUMNS": 4, "CLASSES": 4, "BLOCK": 1024}
+    of_chunks = {"HAS_USED": True, "HAS_ROWS": True, "COLUMNS": 4, "CLASSES": 4, "BLOCK": 1024}
+    of_rows = of_chunks | {"HAS_ROWS": False, "CLASSES": 0, "class_ptr": None, "offsets_ptr": None}
     no_labels = names | {"teacher_label_ptr": None}
     compiles(
         "sum_kernels",
         [
             ("chunk_sums_kernel", chunks, of_chunks),
+            ("chunk_sums_kernel", chunks, of_rows),
             ("label_sums_kernel", labels, {"NO_LABEL": -100, "BLOCK": 4096}),
             ("bad_rows_kernel", rows, no_labels),
             ("bad_rows_kernel", {**rows, "teacher_told_ptr": "*i1"}, no_labels),

@@ -63,6 +63,15 @@ def test_a_microbatch_of_no_chunk_has_sums_of_0(implementation):
 
 
 @BOTH
+def test_rows_of_no_class_are_summed(implementation):
+    used = torch.tensor([True, False, True], device=DEVICE)
+    values = torch.tensor([1.0, torch.nan, 4.0], device=DEVICE)
+    sums = chunk_sums(values, [2 * values], CountedChunks(used), implementation=implementation)
+    assert (sums.loss, sums.columns.tolist(), sums.number, sums.rows) == (5, [10.0], 2, 0)
+    assert len(sums.by_class.loss) == 0
+
+
+@BOTH
 def test_labels_are_summed_and_counted(implementation):
     labels = torch.randint(0, 3, (5000,), device=DEVICE)
     labels[::7] = IGNORE_INDEX

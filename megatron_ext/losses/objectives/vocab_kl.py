@@ -16,7 +16,7 @@ from megatron_ext.distributed.vocab_parallel import vocab_argmax
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, LossOutput, Over
 from megatron_ext.losses.checks import check_same_tokenizer, check_student
-from megatron_ext.losses.diagnostics import bad_flags, over_chunks
+from megatron_ext.losses.diagnostics import bad_flags
 from megatron_ext.losses.objective import (
     LOSS_REGISTRY,
     Evaluated,
@@ -24,9 +24,11 @@ from megatron_ext.losses.objective import (
     Needs,
     Scale,
     TargetForm,
+    label_factors,
     label_scales,
 )
 from megatron_ext.losses.targets import TeacherTargets, check_tail_temperature, topk_log_probs
+from megatron_ext.ops.chunk_sums import CountedChunks, chunk_sums
 from megatron_ext.ops.divergence import Divergence, DivergenceOptions, check_divergence, divergence
 from megatron_ext.ops.launch import Implementation, check_implementation
 from megatron_ext.ops.token_log_prob import selected_log_prob
@@ -58,6 +60,7 @@ class VocabKLLoss(FusedObjective):
     """
 
     name: ClassVar[str] = "vocab_kl"
+    gives_top_column: ClassVar[bool] = True
     summary: ClassVar[str] = "every token; for a teacher with the student's own tokenizer"
 
     temperature: float = 1.0
@@ -93,9 +96,6 @@ class VocabKLLoss(FusedObjective):
     ) -> Evaluated:
         """``evaluate_vocab_kl``; its collectives."""
         teacher = self._teacher(inputs)
-        labels = label_weight = None
-        if ce_scale is not None:
-            labels, label_weight = inputs.labels.flatten(), label_scales(inputs, ce_scale)
         values = evaluate_vocab_kl(
             inputs.student_logits.flatten(0, 1),
             teacher.logits_over(inputs.student_shard).flatten(0, 1),
@@ -104,9 +104,9 @@ class VocabKLLoss(FusedObjective):
             options=DivergenceOptions(
                 temperature=self.temperature, direction=self.direction, mixture=self.mixture
             ),
-            labels=labels,
+            labels=None if ce_scale is None else inputs.labels.flatten(),
             grad_scale=label_scales(inputs, scale),
-            label_grad_scale=label_weight,
+            label_grad_scale=1.0 if ce_scale is None else label_factors(inputs, ce_scale),
             gradient=gradient,
             implementation=self.implementation,
         )
@@ -116,7 +116,7 @@ class VocabKLLoss(FusedObjective):
             self._output(inputs, values.row_loss, means),
             bad=partial(bad_flags, inputs, *told, is_cut=True),
         )
-        return Evaluated(output, values.cross_entropy)
+        return Evaluated(output, values.cross_entropy, values.top_column)
 
     def tells_bad(self, inputs: DistillationInputs) -> bool:
         """True with all of the teacher's logits: rows with a label, which alone are read, are
@@ -149,10 +149,12 @@ class VocabKLLoss(FusedObjective):
     ) -> LossOutput:
         """Output from the loss and other values of every position, [B Ts] each."""
         used = inputs.labels.flatten() != IGNORE_INDEX
+        sums = chunk_sums(row_loss, list(means.values()), CountedChunks(used))
+        totals = zip(means, sums.columns.unbind(), strict=True)
         return LossOutput(
-            loss_sum=torch.where(used, row_loss, 0.0).sum(),
-            count=used.sum(),
-            metrics={name: over_chunks(values, used) for name, values in means.items()},
+            loss_sum=sums.loss,
+            count=sums.number,
+            metrics={name: (total, sums.number) for name, total in totals},
         )
 
     def _on_top_tokens(
