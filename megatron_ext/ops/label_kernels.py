@@ -69,8 +69,10 @@ def label_losses_kernel(
     beyond the vocabulary."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = row < rows
-    is_read = tl.load(read_ptr + row, mask=exists, other=0) != 0
     label = tl.load(label_ptr + row, mask=exists, other=-1)
+    is_read = label >= 0
+    if read_ptr is not None:
+        is_read = tl.load(read_ptr + row, mask=exists, other=0) != 0
     # Peaks first: the difference of two large numbers is exact, their sums are not.
     peaks = tl.load(peak_ptr + row, mask=exists) - tl.load(whole_peak_ptr + row, mask=exists)
     log_sum = tl.load(log_sum_ptr + row, mask=exists)

@@ -88,16 +88,21 @@ def label_losses(
     token: LogSumExp,
     whole: LogSumExp,
     labels: torch.Tensor,
-    read: torch.Tensor,
+    read: torch.Tensor | None,
     shard: VocabShard,
     *,
     implementation: Implementation = "auto",
 ) -> torch.Tensor:
     """Cross-entropy [T] of labels from merged sums, 0 of rows that are not read, NaN of a label
-    beyond the vocabulary. By kernel one launch."""
+    beyond the vocabulary. By kernel one launch.
+
+    Args:
+        read: bool [T], rows with a label; None: all of them.
+    """
     if token.peak.dtype != torch.float32 or not uses_triton(implementation, token.peak):
         log_prob = token_log_probs(token, whole, labels, shard)
-        return log_prob.neg_().masked_fill_(~read, 0.0)
+        loss = log_prob.neg_()
+        return loss if read is None else loss.masked_fill_(~read, 0.0)
     from megatron_ext.ops.label_kernels import label_losses_kernel
 
     rows = len(labels)

@@ -202,6 +202,41 @@ def test_partition_kl():
     compiles("partition_kl.triton_kernels", variants)
 
 
+def test_partition_kl_numbers():
+    sums = " ".join(
+        f"{side}_{part}"
+        for side in ("student", "teacher")
+        for part in ("members_peak", "members_sum", "others_peak", "others_sum")
+    )
+    norms = arguments(
+        f"{sums} norms: *fp32; student_row teacher_row student_column teacher_column column: *i64; "
+        "chunks: i32; temperature: fp32"
+    )
+    agreement = arguments(
+        "norms: *fp32; student_column teacher_column token: *i64; tokens chunks: i32; out: *i1"
+    )
+    rest = arguments("norms sum scale value factors: *fp32; count: i32; temperature mixture: fp32")
+    whole = arguments(
+        "members_peak members_sum others_peak others_sum weight numbers: *fp32; rows: i32"
+    )
+    block = {"BLOCK": 256}
+    rests = [
+        ("rest_terms_kernel", rest, {**block, "DIRECTION": direction, "IS_LOST": is_lost})
+        for direction, is_lost in (("forward", True), ("reverse", False), ("jensen_shannon", False))
+    ]
+    unscaled = {"scale_ptr": None, "DIRECTION": "forward", "IS_LOST": True}
+    rests.append(("rest_terms_kernel", rest, block | unscaled))
+    compiles(
+        "partition_kl.number_kernels",
+        [
+            ("single_norms_kernel", norms, block),
+            ("single_agreement_kernel", agreement, block),
+            ("whole_rows_kernel", whole, block),
+            *rests,
+        ],
+    )
+
+
 def test_chains():
     types = arguments(
         "student_chosen student_others teacher_chosen teacher_others scale divergence "
@@ -290,6 +325,7 @@ def test_rows_are_read_16_bytes_at_once(module, variant):
         ("chunk_kernels", 2),
         ("vocab_kl.triton_kernels", 2),
         ("partition_kl.triton_kernels", 5),
+        ("partition_kl.number_kernels", 4),
         ("sorted_l1.selection_kernel", 1),
         ("sorted_l1.triton_kernels", 3),
         ("matched_divergence.triton_kernels", 2),

@@ -31,7 +31,7 @@ from megatron_ext.losses.objective import (
     Needs,
     Scale,
     TargetForm,
-    label_scales,
+    label_factors,
 )
 from megatron_ext.losses.objectives.chunk_likelihood import labelled_ahead
 from megatron_ext.losses.vocabulary_match import VocabularyMatch, singles_as_chains, topk_masses
@@ -138,19 +138,16 @@ class PartitionKLLoss(FusedObjective):
         assert inputs.alignment is not None
         weight = self._chunk_weight(inputs.alignment, torch.float32)
         used = torch.where(used_chunks(inputs)[events.chunk] & events.usable, 1.0, 0.0)
-        labels = label_weight = None
         told: tuple[torch.Tensor, ...] = ()
         if self.tells_bad(inputs):
             told = read_rows(inputs).flatten(), teacher_rows(inputs).flatten()
-        if ce_scale is not None:
-            labels, label_weight = inputs.labels.flatten(), label_scales(inputs, ce_scale)
         values = evaluate_partition_kl(
             inputs.student_logits.flatten(0, 1),
             events.teacher,
             events.plan,
             grad_scale=used * weight[events.chunk] * scale,
-            labels=labels,
-            ce_weight=label_weight,
+            labels=None if ce_scale is None else inputs.labels.flatten(),
+            ce_weight=1.0 if ce_scale is None else label_factors(inputs, ce_scale),
             gradient=gradient,
             told=told,
             implementation=self.implementation,

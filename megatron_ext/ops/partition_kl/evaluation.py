@@ -13,14 +13,8 @@ import torch
 
 from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard
 from megatron_ext.errors import LossError
-from megatron_ext.ops.chunk_rows import (
-    ExpSums,
-    local_column,
-    merge_exp_sums,
-    merge_top_columns,
-    token_exp_sums,
-    token_log_probs,
-)
+from megatron_ext.ops.chunk_rows import ExpSums, merge_exp_sums, merge_top_columns
+from megatron_ext.ops.label_rows import LabelRows, label_losses, label_rows
 from megatron_ext.ops.launch import Implementation, uses_compiled, uses_triton
 from megatron_ext.ops.partition_kl.chain_chunks import (
     ChainGradient,
@@ -31,6 +25,12 @@ from megatron_ext.ops.partition_kl.chain_chunks import (
     write_other_rows_by_kernel_,
 )
 from megatron_ext.ops.partition_kl.chain_masses import ChosenColumns, RowMasses
+from megatron_ext.ops.partition_kl.kernel_numbers import (
+    SideSums,
+    single_agreement,
+    single_norms,
+    whole_rows,
+)
 from megatron_ext.ops.partition_kl.operands import (
     EventComparison,
     PartitionPlan,
@@ -60,7 +60,7 @@ def evaluate_partition_kl(
     *,
     grad_scale: torch.Tensor | None = None,
     labels: torch.Tensor | None = None,
-    ce_weight: torch.Tensor | None = None,
+    ce_weight: torch.Tensor | float = 1.0,
     gradient: torch.Tensor | None = None,
     chain_masses: RowMasses | None = None,
     told: Sequence[torch.Tensor] = (),
@@ -76,8 +76,8 @@ def evaluate_partition_kl(
             chains; a chunk at 0 gets none, whatever its rows hold. None: 1.
         labels: int64 [Ts]: cross-entropy of these tokens is evaluated too, at temperature 1;
             negative for none. One beyond the vocabulary gives NaN.
-        ce_weight: fp32 [Ts] upstream gradient of each cross-entropy, likewise. None: 1. Ignored
-            without ``labels``.
+        ce_weight: fp32 [Ts] upstream gradient of each cross-entropy, likewise, or that of all.
+            Ignored without ``labels``.
         gradient: [Ts, Vps], overwritten in its dtype; can be ``student_logits`` itself. None: no
             gradient is computed.
         chain_masses: The teacher's log-masses at the rows of the chains, where its logits are
@@ -108,29 +108,37 @@ def evaluate_partition_kl(
         by = "cpu"
     masses = teacher if isinstance(teacher, RowMasses) else chain_masses
     asked: list[torch.Tensor | bool] = [*told, *[False] * (len(given) - len(told))]
-    models = [_Model.read(given[0], plan, asked[0], is_student=True, labels=labels, by=by)]
+    labelled = None if labels is None else (labels, ce_weight)
+    models = [_Model.read(given[0], plan, asked[0], is_student=True, labelled=labelled, by=by)]
     models += [
         _Model.read(
-            logits, plan, read, is_student=False, has_chains=masses is None, labels=None, by=by
+            logits, plan, read, is_student=False, has_chains=masses is None, labelled=None, by=by
         )
         for logits, read in zip(given[1:], asked[1:], strict=True)
     ]
     merged = _merge(models, plan)
-    tokens, token_loss = _token_term(models[0], merged[0], labels, ce_weight, plan.student_shard)
+    tokens, token_loss = _token_term(models[0], merged[0], labels, plan.student_shard, by)
 
     count = len(singles.student)
     first = second = None
     if grad_scale is not None:
         first, second = grad_scale[:count], grad_scale[count:]
     if len(models) == 2:
+        norms = None
+        if by == "triton":
+            own, its = (
+                SideSums(sums.members, sums.others, model.statistics.column)
+                for sums, model in zip(merged, models, strict=True)
+            )
+            norms = single_norms(own, its, plan)
+            sides = _norms_of(norms.numbers)
+        else:
+            sides = (
+                _norm(merged[0], singles.student, temperature),
+                _norm(merged[1], singles.teacher, temperature),
+            )
         pair = SingleChunks(
-            given[0],
-            given[1],
-            plan,
-            _norm(merged[0], singles.student, temperature),
-            _norm(merged[1], singles.teacher, temperature),
-            models[0].statistics.is_masked,
-            tokens,
+            given[0], given[1], plan, *sides, models[0].statistics.is_masked, tokens, norms
         )
         agreement = _agreement(models, merged, pair)
         divergences = {
@@ -139,8 +147,8 @@ def evaluate_partition_kl(
         }.get(by, single_divergences)
         single = EventComparison(
             divergences(pair, first, gradient),
-            pair.student.log_rest.exp(),
-            pair.teacher.log_rest.exp(),
+            pair.student.log_rest.exp() if norms is None else norms.numbers[6],
+            pair.teacher.log_rest.exp() if norms is None else norms.numbers[11],
             agreement,
         )
     else:
@@ -188,7 +196,7 @@ class _Model(NamedTuple):
     """[N]"""
     label: ExpSums | None
     """[T] logit of the label; None for the teacher or without labels."""
-    label_column: torch.Tensor | None
+    looked_up: LabelRows | None
     unscaled: ExpSums | None
     """[T] members at temperature 1; None where not needed."""
 
@@ -200,7 +208,7 @@ class _Model(NamedTuple):
         told: torch.Tensor | bool,
         *,
         is_student: bool,
-        labels: torch.Tensor | None,
+        labelled: tuple[torch.Tensor, torch.Tensor | float] | None,
         by: Implementation,
         has_chains: bool = True,
     ) -> _Model:
@@ -211,7 +219,7 @@ class _Model(NamedTuple):
             ChosenColumns.of(rows, plan.chains, shard) if has_chains else ChosenColumns.none(rows)
         )
         shared = (plan.shared.student, plan.shared.teacher)[side]
-        has_labels = is_student and labels is not None
+        has_labels = labelled is not None
         read = True if has_labels else told
         split = RowSplit.of(len(logits), plan.singles[side], shared, chosen, read)
         statistics = split_statistics(
@@ -224,17 +232,19 @@ class _Model(NamedTuple):
         )
         here = chosen.local >= 0
         picked = logits[chosen.at_rows(), chosen.local.clamp(min=0)].to(statistics.members.peak)
-        column = label = None
-        if has_labels:
-            assert labels is not None
-            column = local_column(labels, shard)
-            label = token_exp_sums(logits, column)
+        label = looked_up = None
+        if labelled is not None:
+            peak = statistics.members.peak
+            label = ExpSums(torch.empty_like(peak), torch.empty_like(peak))
+            looked_up = label_rows(
+                logits, labelled[0], shard, labelled[1], label, implementation=by
+            )
         return cls(
             split,
             statistics,
             ExpSums(torch.where(here, picked, 0.0), here.to(picked.dtype)),
             label,
-            column,
+            looked_up,
             statistics.unscaled if has_labels and plan.options.temperature != 1.0 else None,
         )
 
@@ -303,9 +313,19 @@ def _norm(merged: _Merged, rows: torch.Tensor, temperature: float) -> PartitionN
     return partition_norm(members, others, temperature)
 
 
+def _norms_of(numbers: torch.Tensor) -> tuple[PartitionNorm, PartitionNorm]:
+    """Both models' parts of ``SingleNorms.numbers``."""
+    own, its, rest, its_rest = (LogSumExp(*numbers[i : i + 2]) for i in (0, 2, 4, 9))
+    student = PartitionNorm(own, rest, numbers[7], numbers[8])
+    return student, PartitionNorm(its, its_rest, numbers[12], numbers[13])
+
+
 def _agreement(models: list[_Model], merged: list[_Merged], pair: SingleChunks) -> torch.Tensor:
     """Chunks with the same most probable event in both models, bool [C]. One all-reduce."""
-    plan = pair.plan
+    plan, norms = pair.plan, pair.norms
+    tokens = plan.shared.student_token
+    if norms is not None and plan.student_shard.group is None:
+        return single_agreement(norms, norms.columns[0], norms.columns[1], tokens)
     sums, wholes, columns = [], [], []
     for model, part, rows in zip(models, merged, plan.singles, strict=True):
         local = model.statistics
@@ -315,8 +335,9 @@ def _agreement(models: list[_Model], merged: list[_Merged], pair: SingleChunks) 
         columns.append(local.column[rows])
     shards = [plan.student_shard, plan.teacher_shard]
     student, teacher = merge_top_columns(columns, sums, wholes, shards)
+    if norms is not None:
+        return single_agreement(norms, student, teacher, tokens)
     # Without a shared token that has any mass, no column of the vocabulary comes back.
-    tokens = plan.shared.student_token
     teacher = tokens[teacher.clamp(max=len(tokens) - 1)]
     is_rest = [side.log_rest > side.best for side in (pair.student, pair.teacher)]
     return torch.where(is_rest[0] | is_rest[1], is_rest[0] & is_rest[1], student == teacher)
@@ -326,15 +347,22 @@ def _token_term(
     student: _Model,
     merged: _Merged,
     labels: torch.Tensor | None,
-    weight: torch.Tensor | None,
     shard: VocabShard,
+    by: Implementation,
 ) -> tuple[TokenTerm | None, torch.Tensor | None]:
     """Term of the labels in the gradient, and their cross-entropies [T]."""
     if labels is None:
         return None, None
-    assert student.label_column is not None
+    assert student.label is not None
+    assert student.looked_up is not None
     assert merged.label is not None
-    whole = merged.whole()
-    weight = torch.ones_like(whole.peak) if weight is None else weight.to(whole.peak.dtype)
-    term = TokenTerm(labels, student.label_column, weight.masked_fill(labels < 0, 0.0), whole)
-    return term, -token_log_probs(merged.label, whole, labels, shard)
+    column, weight = student.looked_up.column, student.looked_up.weight
+    if by == "triton":
+        numbers = whole_rows(merged.unscaled or merged.members, merged.others, weight)
+        whole = LogSumExp(numbers[0], numbers[1])
+        term = TokenTerm(labels, column, numbers[2], whole, numbers)
+    else:
+        whole = merged.whole()
+        term = TokenTerm(labels, column, weight, whole)
+    loss = label_losses(merged.label, whole, labels, None, shard, implementation=by)
+    return term, loss

@@ -107,6 +107,9 @@ class TokenTerm(NamedTuple):
     whole: LogSumExp
     """[T] over all columns."""
 
+    numbers: torch.Tensor | None = None
+    """fp32 [3, T] of ``whole`` and ``weight``, where a kernel made them."""
+
     def gradient(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Gradient in this rank's columns ``logits`` [T', Vp] of ``rows``, which it overwrites.
 

@@ -6,22 +6,10 @@ import triton.language as tl
 
 from megatron_ext.ops.projected_kl.single_kernel import is_single
 from megatron_ext.ops.projected_kl.triton_kernels import best_of
-from megatron_ext.ops.triton_math import FLOOR
+from megatron_ext.ops.triton_math import FLOOR, lost_share
 
 EPSILON = tl.constexpr(1.1920928955078125e-07)
 """Of fp32: a share below it is a rounding error beside the rest."""
-
-
-@triton.jit
-def lost_share(log_share):
-    """``1 - exp(log_share)`` of a logarithm that is 0 or less, small ones to all their digits."""
-    series = 1 / 720 + log_share / 5040
-    series = 1 / 120 + log_share * series
-    series = 1 / 24 + log_share * series
-    series = 1 / 6 + log_share * series
-    series = 1 / 2 + log_share * series
-    series = log_share * (1 + log_share * series)
-    return -tl.where(log_share > -0.25, series, tl.exp(log_share) - 1)
 
 
 @triton.jit
