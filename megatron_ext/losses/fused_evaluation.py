@@ -102,6 +102,8 @@ def _top_column(inputs: DistillationInputs) -> torch.Tensor:
     """Global column int64 [B Ts] of each student row's largest logit."""
     shard = inputs.student_shard
     found = row_statistics(inputs.student_logits.flatten(0, 1), shard)
+    if shard.group is None:
+        return found.column
     best = found.peak[0].masked_fill(found.total[0] == 0, -torch.inf)
     return merge_argmax(best, found.column + shard.start, shard.group)
 

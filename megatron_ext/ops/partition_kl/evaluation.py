@@ -63,7 +63,7 @@ def evaluate_partition_kl(
     ce_weight: torch.Tensor | float = 1.0,
     gradient: torch.Tensor | None = None,
     chain_masses: RowMasses | None = None,
-    told: Sequence[torch.Tensor] = (),
+    told: Sequence[torch.Tensor | bool] = (),
     implementation: Implementation = "auto",
 ) -> PartitionValues:
     """D(P_c || Q_c) of each chunk, and d(sum grad_scale * D + sum ce_weight * CE)/d student_logits.
@@ -83,7 +83,7 @@ def evaluate_partition_kl(
         chain_masses: The teacher's log-masses at the rows of the chains, where its logits are
             those of the singles alone.
         told: bool [Ts], and [Tt] of logits: rows of which ``PartitionValues.bad`` has to tell, even
-            if they belong to no chunk; () for none.
+            if they belong to no chunk; () for none. With ``labels`` all of the student's are.
         implementation: See ``ops.launch``.
 
     Accumulates in fp32 (fp64 for fp64 logits). No fp32 tensor is as large as the logits.
@@ -173,7 +173,7 @@ def evaluate_partition_kl(
         )
         write = write_other_rows_by_kernel_ if by == "triton" else write_other_rows_
         write(gradient, given[0], rows, plan.student_shard)
-    return PartitionValues(single, chain, token_loss, lambda: [part.is_bad() for part in merged])
+    return PartitionValues(single, chain, token_loss, lambda: [part.told() for part in merged])
 
 
 def _check_columns(given: list[torch.Tensor]) -> None:
@@ -266,9 +266,9 @@ class _Merged(NamedTuple):
         row = model.split.chosen.row
         return LogSumExp(self.others.peak[row], self.others.log_sum[row])
 
-    def is_bad(self) -> torch.Tensor:
-        """bool [T]: rows with NaN or +inf in a column of any rank, which make their sums NaN."""
-        return self.members.log_sum.isnan() | self.others.log_sum.isnan()
+    def told(self) -> torch.Tensor:
+        """[T], NaN of rows with NaN or +inf in a column of any rank: no sum's logarithm is +inf."""
+        return self.members.log_sum + self.others.log_sum
 
     def whole(self) -> LogSumExp:
         """Log-sum-exp [T] over all columns at temperature 1."""

@@ -152,7 +152,7 @@ class PartitionValues(NamedTuple):
     """[T] cross-entropy of each label, 0 where there is none; None without labels."""
 
     bad: Callable[[], list[torch.Tensor]] = list
-    """Function that makes bool [T] of the student, and of the teacher's logits: rows with NaN or
+    """Function that makes [T] of the student, and of the teacher's logits: NaN of rows with NaN or
     +inf on any rank, among those that were read."""
 
     def divergences(self) -> torch.Tensor:
