@@ -237,6 +237,40 @@ def test_partition_kl_numbers():
     )
 
 
+def test_partition_kl_split():
+    begin = arguments("read: *i1; word of_row bits: *i32; base rows words: i32")
+    entries = arguments(
+        "step_row last_row step_label completion chain single_row row column local place at_row: "
+        "*i64; of_row bits: *i32; peak total: *fp32; "
+        "row_stride start width steps ends completions singles words: i32"
+    )
+    logits = arguments(
+        "peak log_sum others_peak others_sum chosen rest rests: *fp32; row: *i64; edge: *i32; "
+        "steps rows: i32"
+    )
+    gradients = arguments(
+        "chosen_gradient rest_gradient peak log_sum tokens rests value: *fp32; "
+        "row at_row column label: *i64; entries ends rows: i32"
+    )
+    block = {"BLOCK": 256}
+    no_labels = {"label_ptr": None, "tokens_ptr": None}
+    looked_up = [
+        ("split_entries_kernel", {**entries, "logits_ptr": kind}, block) for kind in LOGITS
+    ]
+    compiles(
+        "partition_kl.split_kernels",
+        [
+            *looked_up,
+            ("split_begin_kernel", begin, block),
+            ("split_begin_kernel", begin, {**block, "read_ptr": None}),
+            ("chosen_logits_kernel", logits, {"BLOCK": 128}),
+            ("chosen_logits_kernel", logits, {"BLOCK": 128, "rests_ptr": None}),
+            ("chain_gradients_kernel", gradients, block),
+            ("chain_gradients_kernel", gradients, block | no_labels),
+        ],
+    )
+
+
 def test_chains():
     types = arguments(
         "student_chosen student_others teacher_chosen teacher_others scale divergence "
@@ -326,6 +360,7 @@ def test_rows_are_read_16_bytes_at_once(module, variant):
         ("vocab_kl.triton_kernels", 2),
         ("partition_kl.triton_kernels", 5),
         ("partition_kl.number_kernels", 4),
+        ("partition_kl.split_kernels", 3),
         ("sorted_l1.selection_kernel", 1),
         ("sorted_l1.triton_kernels", 3),
         ("matched_divergence.triton_kernels", 2),

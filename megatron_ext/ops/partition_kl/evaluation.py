@@ -17,6 +17,7 @@ from megatron_ext.ops.chunk_rows import ExpSums, merge_exp_sums, merge_top_colum
 from megatron_ext.ops.label_rows import LabelRows, label_losses, label_rows
 from megatron_ext.ops.launch import Implementation, uses_compiled, uses_triton
 from megatron_ext.ops.partition_kl.chain_chunks import (
+    ChainEdges,
     ChainGradient,
     ChosenLogits,
     compare_chains,
@@ -31,6 +32,7 @@ from megatron_ext.ops.partition_kl.kernel_numbers import (
     single_norms,
     whole_rows,
 )
+from megatron_ext.ops.partition_kl.kernel_split import SplitRows, chain_logits, split_by_kernel
 from megatron_ext.ops.partition_kl.operands import (
     EventComparison,
     PartitionPlan,
@@ -155,25 +157,73 @@ def evaluate_partition_kl(
         none = merged[0].members.peak[:0]
         single = EventComparison(none, none, none, none.bool())
 
+    compare = _chains_by_kernel if by == "triton" else _chains
+    chain = compare(models, merged, masses, plan, second, tokens, given[0], gradient)
+    return PartitionValues(single, chain, token_loss, lambda: [part.told() for part in merged])
+
+
+def _chains(
+    models: list[_Model],
+    merged: list[_Merged],
+    masses: RowMasses | None,
+    plan: PartitionPlan,
+    grad_scale: torch.Tensor | None,
+    tokens: TokenTerm | None,
+    logits: torch.Tensor,
+    gradient: torch.Tensor | None,
+) -> EventComparison:
+    """Comparison of the chains, and the gradient of all rows but singles'."""
     chosen = [
         ChosenLogits.of(sums.picked, sums.at_chains(model), model.split.chosen)
         for sums, model in zip(merged, models, strict=True)
     ]
-    compare = compare_chains_by_kernel if by == "triton" else compare_chains
-    chain, grads = compare(
+    teacher = chosen[1] if masses is None else masses
+    with_gradient = gradient is not None
+    chain, grads = compare_chains(chosen[0], teacher, plan, grad_scale, with_gradient=with_gradient)
+    if gradient is not None:
+        rest = merged[0].at_chains(models[0])
+        rows = ChainGradient(models[0].split, rest, grads, merged[0].picked, tokens)
+        write_other_rows_(gradient, logits, rows, plan.student_shard)
+    return chain
+
+
+def _chains_by_kernel(
+    models: list[_Model],
+    merged: list[_Merged],
+    masses: RowMasses | None,
+    plan: PartitionPlan,
+    grad_scale: torch.Tensor | None,
+    tokens: TokenTerm | None,
+    logits: torch.Tensor,
+    gradient: torch.Tensor | None,
+) -> EventComparison:
+    """``_chains`` by kernels."""
+    edges = ChainEdges.of(plan.chains)
+    read = models if masses is None else models[:1]
+    sides = [
+        chain_logits(
+            sums.picked,
+            sums.others,
+            model.split.chosen,
+            edges.completions,
+            with_rests=gradient is not None and model is models[0],
+        )
+        for sums, model in zip(merged, read, strict=False)
+    ]
+    chosen = [ChosenLogits(side.chosen, side.rest) for side in sides]
+    chain, grads = compare_chains_by_kernel(
         chosen[0],
         chosen[1] if masses is None else masses,
         plan,
-        second,
+        grad_scale,
         with_gradient=gradient is not None,
+        edges=edges,
     )
     if gradient is not None:
-        rows = ChainGradient(
-            models[0].split, merged[0].at_chains(models[0]), grads, merged[0].picked, tokens
-        )
-        write = write_other_rows_by_kernel_ if by == "triton" else write_other_rows_
-        write(gradient, given[0], rows, plan.student_shard)
-    return PartitionValues(single, chain, token_loss, lambda: [part.told() for part in merged])
+        split, picked, rests = models[0].split, merged[0].picked, sides[0].rests
+        rows = ChainGradient(split, merged[0].others, grads, picked, tokens, rests)
+        write_other_rows_by_kernel_(gradient, logits, rows, plan.student_shard)
+    return chain
 
 
 def _check_columns(given: list[torch.Tensor]) -> None:
@@ -215,13 +265,17 @@ class _Model(NamedTuple):
         side = 0 if is_student else 1
         shard = (plan.student_shard, plan.teacher_shard)[side]
         rows = (plan.chains.student, plan.chains.teacher)[side]
-        chosen = (
-            ChosenColumns.of(rows, plan.chains, shard) if has_chains else ChosenColumns.none(rows)
-        )
         shared = (plan.shared.student, plan.shared.teacher)[side]
         has_labels = labelled is not None
         read = True if has_labels else told
-        split = RowSplit.of(len(logits), plan.singles[side], shared, chosen, read)
+        picked = None
+        if by == "triton":
+            part = SplitRows(plan.singles[side], rows, plan.chains, has_chains, shared, shard)
+            split, picked = split_by_kernel(logits, part, read)
+        else:
+            chosen = ChosenColumns.of if has_chains else ChosenColumns.none
+            columns = chosen(rows, plan.chains, shard)
+            split = RowSplit.of(len(logits), plan.singles[side], shared, columns, read)
         statistics = split_statistics(
             logits,
             split,
@@ -230,8 +284,8 @@ class _Model(NamedTuple):
             also_unscaled=has_labels,
             by=by,
         )
-        here = chosen.local >= 0
-        picked = logits[chosen.at_rows(), chosen.local.clamp(min=0)].to(statistics.members.peak)
+        if picked is None:
+            picked = _picked(logits, split.chosen, statistics.members.peak.dtype)
         label = looked_up = None
         if labelled is not None:
             peak = statistics.members.peak
@@ -242,11 +296,18 @@ class _Model(NamedTuple):
         return cls(
             split,
             statistics,
-            ExpSums(torch.where(here, picked, 0.0), here.to(picked.dtype)),
+            picked,
             label,
             looked_up,
             statistics.unscaled if has_labels and plan.options.temperature != 1.0 else None,
         )
+
+
+def _picked(logits: torch.Tensor, chosen: ChosenColumns, dtype: torch.dtype) -> ExpSums:
+    """Logits of the chosen columns [N] as sums of one column each."""
+    here = chosen.local >= 0
+    picked = logits[chosen.at_rows(), chosen.local.clamp(min=0)].to(dtype)
+    return ExpSums(torch.where(here, picked, 0.0), here.to(dtype))
 
 
 class _Merged(NamedTuple):
