@@ -94,11 +94,15 @@ class _ChunkSums(torch.autograd.Function):
         ctx.count, ctx.dtype = len(chunk_loss), chunk_loss.dtype
         out = (sums.loss, sums.columns, sums.number, sums.rows, *sums.by_class)
         ctx.mark_non_differentiable(*out[1:])
+        # Else each of them gets a gradient of zeros.
+        ctx.set_materialize_grads(False)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        if grad is None:
+            return None, None, None, None
         (used,) = ctx.saved_tensors
         of_chunks = grad.to(ctx.dtype).expand(ctx.count)
         if used is not None:

@@ -239,18 +239,6 @@ def projected_terms(p, log_p, projected, log_projected, mass, mixture, DIRECTION
     return value, slope
 
 
-@triton.jit
-def lost_share(log_share):
-    """``1 - exp(log_share)`` of a logarithm that is 0 or less, small ones to all their digits."""
-    series = 1 / 720 + log_share / 5040
-    series = 1 / 120 + log_share * series
-    series = 1 / 24 + log_share * series
-    series = 1 / 6 + log_share * series
-    series = 1 / 2 + log_share * series
-    series = log_share * (1 + log_share * series)
-    return -tl.where(log_share > -0.25, series, tl.exp(log_share) - 1)
-
-
 @triton.jit(do_not_specialize=["scale_stride"])
 def scale_rows_kernel(
     gradient_ptr, scale_ptr, scale_stride, row_stride, width, BLOCK: tl.constexpr

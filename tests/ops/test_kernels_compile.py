@@ -330,6 +330,33 @@ def test_matched_divergence():
     compiles("matched_divergence.triton_kernels", variants)
 
 
+def test_matched_divergence_numbers():
+    sides = "; ".join(
+        f"{side}_order {side}_chunk: *i32; {side}_peak {side}_log_sum {side}_members_peak "
+        f"{side}_members_sum {side}_used {side}_mass: *fp32"
+        for side in ("student", "teacher")
+    )
+    masses = arguments(
+        sides + "; scale row_mass value slope factor: *fp32; chunks: i32; temperature mixture: fp32"
+    )
+    centre = arguments(
+        "chunk: *i64; row_slope chosen mass slope centre: *fp32; rows: i32; weight: fp32"
+    )
+    block = {"BLOCK": 128}
+    variants = [
+        ("chunk_masses_kernel", masses, {**block, "DIRECTION": direction, "WITH_REST": with_rest})
+        for direction, with_rest in (
+            ("forward", True),
+            ("jensen_shannon", True),
+            ("reverse", False),
+        )
+    ]
+    alone = {"scale_ptr": None, "DIRECTION": "reverse", "WITH_REST": True}
+    variants.append(("chunk_masses_kernel", masses, block | alone))
+    variants.append(("rest_centre_kernel", centre, block))
+    compiles("matched_divergence.number_kernels", variants)
+
+
 @pytest.mark.parametrize(
     ("module", "variants"),
     [
@@ -364,6 +391,7 @@ def test_rows_are_read_16_bytes_at_once(module, variant):
         ("sorted_l1.selection_kernel", 1),
         ("sorted_l1.triton_kernels", 3),
         ("matched_divergence.triton_kernels", 2),
+        ("matched_divergence.number_kernels", 2),
         ("projected_kl.triton_kernels", 3),
         ("projected_kl.number_kernels", 3),
         ("projected_kl.summed_kernels", 4),

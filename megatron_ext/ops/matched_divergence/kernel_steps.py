@@ -16,6 +16,7 @@ from megatron_ext.ops.launch import (
     fitting_config,
     small_block,
 )
+from megatron_ext.ops.matched_divergence.kernel_numbers import rest_centre
 from megatron_ext.ops.matched_divergence.matching import (
     MatchedOptions,
     MatchedTask,
@@ -219,7 +220,7 @@ def evaluate_by_kernels(task: MatchedTask) -> MatchedValues:
         sums = all_reduce_sum(torch.cat([values.value, values.row_slope, chosen]), group)
         lengths = [len(values.value), len(chosen), len(chosen)]
         results.value[chunks], row_slope, chosen = sums.split(lengths)
-        shift, centre = _centre(task, row_slope, weight * chosen)
+        shift, centre = _centre(task, row_slope, chosen)
         base, scale = task.rest.slope, task.scale
         write_gradient(
             pair, chunks, moved, gradient, base=base, shift=shift, centre=centre, scale=scale
@@ -248,12 +249,12 @@ def _centre(
 
     Rows of chunks in other slices are arbitrary.
     """
-    model, used = task.student, task.rest.used[0]
+    model, used, weight = task.student, task.rest.used[0], task.options.uncommon_weight
+    if task.matching.with_rest:
+        return torch.zeros_like(used), rest_centre(task, row_slope, chosen)
     last = max(model.rows.chunk_count - 1, 0)
     slot = model.rows.slots.clamp(max=last)
-    if task.matching.with_rest:
-        slope = task.rest.slope[slot]
-        return torch.zeros_like(used), row_slope + model.member_mass * slope + chosen
     # Not divided by the square, which can underflow.
     shift = model.rows.means(row_slope) / used / used
-    return shift, row_slope / used[slot] - shift[slot] * model.member_mass + chosen
+    centre = row_slope / used[slot] - shift[slot] * model.member_mass + weight * chosen
+    return shift, centre

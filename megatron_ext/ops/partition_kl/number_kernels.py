@@ -4,25 +4,7 @@ hundred small operations for. T rows, C chunks."""
 import triton
 import triton.language as tl
 
-from megatron_ext.ops.triton_math import LOG_TINY, divergence_terms, lost_share
-
-
-@triton.jit
-def log_of_one_and(x):
-    """``log(1 + x)`` of an ``x`` from 0 to 1, small ones to all their digits."""
-    series = x * (1 - x * (1 / 2 - x * (1 / 3 - x / 4)))
-    return tl.where(x < 0.01, series, tl.log(1 + x))
-
-
-@triton.jit
-def log_add(first, second):
-    """``log(exp(first) + exp(second))``, -inf where both are; NaN where one is."""
-    top = tl.where(first > second, first, second)
-    low = tl.where(first > second, second, first)
-    # The smaller one may be -inf, both may be.
-    distance = tl.where(top == low, 0.0, low - top)
-    both = top + log_of_one_and(tl.exp(distance))
-    return tl.where((top != top) | (low != low), first + second, both)
+from megatron_ext.ops.event_math import event_terms, log_add, lost_share
 
 
 @triton.jit
@@ -175,19 +157,6 @@ def single_agreement_kernel(
     tl.store(out_ptr + chunk, agrees, mask=exists)
 
 
-@triton.jit
-def single_rest_terms(log_p, log_q, mixture, DIRECTION: tl.constexpr):
-    """Terms of D of one event from its log-probabilities, -inf of one without mass."""
-    p, q = tl.exp(log_p), tl.exp(log_q)
-    no_mass = log_q == -float("inf")
-    log_p = tl.where(log_p == -float("inf"), LOG_TINY, log_p)
-    log_q = tl.where(no_mass, LOG_TINY, log_q)
-    if DIRECTION == "jensen_shannon":
-        log_mix = log_add(log_p + tl.log(mixture), log_q + tl.log(1.0 - mixture))
-        log_p, log_q = log_p - log_mix, log_q - log_mix
-    return divergence_terms(p, q, log_p, log_q, no_mass, mixture, DIRECTION)
-
-
 @triton.jit(
     do_not_specialize=["count"],
     do_not_specialize_on_alignment=["norms_ptr", "sum_ptr", "scale_ptr"],
@@ -215,7 +184,7 @@ def rest_terms_kernel(
     exists = chunk < count
     log_q = tl.load(norms_ptr + 7 * count + chunk, mask=exists, other=0.0)
     log_p = tl.load(norms_ptr + 12 * count + chunk, mask=exists, other=0.0)
-    value, slope = single_rest_terms(log_p, log_q, mixture, DIRECTION)
+    value, slope = event_terms(log_p, log_q, mixture, DIRECTION)
     total = tl.load(sum_ptr + chunk, mask=exists, other=0.0)
     if IS_LOST:
         total = total - lost_share(log_p)
