@@ -27,7 +27,7 @@ from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, LossOutput, SumCount
 from megatron_ext.ops.chunk_sums import ClassSums, CountedChunks, chunk_sums
-from megatron_ext.ops.label_sums import ReadRows, bad_rows
+from megatron_ext.ops.labels import ReadRows, bad_rows
 
 _CHUNK_CLASSES: Final = tuple(kind.name.lower() for kind in ChunkClass)
 

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard, row_slices, scaled_logits
 from megatron_ext.ops.chunk_rows import ExpSums, local_column, merge_exp_sums
-from megatron_ext.ops.label_rows import label_losses, label_rows
+from megatron_ext.ops.labels import label_losses, label_rows
 from megatron_ext.ops.launch import (
     Implementation,
     LaunchConfig,

@@ -20,7 +20,7 @@ from megatron_ext.distributed.vocab_parallel import (
     scaled_logits,
 )
 from megatron_ext.ops.chunk_rows import ExpSums, merge_top_columns
-from megatron_ext.ops.label_rows import label_losses, label_rows
+from megatron_ext.ops.labels import label_losses, label_rows
 from megatron_ext.ops.launch import Implementation, check_implementation, uses_compiled
 from megatron_ext.ops.softmax_statistics import row_statistics
 from megatron_ext.ops.token_likelihood import RowGradient, write_token_gradient

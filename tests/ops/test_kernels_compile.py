@@ -71,7 +71,7 @@ def test_labels():
     block = {"BLOCK": 1024}
     looked_up = [("label_rows_kernel", {**rows, "logits_ptr": kind}, block) for kind in LOGITS]
     common = ("label_rows_kernel", {**rows, "logits_ptr": "*bf16"}, {**block, "weight_ptr": None})
-    compiles("label_kernels", [*looked_up, common, ("label_losses_kernel", losses, block)])
+    compiles("sum_kernels", [*looked_up, common, ("label_losses_kernel", losses, block)])
 
 
 def _mean_rows(more):
@@ -381,8 +381,7 @@ def test_rows_are_read_16_bytes_at_once(module, variant):
     ("module", "kernels"),
     [
         ("softmax_kernels", 1),
-        ("sum_kernels", 2),
-        ("label_kernels", 2),
+        ("sum_kernels", 4),
         ("chunk_kernels", 2),
         ("vocab_kl.triton_kernels", 2),
         ("partition_kl.triton_kernels", 5),

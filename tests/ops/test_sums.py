@@ -5,7 +5,7 @@ import torch
 
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.ops.chunk_sums import CountedChunks, chunk_sums
-from megatron_ext.ops.label_sums import ReadRows, bad_rows, label_sums
+from megatron_ext.ops.labels import ReadRows, bad_rows, label_sums
 from tests.ops.kernel_case import BOTH, DEVICE
 
 pytest.importorskip("triton")

@@ -24,8 +24,7 @@ from megatron_ext.ops.launch import (
     uses_triton,
     without_kernels,
 )
-from megatron_ext.ops.matched_divergence.kernel_numbers import chunk_masses
-from megatron_ext.ops.matched_divergence.kernel_steps import evaluate_by_kernels
+from megatron_ext.ops.matched_divergence.kernel_steps import chunk_masses, evaluate_by_kernels
 from megatron_ext.ops.matched_divergence.matching import (
     MatchedDivergence,
     MatchedOptions,

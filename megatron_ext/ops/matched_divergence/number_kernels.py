@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from megatron_ext.ops.event_math import event_terms
+from megatron_ext.ops.triton_math import event_terms
 
 SMALLEST = tl.constexpr(1.2037062152420224e-35)
 """1024 times the smallest normal number of fp32, below which nothing is divided by."""

@@ -22,7 +22,7 @@ from megatron_ext.ops.partition_kl.chain_masses import (
     row_masses,
     segment_top,
 )
-from megatron_ext.ops.partition_kl.kernel_split import chain_gradients
+from megatron_ext.ops.partition_kl.kernel_numbers import chain_gradients
 from megatron_ext.ops.partition_kl.operands import (
     ChainRows,
     Chains,

@@ -14,7 +14,7 @@ import torch
 from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.ops.chunk_rows import ExpSums, merge_exp_sums, merge_top_columns
-from megatron_ext.ops.label_rows import LabelRows, label_losses, label_rows
+from megatron_ext.ops.labels import LabelRows, label_losses, label_rows
 from megatron_ext.ops.launch import Implementation, uses_compiled, uses_triton
 from megatron_ext.ops.partition_kl.chain_chunks import (
     ChainEdges,
@@ -28,11 +28,13 @@ from megatron_ext.ops.partition_kl.chain_chunks import (
 from megatron_ext.ops.partition_kl.chain_masses import ChosenColumns, RowMasses
 from megatron_ext.ops.partition_kl.kernel_numbers import (
     SideSums,
+    SplitRows,
+    chain_logits,
     single_agreement,
     single_norms,
+    split_by_kernel,
     whole_rows,
 )
-from megatron_ext.ops.partition_kl.kernel_split import SplitRows, chain_logits, split_by_kernel
 from megatron_ext.ops.partition_kl.operands import (
     EventComparison,
     PartitionPlan,

@@ -4,7 +4,7 @@ hundred small operations for. T rows, C chunks."""
 import triton
 import triton.language as tl
 
-from megatron_ext.ops.event_math import event_terms, log_add, lost_share
+from megatron_ext.ops.triton_math import event_terms, log_add, lost_share
 
 
 @triton.jit

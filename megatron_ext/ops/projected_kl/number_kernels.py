@@ -4,10 +4,9 @@ operations for. T rows, C chunks."""
 import triton
 import triton.language as tl
 
-from megatron_ext.ops.event_math import lost_share
 from megatron_ext.ops.projected_kl.single_kernel import is_single
 from megatron_ext.ops.projected_kl.triton_kernels import best_of
-from megatron_ext.ops.triton_math import FLOOR
+from megatron_ext.ops.triton_math import FLOOR, lost_share
 
 EPSILON = tl.constexpr(1.1920928955078125e-07)
 """Of fp32: a share below it is a rounding error beside the rest."""

@@ -13,7 +13,7 @@ from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard, accumulation_dtype
 from megatron_ext.ops.chunk_rows import ExpSums, merge_exp_sums, merge_top_columns
 from megatron_ext.ops.divergence import FORWARD_KL, DivergenceOptions, divergence_reference
-from megatron_ext.ops.label_rows import label_losses, label_rows
+from megatron_ext.ops.labels import label_losses, label_rows
 from megatron_ext.ops.launch import Implementation, check_implementation, uses_compiled, uses_triton
 from megatron_ext.ops.unit_gradient import kept_gradient
 from megatron_ext.ops.vocab_kl.pair_evaluation import LabelTerm, PairEvaluation, pair_statistics
