@@ -26,6 +26,8 @@ from megatron_ext.distributed.shard_collectives import all_reduce_max
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, LossOutput, SumCount
+from megatron_ext.ops.chunk_sums import ClassSums, CountedChunks, chunk_sums
+from megatron_ext.ops.labels import ReadRows, bad_rows
 
 _CHUNK_CLASSES: Final = tuple(kind.name.lower() for kind in ChunkClass)
 
@@ -36,6 +38,7 @@ def chunk_output(
     *,
     usable: torch.Tensor | None = None,
     means: Mapping[str, torch.Tensor] | None = None,
+    teacher_row_means: Mapping[str, torch.Tensor] | None = None,
     metrics: Mapping[str, SumCount] | None = None,
 ) -> LossOutput:
     """Output of an objective that has a loss for every chunk.
@@ -47,17 +50,28 @@ def chunk_output(
         usable: bool [C], chunks that the objective can use; None: all. Chunks outside
             ``inputs.chunk_mask`` are left out as well.
         means: Name -> [C] of any dtype, averaged over the chunks in the sum.
+        teacher_row_means: Name -> [C], sums of each chunk's teacher rows, averaged over these.
         metrics: Name -> (sum, count), passed on unchanged.
     """
     used = chunk_mask(inputs, usable)
-    kept = chunk_loss if used is None else torch.where(used, chunk_loss, 0.0)
-    count = _count(chunk_loss, used)
-    averages = {name: (masked_sum(values, used), count) for name, values in (means or {}).items()}
+    means, of_rows = means or {}, teacher_row_means or {}
+    columns = [*means.values(), *of_rows.values()]
+    sums = chunk_sums(chunk_loss, columns, _counted(inputs, used))
+    counts = [*[sums.number] * len(means), *[sums.rows] * len(of_rows)]
+    averages = dict(
+        zip([*means, *of_rows], zip(sums.columns.unbind(), counts, strict=True), strict=True)
+    )
+    kept = chunk_loss.detach()
+    if used is not None:
+        kept = torch.where(used, kept, 0.0)
     return LossOutput(
-        loss_sum=kept.sum(),
-        count=count,
-        chunk_loss=kept.detach(),
-        metrics=averages | dict(metrics or {}) | class_metrics(inputs, kept.detach(), used),
+        loss_sum=sums.loss,
+        count=sums.number,
+        chunk_loss=kept,
+        metrics=averages
+        | dict(metrics or {})
+        | _class_metrics(sums.by_class)
+        | _text_metrics(inputs, kept, used),
     )
 
 
@@ -104,29 +118,41 @@ def class_metrics(
     """Used chunks and their loss by class; the names are at the top of this file.
 
     Args:
-        chunk_loss: [C] without a graph, 0 where ``used`` is False.
+        chunk_loss: [C] without a graph.
         used: bool [C]; None: all.
     """
+    by_class = chunk_sums(chunk_loss, (), _counted(inputs, used)).by_class
+    return _class_metrics(by_class) | _text_metrics(inputs, chunk_loss, used)
+
+
+def _counted(inputs: DistillationInputs, used: torch.Tensor | None) -> CountedChunks:
     alignment = inputs.alignment
     assert alignment is not None
+    classes, rows = alignment.chunk_class, alignment.teacher_offsets
+    return CountedChunks(used, classes, len(_CHUNK_CLASSES), rows)
+
+
+def _class_metrics(sums: ClassSums) -> dict[str, SumCount]:
+    return _by_name("used", _CHUNK_CLASSES, sums.used, sums.chunks) | _by_name(
+        "loss", _CHUNK_CLASSES, sums.loss, sums.counts
+    )
+
+
+def _text_metrics(
+    inputs: DistillationInputs, chunk_loss: torch.Tensor, used: torch.Tensor | None
+) -> dict[str, SumCount]:
     metrics: dict[str, SumCount] = {}
     for classes, names in (
-        (alignment.chunk_class, _CHUNK_CLASSES),
         (inputs.chunk_text_class, tuple(TEXT_CLASSES)),
         (inputs.chunk_script, SCRIPTS),
     ):
-        if classes is None:
-            continue
-        number = torch.arange(len(names), device=classes.device)[:, None]
-        chunks = classes == number
-        counted = chunks if used is None else chunks & used
-        counts = counted.sum(dim=-1)
-        if names is _CHUNK_CLASSES:
-            of_class = counts if used is None else chunks.sum(dim=-1)
-            metrics |= _by_name("used", names, counts.to(chunk_loss.dtype), of_class)
-        # A loss of NaN is that of its own class alone.
-        loss = torch.where(counted, chunk_loss, 0.0).sum(dim=-1)
-        metrics |= _by_name("loss", names, loss, counts)
+        if classes is not None:
+            sums = chunk_sums(
+                chunk_loss,
+                (),
+                _counted(inputs, used)._replace(classes=classes, class_count=len(names)),
+            ).by_class
+            metrics |= _by_name("loss", names, sums.loss, sums.counts)
     return metrics
 
 
@@ -209,12 +235,25 @@ def check_finite(inputs: DistillationInputs) -> FiniteCheck:
 
 
 def bad_flags(
-    inputs: DistillationInputs, student: torch.Tensor, teacher: torch.Tensor
+    inputs: DistillationInputs,
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    *,
+    is_cut: bool = False,
 ) -> torch.Tensor:
-    """``LossOutput.bad`` from the rows of logits with bad numbers, bool [B Ts] and [B Tt]."""
-    of_student = student & read_rows(inputs).flatten()
-    of_teacher = teacher & teacher_rows(inputs).flatten()
-    return torch.stack([of_student.any(), of_teacher.any()]).to(torch.int32)
+    """``LossOutput.bad`` from what tells of bad numbers in rows, as ``ReadRows.told``.
+
+    Args:
+        student: [B Ts]
+        teacher: [B Tt], or any vector that tells of rows that are read alone, if it ``is_cut``.
+    """
+    alignment, own, its = inputs.alignment, None, None
+    if alignment is not None:
+        own, its = alignment.student_chunk_id.flatten(), alignment.teacher_chunk_id.flatten()
+    return bad_rows(
+        ReadRows(student, inputs.labels.flatten(), own),
+        ReadRows(teacher, chunk_id=None if is_cut else its),
+    )
 
 
 def teacher_rows(inputs: DistillationInputs) -> torch.Tensor:

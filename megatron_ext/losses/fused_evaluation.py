@@ -17,6 +17,21 @@ from megatron_ext.losses.objectives.next_token import NextTokenLoss
 from megatron_ext.ops.softmax_statistics import row_statistics
 
 
+def weighted_sum(outputs: Mapping[str, LossOutput], scales: Mapping[str, Scale]) -> torch.Tensor:
+    """``sum over outputs: scale * loss_sum``, with the graphs of these."""
+    total: torch.Tensor | None = None
+    for name, output in outputs.items():
+        scale = scales[name]
+        if total is None:
+            total = output.loss_sum * scale
+        elif isinstance(scale, torch.Tensor):
+            total = total + output.loss_sum * scale
+        else:
+            total = torch.add(total, output.loss_sum, alpha=scale)
+    assert total is not None
+    return total
+
+
 def evaluate_together(
     objectives: Mapping[str, Objective],
     scales: Mapping[str, Scale],
@@ -87,6 +102,8 @@ def _top_column(inputs: DistillationInputs) -> torch.Tensor:
     """Global column int64 [B Ts] of each student row's largest logit."""
     shard = inputs.student_shard
     found = row_statistics(inputs.student_logits.flatten(0, 1), shard)
+    if shard.group is None:
+        return found.column
     best = found.peak[0].masked_fill(found.total[0] == 0, -torch.inf)
     return merge_argmax(best, found.column + shard.start, shard.group)
 

@@ -88,6 +88,7 @@ class LearnedProjection(torch.nn.Module):
             self._shard,
             weight=_with_values(self._shard.weight, values),
             weight_transposed=_with_values(self._shard.weight_transposed, transposed),
+            sum_weights=None,
             learned=LearnedEntries(shares, self._row, self._column),
         )
 

@@ -7,19 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import reduce
 from typing import Any
 
 import torch
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
-from megatron_ext.losses.base import (
-    DistillationInputs,
-    KnownAhead,
-    LossOutput,
-)
-from megatron_ext.losses.fused_evaluation import evaluate_together
+from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
+from megatron_ext.losses.fused_evaluation import evaluate_together, weighted_sum
 from megatron_ext.losses.lookup import CompletionSource
 from megatron_ext.losses.microbatch_tiles import MicrobatchTiles
 from megatron_ext.losses.objective import Objective, Scale
@@ -252,8 +247,7 @@ class _Run:
         gradient = logits if needs_gradient else None
         outputs = evaluate_together(self._objectives, self._scales, inputs, gradient=gradient)
         self.added.add(outputs)
-        sums = [self._scales[name] * output.loss_sum for name, output in outputs.items()]
-        return reduce(torch.add, sums), gradient
+        return weighted_sum(outputs, self._scales), gradient
 
 
 def no_logits(hidden: torch.Tensor, shard: VocabShard) -> torch.Tensor:

@@ -297,9 +297,23 @@ class FusedObjective(Objective):
         raise NotImplementedError(f"{type(self).__name__} evaluates everything")
 
 
+def label_factors(inputs: DistillationInputs, scale: Scale) -> Scale:
+    """``label_scales``, or the one number of all labels."""
+    return label_scales(inputs, scale) if isinstance(scale, torch.Tensor) else scale
+
+
 def label_scales(inputs: DistillationInputs, scale: Scale) -> torch.Tensor:
     """fp32 [B Ts]: ``scale`` at every label, 0 where there is none."""
     return ((inputs.labels.flatten() != IGNORE_INDEX) * scale).float()
+
+
+def chunk_factors(
+    inputs: DistillationInputs, scale: Scale, usable: torch.Tensor | None = None
+) -> Scale:
+    """``chunk_scales``, or the one number of all chunks."""
+    if isinstance(scale, torch.Tensor) or chunk_mask(inputs, usable) is not None:
+        return chunk_scales(inputs, scale, usable)
+    return scale
 
 
 def chunk_scales(

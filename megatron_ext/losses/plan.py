@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.losses.base import DistillationInputs, LossOutput, SumCount
-from megatron_ext.losses.fused_evaluation import evaluate_together, fuses
+from megatron_ext.losses.fused_evaluation import evaluate_together, fuses, weighted_sum
 from megatron_ext.losses.linear import LinearDistillation
 from megatron_ext.losses.microbatch_tiles import MicrobatchTiles
 from megatron_ext.losses.objective import Objective, Scale, is_zero
@@ -119,7 +120,7 @@ class LossPlan:
                 outputs[name] = part.objective(inputs)
             shares.append(outputs[name].loss_sum * scales[name])
         return Loss(
-            total=torch.stack(shares).sum(), outputs={name: outputs[name] for name in self.parts}
+            total=reduce(torch.add, shares), outputs={name: outputs[name] for name in self.parts}
         )
 
     def loss_from_hidden(
@@ -150,7 +151,7 @@ class LossPlan:
             totals.append(output.total)
             outputs |= output.parts
         return Loss(
-            total=torch.stack(totals).sum(), outputs={name: outputs[name] for name in self.parts}
+            total=reduce(torch.add, totals), outputs={name: outputs[name] for name in self.parts}
         )
 
     def outputs(self) -> CombinedOutput:
@@ -181,8 +182,7 @@ class LossPlan:
         def evaluate(rows: torch.Tensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor]:
             detached = replace(inputs, student_logits=rows.view(inputs.student_logits.shape))
             outputs.update(evaluate_together(objectives, scales, detached, gradient=gradient))
-            sums = [output.loss_sum * scales[name] for name, output in outputs.items()]
-            return (torch.stack(sums).sum(),)
+            return (weighted_sum(outputs, scales),)
 
         (total,) = kept_gradient(inputs.student_logits, evaluate, in_place=in_place)
         return total, outputs
@@ -222,7 +222,7 @@ class CombinedOutput:
         """This microbatch's share of the loss, an fp32 scalar with a graph."""
         weights = self.plan.term_weights
         weighted = [weights[name] * mean for name, mean in self.terms(global_counts).items()]
-        return torch.stack(weighted).sum()
+        return reduce(torch.add, weighted)
 
     def metrics(self) -> dict[str, SumCount]:
         """(sum, count) of each part, ``part``, of its metrics, ``part/metric``, and

@@ -53,13 +53,21 @@ class ProjectionShard:
     plan: ColumnPlan | None = None
     """Order in which kernels read the entries; None in a shard that was made by hand."""
 
+    sum_weights: tuple[torch.Tensor, torch.Tensor] | None = None
+    """See ``ShardedProjection``."""
+
     learned: LearnedEntries | None = None
     """Entries of ``weight`` with a graph, from a ``LearnedProjection``."""
 
     def operand(self) -> ShardedProjection:
         """Operand of the operations in ``ops/projected_kl``."""
         return ShardedProjection(
-            self.weight, self.weight_transposed, self.row_mass, self.reachable, self.plan
+            self.weight,
+            self.weight_transposed,
+            self.row_mass,
+            self.reachable,
+            self.plan,
+            self.sum_weights,
         )
 
     @classmethod
@@ -104,19 +112,22 @@ class ProjectionShard:
 
         reached = np.zeros(max(shape[1], teacher_shard.stop), dtype=np.bool_)
         reached[indices[values > 0]] = True
+        weight = _csr(row, column, value, widths, device)
+        plan = ColumnPlan.of(
+            indptr,
+            indices,
+            values,
+            student_shard=student_shard,
+            teacher_shard=teacher_shard,
+            device=device,
+        )
         return cls(
-            weight=_csr(row, column, value, widths, device),
+            weight=weight,
             weight_transposed=_csr(column, row, value, widths[::-1], device),
             row_mass=_to(np.bincount(row, value, minlength=widths[0]).astype(np.float32), device),
             reachable=_to(reached[teacher_shard.start : teacher_shard.stop].copy(), device),
-            plan=ColumnPlan.of(
-                indptr,
-                indices,
-                values,
-                student_shard=student_shard,
-                teacher_shard=teacher_shard,
-                device=device,
-            ),
+            plan=plan,
+            sum_weights=plan.sum_weights(weight),
         )
 
     @classmethod

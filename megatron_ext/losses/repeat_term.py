@@ -11,6 +11,7 @@ from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, SumCount
 from megatron_ext.losses.checks import Numerics, check_completions
 from megatron_ext.losses.diagnostics import chunk_mask, over_chunks
+from megatron_ext.losses.objective import Scale
 from megatron_ext.losses.repeats import RepeatRows
 from megatron_ext.ops.chunk_rows import ChunkedLogits, index_sum
 from megatron_ext.ops.divergence import DivergenceOptions
@@ -85,17 +86,14 @@ class RepeatTerm(NamedTuple):
         return index_sum(scaled, self.rows.chunk, self.rows.chunk_count)
 
     def add_gradient_(
-        self,
-        gradient: torch.Tensor,
-        slope: torch.Tensor,
-        scales: torch.Tensor,
-        student: ChunkedLogits,
+        self, gradient: torch.Tensor, slope: torch.Tensor, scales: Scale, student: ChunkedLogits
     ) -> None:
         """Add the gradient of ``sum_c scales_c by_chunk_c`` to ``gradient`` [Ts, Vps].
 
-        A chunk of scale 0 adds exactly 0.
+        ``scales`` is one number, or one for each chunk, [C]; a chunk of scale 0 adds exactly 0.
         """
-        factor = self.weight * self.options.temperature**2 * scales[self.rows.chunk, None]
+        of_row = scales[self.rows.chunk, None] if isinstance(scales, torch.Tensor) else scales
+        factor = torch.full_like(slope, self.weight * self.options.temperature**2) * of_row
         scaled = torch.where(factor == 0, 0.0, factor * slope)
         add_repeat_gradient_(gradient, scaled, self.rows.repeats, student.shard)
 

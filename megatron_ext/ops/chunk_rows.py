@@ -166,12 +166,12 @@ def merge_top_columns(
         local: Sums over all columns of this rank.
         merged: Sums over all shards.
     """
+    if shards[0].group is None:
+        return list(columns)
     candidates = []
     for column, part, whole, shard in zip(columns, local, merged, shards, strict=True):
+        beaten = (part.peak != whole.peak) | (part.total == 0)
         global_column = column + shard.start
-        if shard.group is not None:
-            beaten = (part.peak != whole.peak) | (part.total == 0)
-            global_column = global_column.masked_fill(beaten, torch.iinfo(torch.int64).max)
-        candidates.append(global_column)
+        candidates.append(global_column.masked_fill(beaten, torch.iinfo(torch.int64).max))
     first = all_reduce_min(torch.cat(candidates), shards[0].group)
     return list(first.split([len(column) for column in columns]))

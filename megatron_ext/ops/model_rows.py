@@ -14,6 +14,7 @@ from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.distributed.vocab_parallel import (
     LogSumExp,
     VocabShard,
+    accumulation_dtype,
     merge_log_sum_exp,
     row_slices,
     scaled_logits,
@@ -42,16 +43,17 @@ class ModelRows(NamedTuple):
     lse: LogSumExp
     """[T] over every shard, of ``logits / temperature``."""
 
-    member_mass: torch.Tensor
-    """[T]: probability of the ``members`` of ``pair_of_models``; 1 without them."""
+    members: LogSumExp
+    """[T] over the ``members`` of ``pair_of_models``; ``lse`` without them."""
 
     by_loops: bool = False
     """Whether compiled loops read the logits."""
 
     @property
-    def is_bad(self) -> torch.Tensor:
-        """bool [T]: rows with NaN or +inf in a column of any rank, which have no sum."""
-        return self.lse.log_sum.isnan()
+    def member_mass(self) -> torch.Tensor:
+        """[T]: probability of the members."""
+        whole, inside = self.lse, self.members
+        return ((inside.peak - whole.peak) + inside.log_sum - whole.log_sum).exp_()
 
     def for_loops(self) -> tuple[FlatRows, Normaliser]:
         """Arguments of compiled loops for these rows."""
@@ -84,32 +86,30 @@ def pair_of_models(
     """
     pair = (student, teacher)
     sums = 1 if members is None else 2
-    statistics = [
+    lengths = [sums * len(model.logits) for model in pair]
+    dtypes = [accumulation_dtype(model.logits.dtype) for model in pair]
+    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+    peak, total = student.logits.new_empty(2, sum(lengths), dtype=dtype)
+    places = zip(peak.split(lengths), total.split(lengths), strict=True)
+    for number, (model, place) in enumerate(zip(pair, places, strict=True)):
         row_statistics(
             model.logits.detach(),
             model.shard,
             temperature=temperature,
             members=None if members is None else members[number],
             with_column=False,
+            into=place,
             implementation=implementation,
         )
-        for number, model in enumerate(pair)
-    ]
-    peak, total = (
-        torch.cat([getattr(part, name)[:sums].flatten() for part in statistics])
-        for name in ("peak", "total")
-    )
     merged = merge_log_sum_exp(peak, total, student.shard.group)
-    lengths = [sums * len(model.logits) for model in pair]
     models = []
     for model, *lse in zip(pair, *(part.split(lengths) for part in merged), strict=True):
         peaks, log_sums = (part.view(sums, -1) for part in lse)
-        mass = ((peaks[-1] - peaks[0]) + log_sums[-1] - log_sums[0]).exp_()
-        whole = LogSumExp(peaks[0].contiguous(), log_sums[0].contiguous())
+        inside, whole = LogSumExp(peaks[-1], log_sums[-1]), LogSumExp(peaks[0], log_sums[0])
         logits = model.logits.detach()
         by_loops = uses_compiled(implementation, logits)
         models.append(
-            ModelRows(logits, model.rows, model.shard, temperature, whole, mass, by_loops)
+            ModelRows(logits, model.rows, model.shard, temperature, whole, inside, by_loops)
         )
     return models[0], models[1]
 
@@ -256,7 +256,7 @@ def write_row_gradients(
 
 def clear_rows_of_no_chunk_(gradient: torch.Tensor, model: ModelRows, *, by_kernel: bool) -> None:
     """Set these rows to exactly 0, whatever they hold."""
-    used = (model.rows.slots < model.rows.chunk_count).to(model.lse.peak.dtype)
+    used = (model.rows.chunk_id >= 0).to(model.lse.peak.dtype)
     scale_rows_(gradient, used, "triton" if by_kernel else "torch")
 
 

@@ -95,7 +95,8 @@ def statistics_of_row(
     return best, row_total, members, column
 
 
-@triton.jit(do_not_specialize=["rows"])
+# Sums of several models are written to one memory, at any place in it.
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["peak_ptr", "total_ptr"])
 def row_statistics_kernel(
     logits_ptr,
     members_ptr,

@@ -50,6 +50,7 @@ def row_statistics(
     members: torch.Tensor | None = None,
     read: torch.Tensor | None = None,
     with_column: bool = True,
+    into: tuple[torch.Tensor, torch.Tensor] | None = None,
     implementation: Implementation = "auto",
 ) -> RowStatistics:
     """Softmax statistics of each row, in fp32 (fp64 for fp64 logits). No graph, no collectives.
@@ -59,17 +60,22 @@ def row_statistics(
         members: bool [Vp]; the second peak and sum are over its columns. None: over all.
         read: bool [T]; other rows are not read and have a sum of 0. None: all.
         with_column: Whether to compute ``column``; otherwise it may be arbitrary.
+        into: Memory that takes the peaks and the sums, [2 T] each, or [T] without members.
     """
     logits, width = logits.detach(), shard.valid_width
     if width and uses_triton(implementation, logits):
-        return _by_kernel(logits, width, temperature, members, read)
+        return _by_kernel(logits, width, temperature, members, read, into)
     if width and uses_compiled(implementation, logits):
-        return _by_compiled(logits, width, temperature, members, read, with_column)
-    within = None if members is None else members[:width]
-    statistics = _by_torch(logits[:, :width], temperature, within, with_column)
-    if read is None:
-        return statistics
-    return RowStatistics(*(torch.where(read, part, torch.zeros_like(part)) for part in statistics))
+        statistics = _by_compiled(logits, width, temperature, members, read, with_column)
+    else:
+        within = None if members is None else members[:width]
+        statistics = _by_torch(logits[:, :width], temperature, within, with_column)
+        if read is not None:
+            read_ones = (part.where(read, torch.zeros_like(part)) for part in statistics)
+            statistics = RowStatistics(*read_ones)
+    for memory, part in zip(into or (), statistics, strict=False):
+        memory.copy_(part.view(-1)[: len(memory)])
+    return statistics
 
 
 def _by_torch(
@@ -136,12 +142,16 @@ def _by_kernel(
     temperature: float,
     members: torch.Tensor | None,
     read: torch.Tensor | None,
+    into: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> RowStatistics:
     from megatron_ext.ops.softmax_kernels import row_statistics_kernel
 
     rows, held_width = logits.shape
-    peak = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
-    total = torch.empty_like(peak)
+    sums = 1 if members is None else 2
+    if into is None:
+        peak, total = torch.empty(2, sums * rows, dtype=torch.float32, device=logits.device)
+    else:
+        peak, total = into
     column = torch.empty(rows, dtype=torch.int64, device=logits.device)
 
     def launch(config: LaunchConfig) -> None:
@@ -168,8 +178,8 @@ def _by_kernel(
         flags = (members is not None, read is not None, temperature != 1.0)
         key = ("row_statistics", logits.dtype, width, held_width, *flags)
         launch(chosen_config(key, ROW_CONFIGS, launch))
-    if members is None:
-        peak[1], total[1] = peak[0], total[0]
+    # Without members both are over all columns.
+    peak, total = (part.view(sums, rows).expand(2, rows) for part in (peak, total))
     return RowStatistics(peak, total, column)
 
 

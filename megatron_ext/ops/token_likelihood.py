@@ -11,13 +11,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard, row_slices, scaled_logits
-from megatron_ext.ops.chunk_rows import (
-    ExpSums,
-    local_column,
-    merge_exp_sums,
-    token_exp_sums,
-    token_log_probs,
-)
+from megatron_ext.ops.chunk_rows import ExpSums, local_column, merge_exp_sums
+from megatron_ext.ops.labels import label_losses, label_rows
 from megatron_ext.ops.launch import (
     Implementation,
     LaunchConfig,
@@ -140,8 +135,10 @@ def _by_kernel(
 
     rows, padded_width = logits.shape
     has_members = members is not None and row.members is not None and row.on_mass is not None
-    vectors = [*row.whole, *(row.members or row.whole), row.on_token / temperature]
-    vectors.append(vectors[-1] if row.on_mass is None else row.on_mass / temperature)
+    vectors = [*row.whole, *(row.members or row.whole), row.on_token]
+    vectors.append(row.on_token if row.on_mass is None else row.on_mass)
+    if temperature != 1.0:
+        vectors[4:] = [vector / temperature for vector in vectors[4:]]
     packed = torch.stack([vector.float() for vector in vectors])
 
     def launch(config: LaunchConfig, out: torch.Tensor) -> None:
@@ -190,6 +187,10 @@ class TokenLikelihood(NamedTuple):
     log_mass: torch.Tensor
     """log p of any member of the set, -inf where all of them are masked; 0 where not asked."""
 
+    log_sum: torch.Tensor | None = None
+    """Logarithm of the row's sum, asked or not, NaN where the row has NaN or +inf; None where
+    likelihoods are given."""
+
 
 class EvaluatedLikelihood(NamedTuple):
     """Likelihoods of both models, and the normalisers that the student's gradient needs."""
@@ -203,6 +204,9 @@ class EvaluatedLikelihood(NamedTuple):
     members: LogSumExp
     """[Ts] over the columns of its set; ``whole`` without a set."""
 
+    column: torch.Tensor
+    """int64 [Ts]: this rank's column of the student's token, -1 where it has none."""
+
 
 def evaluate_token_likelihood(
     student: TokenRows,
@@ -215,19 +219,21 @@ def evaluate_token_likelihood(
     Collectives: two all-reduces of at most [3 (Ts + Tt)], 24 (Ts + Tt) bytes in fp32.
     """
     sides = [student] if teacher is None else [student, teacher]
-    sums = [part for side in sides for part in _exp_sums(side, implementation)]
-    merged = merge_exp_sums(sums, student.shard)
+    sums, columns = zip(*(_exp_sums(side, implementation) for side in sides), strict=True)
+    merged = merge_exp_sums([part for own in sums for part in own], student.shard)
     likelihoods, normalisers = [], []
     for side in sides:
         whole, token = merged.pop(0), merged.pop(0)
         members = whole if side.members is None else merged.pop(0)
-        log_prob = token_log_probs(token, whole, side.token_id, side.shard)
+        loss = label_losses(
+            token, whole, side.token_id, None, side.shard, implementation=implementation
+        )
         log_mass = (members.peak - whole.peak).add_(members.log_sum).sub_(whole.log_sum)
         mass = torch.zeros_like(log_mass) if side.members is None else log_mass
-        likelihoods.append(TokenLikelihood(log_prob, mass))
+        likelihoods.append(TokenLikelihood(loss.neg_(), mass, whole.log_sum))
         normalisers.append((whole, members))
     other = likelihoods[1] if teacher is not None else None
-    return EvaluatedLikelihood(likelihoods[0], other, *normalisers[0])
+    return EvaluatedLikelihood(likelihoods[0], other, *normalisers[0], columns[0])
 
 
 def write_likelihood_gradient(
@@ -238,6 +244,7 @@ def write_likelihood_gradient(
     on_mass: torch.Tensor,
     gradient: torch.Tensor,
     *,
+    column: torch.Tensor | None = None,
     implementation: Implementation = "auto",
 ) -> None:
     """Write d(on_token . log_prob + on_mass . log_mass)/d logits into ``gradient`` [Ts, Vp].
@@ -249,9 +256,10 @@ def write_likelihood_gradient(
         whole: Field of ``EvaluatedLikelihood``, as is ``members``.
         on_token: [Ts], ignored where the token is not asked.
         on_mass: [Ts], ignored where the set is not asked.
+        column: Field of ``EvaluatedLikelihood``; None: it is looked up.
     """
     arrives = RowGradient(
-        local_column(student.token_id, student.shard),
+        local_column(student.token_id, student.shard) if column is None else column,
         on_token.masked_fill(student.token_id < 0, 0.0),
         whole,
         None if student.members is None else on_mass,
@@ -267,8 +275,11 @@ def write_likelihood_gradient(
     )
 
 
-def _exp_sums(side: TokenRows, implementation: Implementation) -> list[ExpSums]:
-    """Sums over all columns, the token's, and the set's if it is asked for."""
+def _exp_sums(
+    side: TokenRows, implementation: Implementation
+) -> tuple[list[ExpSums], torch.Tensor]:
+    """Sums over all columns, the token's, and the set's if it is asked for; and the token's
+    column."""
     statistics = row_statistics(
         side.logits,
         side.shard,
@@ -277,8 +288,12 @@ def _exp_sums(side: TokenRows, implementation: Implementation) -> list[ExpSums]:
         implementation=implementation,
     )
     whole, members = map(ExpSums, statistics.peak, statistics.total)
-    token = token_exp_sums(side.logits, local_column(side.token_id, side.shard))
-    return [whole, token] if side.members is None else [whole, token, members]
+    token = ExpSums(torch.empty_like(whole.peak), torch.empty_like(whole.peak))
+    looked_up = label_rows(
+        side.logits.detach(), side.token_id, side.shard, 1.0, token, implementation=implementation
+    )
+    sums = [whole, token] if side.members is None else [whole, token, members]
+    return sums, looked_up.column
 
 
 def token_likelihood(
@@ -308,11 +323,9 @@ def token_likelihood(
         LossError: The implementation is unknown or cannot run here.
     """
     check_implementation("token_likelihood", implementation)
-    log_prob, log_mass, *others = _TokenLikelihood.apply(
-        student.logits, student, teacher, in_place, implementation
-    )
-    of_teacher = TokenLikelihood(*others) if others else None
-    return TokenLikelihood(log_prob, log_mass), of_teacher
+    values = _TokenLikelihood.apply(student.logits, student, teacher, in_place, implementation)
+    of_teacher = TokenLikelihood(*values[3:]) if teacher is not None else None
+    return TokenLikelihood(*values[:3]), of_teacher
 
 
 class _TokenLikelihood(torch.autograd.Function):
@@ -326,19 +339,28 @@ class _TokenLikelihood(torch.autograd.Function):
         implementation: Implementation,
     ) -> tuple[torch.Tensor, ...]:
         out = evaluate_token_likelihood(student, teacher, implementation=implementation)
-        ctx.save_for_backward(logits, student.token_id, student.members, *out.whole, *out.members)
+        kept = student.token_id, out.column, student.members
+        ctx.save_for_backward(logits, *kept, *out.whole, *out.members)
         ctx.shard, ctx.in_place, ctx.implementation = student.shard, in_place, implementation
-        others = () if out.teacher is None else tuple(out.teacher)
-        ctx.mark_non_differentiable(*others)
-        return (*out.student, *others)
+        others = (
+            () if out.teacher is None else tuple(part for part in out.teacher if part is not None)
+        )
+        # A tensor of its own, since the normaliser is kept.
+        log_sum = out.whole.log_sum.view_as(out.whole.log_sum)
+        ctx.mark_non_differentiable(log_sum, *others)
+        ctx.set_materialize_grads(False)
+        return out.student.log_prob, out.student.log_mass, log_sum, *others
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, on_token: torch.Tensor, on_mass: torch.Tensor, *_: Any
+        ctx: Any, on_token: torch.Tensor | None, on_mass: torch.Tensor | None, *_: Any
     ) -> tuple[torch.Tensor, None, None, None, None]:
-        logits, token_id, members, *vectors = ctx.saved_tensors
+        logits, token_id, column, members, *vectors = ctx.saved_tensors
         gradient = logits.detach() if ctx.in_place else new_rows(logits)
+        on_token, on_mass = (
+            torch.zeros_like(vectors[0]) if each is None else each for each in (on_token, on_mass)
+        )
         student = TokenRows(logits, token_id, members, ctx.shard)
         write_likelihood_gradient(
             student,
@@ -347,6 +369,7 @@ class _TokenLikelihood(torch.autograd.Function):
             on_token,
             on_mass,
             gradient,
+            column=column,
             implementation=ctx.implementation,
         )
         if ctx.in_place:

@@ -14,18 +14,13 @@ from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.distributed.vocab_parallel import (
     LogSumExp,
     VocabShard,
+    accumulation_dtype,
     merge_log_sum_exp,
     row_slices,
     scaled_logits,
 )
-from megatron_ext.ops.chunk_rows import (
-    ExpSums,
-    local_column,
-    merge_exp_sums,
-    merge_top_columns,
-    token_exp_sums,
-    token_log_probs,
-)
+from megatron_ext.ops.chunk_rows import ExpSums, merge_top_columns
+from megatron_ext.ops.labels import label_losses, label_rows
 from megatron_ext.ops.launch import Implementation, check_implementation, uses_compiled
 from megatron_ext.ops.softmax_statistics import row_statistics
 from megatron_ext.ops.token_likelihood import RowGradient, write_token_gradient
@@ -42,6 +37,9 @@ class CrossEntropy(NamedTuple):
     top_column: torch.Tensor
     """int64: global column of the largest logit, the first of equals."""
 
+    log_sum: torch.Tensor
+    """Logarithm of the row's sum, NaN where a row that is read has NaN or +inf."""
+
 
 def evaluate_cross_entropy(
     logits: torch.Tensor,
@@ -49,7 +47,7 @@ def evaluate_cross_entropy(
     shard: VocabShard,
     *,
     temperature: float = 1.0,
-    grad_scale: torch.Tensor | None = None,
+    grad_scale: torch.Tensor | float = 1.0,
     gradient: torch.Tensor | None = None,
     implementation: Implementation = "auto",
 ) -> CrossEntropy:
@@ -58,26 +56,33 @@ def evaluate_cross_entropy(
     Args:
         logits: [T, Vp], any float dtype, contiguous in its columns.
         labels: int64 [T]; a negative one is none.
-        grad_scale: [T], the gradient that each ``row_loss`` will get; None: 1. Rows without a label
-            or at 0 are not read.
+        grad_scale: [T], the gradient that each ``row_loss`` will get, or that of all. Rows without
+            a label or at 0 are not read.
         gradient: [T, Vp] of the logits' dtype, or the logits themselves; d(grad_scale . row_loss) /
             d logits is written to it, with exactly 0 in rows that are not read and in padding.
 
     Collectives: two all-reduces of [2 T] and one of [T], 24 T bytes in fp32 and int64. Bytes of a
     row of Vp logits of b bytes by kernel: b Vp, with a gradient 3 b Vp.
     """
-    read = labels >= 0 if grad_scale is None else (labels >= 0) & (grad_scale != 0)
-    column = local_column(labels, shard)
-    statistics = row_statistics(
-        logits, shard, temperature=temperature, read=read, implementation=implementation
+    by, rows = implementation, len(logits)
+    peak, total = logits.new_empty(2, 2 * rows, dtype=accumulation_dtype(logits.dtype))
+    local, token_sums = ExpSums(peak[:rows], total[:rows]), ExpSums(peak[rows:], total[rows:])
+    # The gradient of a log-probability is that of its loss, negated.
+    own = label_rows(
+        logits, labels, shard, -grad_scale, token_sums, temperature=temperature, implementation=by
     )
-    local = ExpSums(statistics.peak[0], statistics.total[0])
-    whole, token = merge_exp_sums([local, token_exp_sums(logits, column, temperature)], shard)
+    statistics = row_statistics(
+        logits, shard, temperature=temperature, read=own.read, into=local, implementation=by
+    )
+    merged = merge_log_sum_exp(peak, total, shard.group)
+    whole, token = (
+        LogSumExp(*(part[place] for part in merged))
+        for place in (slice(0, rows), slice(rows, None))
+    )
     (top_column,) = merge_top_columns([statistics.column], [local], [whole], [shard])
-    log_prob = token_log_probs(token, whole, labels, shard).masked_fill_(~read, 0.0)
+    row_loss = label_losses(token, whole, labels, own.read, shard, implementation=by)
     if gradient is not None:
-        weight = torch.ones_like(log_prob) if grad_scale is None else grad_scale.to(log_prob.dtype)
-        arrives = RowGradient(column, -weight.masked_fill(~read, 0.0), whole)
+        arrives = RowGradient(own.column, own.weight, whole)
         write_token_gradient(
             logits.detach(),
             None,
@@ -87,7 +92,7 @@ def evaluate_cross_entropy(
             temperature=temperature,
             implementation=implementation,
         )
-    return CrossEntropy(log_prob.neg_(), top_column)
+    return CrossEntropy(row_loss, top_column, whole.log_sum)
 
 
 class TokenPrediction(NamedTuple):
@@ -165,7 +170,7 @@ def token_prediction(
             shard,
             temperature=temperature,
             # The loss is the negative log-probability.
-            grad_scale=-(torch.ones_like(token_id) if grad_scale is None else grad_scale),
+            grad_scale=-1.0 if grad_scale is None else -grad_scale,
             gradient=gradient,
             implementation=implementation,
         )
@@ -208,9 +213,33 @@ def selected_log_prob(
         Forward: two all-reduces of [T] and one of [T, K]. Backward: none; keeps ``logits``, four
         vectors and two tensors [T, K]. A row that gets no gradient gives none.
     """
+    return selected_tokens(
+        logits, token_id, shard, temperature=temperature, implementation=implementation
+    ).log_prob
+
+
+class SelectedTokens(NamedTuple):
+    """Log-probabilities of several tokens of each row."""
+
+    log_prob: torch.Tensor
+    """[T, K + 1] of ``selected_log_prob``, with a graph."""
+
+    log_sum: torch.Tensor
+    """[T] logarithm of the row's sum, NaN where the row has NaN or +inf."""
+
+
+def selected_tokens(
+    logits: torch.Tensor,
+    token_id: torch.Tensor,
+    shard: VocabShard,
+    *,
+    temperature: float = 1.0,
+    implementation: Implementation = "auto",
+) -> SelectedTokens:
+    """As ``selected_log_prob``, which is its first field."""
     by_loops = uses_compiled(implementation, logits)
-    out: torch.Tensor = _SelectedLogProb.apply(logits, token_id, shard, temperature, by_loops)
-    return out
+    values = _SelectedLogProb.apply(logits, token_id, shard, temperature, by_loops)
+    return SelectedTokens(*values)
 
 
 class _SelectedLogProb(torch.autograd.Function):
@@ -222,7 +251,7 @@ class _SelectedLogProb(torch.autograd.Function):
         shard: VocabShard,
         temperature: float,
         by_loops: bool,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         local = _local_by_loops if by_loops else _local
         picked, peak, total = local(logits.detach(), token_id, shard, temperature)
         rest = merge_log_sum_exp(peak, total, shard.group)
@@ -240,11 +269,14 @@ class _SelectedLogProb(torch.autograd.Function):
 
         ctx.save_for_backward(logits, token_id, *rest, top, log_total, log_prob)
         ctx.shard, ctx.temperature, ctx.by_loops = shard, temperature, by_loops
-        return log_prob
+        ctx.mark_non_differentiable(log_total)
+        return log_prob, log_total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(
+        ctx: Any, grad: torch.Tensor, _: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None, None, None]:
         logits, token_id, rest_peak, rest_log_sum, top, log_total, log_prob = ctx.saved_tensors
         shard, temperature = ctx.shard, ctx.temperature
         # Tokens without mass get no gradient.

@@ -101,11 +101,15 @@ class _KeptGradient(torch.autograd.Function):
         ctx.save_for_backward(gradient, slots)
         ctx.grad_scale, ctx.shape, ctx.implementation = grad_scale, logits.shape, implementation
         ctx.mark_non_differentiable(*(value for value in values[1:] if value is not None))
+        # Else each of them gets a gradient of zeros.
+        ctx.set_materialize_grads(False)
         return values
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 7
         gradient, slots = ctx.saved_tensors
         out = transfer(
             gradient, grad, ctx.grad_scale, slots=slots, implementation=ctx.implementation
@@ -167,8 +171,9 @@ def scale_rows_(
 
         if rows and width:
             grid = (rows, -(-width // _BLOCK))
-            factors = scale.float().contiguous()
-            scale_rows_kernel[grid](gradient, factors, gradient.stride(0), width, BLOCK=_BLOCK)
+            factors = scale.float()
+            strides = factors.stride(0), gradient.stride(0)
+            scale_rows_kernel[grid](gradient, factors, *strides, width, BLOCK=_BLOCK)
         return gradient
     for part in row_slices(rows, width, device=gradient.device):
         factors = scale[part, None]

@@ -315,7 +315,7 @@ class StudentStep:
         return plan, checks
 
     def _part_name(self, teacher: str) -> str:
-        return self.term.aggregator.part_name(teacher) if self.term else teacher
+        return self.term.aggregator.part_name(teacher) if self.term else "ce"
 
     def _is_told(self, part: LossPart | None, inputs: DistillationInputs) -> bool:
         """Whether the output of a teacher's part has the flags of these inputs.

@@ -43,7 +43,7 @@ def flags_of_poison(rank: int) -> dict[str, dict[str, tuple[list[int], list[int]
     """What ``check_finite`` and each objective say of a number that rank 1 alone holds."""
     found: dict[str, dict[str, tuple[list[int], list[int]]]] = {}
     makers = {"partition_kl": completed, "byte_prefix": prefixed}
-    for name in ("projected_kl", "gold", "uld", *makers):
+    for name in ("projected_kl", "gold", "uld", "strict_topk", "sampled_kl", *makers):
         batch = Microbatch.random()
         inputs = batch.inputs(rank=rank, ranks=2, group=dist.group.WORLD, padding=(3, 1))
         if name in makers:

@@ -12,11 +12,11 @@ number_kernels = pytest.importorskip("megatron_ext.ops.projected_kl.number_kerne
 
 LOGITS = ("*bf16", "*fp32")
 
-FLOATS = {"temperature": "fp32", "mixture": "fp32", "scale": "fp32"}
+FLOATS = {"temperature": "fp32", "mixture": "fp32", "scale": "fp32", "weight": "fp32"}
 POINTERS = arguments(
     "lse student_lse carried_lse teacher_lse plain_lse weight out slope values scratch crossed "
     "value residual mass row_mass partial dots grad_scale label_weight peak log_sum left_out "
-    "picked single sums largest: *fp32; is_scaled compared: *i1; "
+    "loss single sums largest: *fp32; is_scaled compared: *i1; "
     "label row column student_column teacher_column: *i64"
 )
 
@@ -51,10 +51,13 @@ def other_variants():
 def number_variants():
     both = {"HAS_SINGLES": True, "PARTS": 16, "BLOCK": 128}
     sweep_alone = {"HAS_SINGLES": False, "PARTS": 1, "BLOCK": 128}
-    sweep_alone |= {"single_ptr": None, "single_best_ptr": None}
+    without = ("single_ptr", "single_best_ptr", "chunk_ptr", "is_scaled_ptr", "grad_scale_ptr")
+    sweep_alone |= dict.fromkeys(without, None)
     return [
         variant("chunk_numbers_kernel", "*bf16", BLOCK=128),
+        variant("chunk_numbers_kernel", "*bf16", weight_ptr=None, BLOCK=128),
         *(variant("label_numbers_kernel", logits, BLOCK=1024) for logits in LOGITS),
+        variant("label_numbers_kernel", "*bf16", weight_ptr=None, BLOCK=1024),
         variant("chunk_values_kernel", "*bf16", **both, HAS_DIAGNOSTICS=True),
         variant("chunk_values_kernel", "*bf16", **sweep_alone, HAS_DIAGNOSTICS=False),
     ]

@@ -20,6 +20,10 @@ from tests.ops.test_chain_kernels import STEPS, plan_of, random_logits
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 
 
+ANYWHERE = {("row_statistics_kernel", "peak_ptr"), ("row_statistics_kernel", "total_ptr")}
+"""Arguments at which Triton is told not to look."""
+
+
 @pytest.fixture
 def elsewhere(monkeypatch):
     """Kernels and arguments that were launched on other addresses."""
@@ -53,7 +57,7 @@ def test_projected_kl(elsewhere):
         cross_entropy=WeightedLabels(torch.arange(11), torch.ones(11)),
         implementation="triton",
     )
-    assert elsewhere == set()
+    assert elsewhere == ANYWHERE
 
 
 def test_chains(elsewhere):

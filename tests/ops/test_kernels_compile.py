@@ -29,9 +29,49 @@ def test_softmax_statistics():
 
 
 def test_unit_gradient():
-    types = arguments("scale: *fp32; row_stride width: i32")
+    types = arguments("scale: *fp32; scale_stride row_stride width: i32")
     rows = [{"gradient_ptr": kind, **types} for kind in LOGITS]
     compiles("triton_math", [("scale_rows_kernel", row, {"BLOCK": 8192}) for row in rows])
+
+
+def test_sums():
+    chunks = arguments(
+        "values sums: *fp32; used: *i1; class: *i8; offsets: *i32; counts: *i64; chunks: i32"
+    )
+    labels = arguments("row_loss sums: *fp32; column label count: *i64; rows: i32")
+    rows = arguments(
+        "student_told teacher_told: *fp32; student_label student_chunk teacher_chunk: *i64; "
+        "flags: *i32; student_rows teacher_rows: i32"
+    )
+    names = {"NO_LABEL": -100, "NO_CHUNK": -1, "BLOCK": 4096}
+    of_chunks = {"HAS_USED": True, "HAS_ROWS": True, "COLUMNS": 4, "CLASSES": 4, "BLOCK": 1024}
+    of_rows = of_chunks | {"HAS_ROWS": False, "CLASSES": 0, "class_ptr": None, "offsets_ptr": None}
+    no_labels = names | {"teacher_label_ptr": None}
+    compiles(
+        "sum_kernels",
+        [
+            ("chunk_sums_kernel", chunks, of_chunks),
+            ("chunk_sums_kernel", chunks, of_rows),
+            ("label_sums_kernel", labels, {"NO_LABEL": -100, "BLOCK": 4096}),
+            ("bad_rows_kernel", rows, no_labels),
+            ("bad_rows_kernel", {**rows, "teacher_told_ptr": "*i1"}, no_labels),
+        ],
+    )
+
+
+def test_labels():
+    rows = arguments(
+        "label column: *i64; weight label_weight peak total: *fp32; read: *i1; "
+        "row_stride start width rows: i32; temperature weight: fp32"
+    )
+    losses = arguments(
+        "peak log_sum whole_peak whole_log_sum loss: *fp32; label: *i64; read: *i1; "
+        "vocab_size rows: i32"
+    )
+    block = {"BLOCK": 1024}
+    looked_up = [("label_rows_kernel", {**rows, "logits_ptr": kind}, block) for kind in LOGITS]
+    common = ("label_rows_kernel", {**rows, "logits_ptr": "*bf16"}, {**block, "weight_ptr": None})
+    compiles("sum_kernels", [*looked_up, common, ("label_losses_kernel", losses, block)])
 
 
 def _mean_rows(more):
@@ -162,6 +202,75 @@ def test_partition_kl():
     compiles("partition_kl.triton_kernels", variants)
 
 
+def test_partition_kl_numbers():
+    sums = " ".join(
+        f"{side}_{part}"
+        for side in ("student", "teacher")
+        for part in ("members_peak", "members_sum", "others_peak", "others_sum")
+    )
+    norms = arguments(
+        f"{sums} norms: *fp32; student_row teacher_row student_column teacher_column column: *i64; "
+        "chunks: i32; temperature: fp32"
+    )
+    agreement = arguments(
+        "norms: *fp32; student_column teacher_column token: *i64; tokens chunks: i32; out: *i1"
+    )
+    rest = arguments("norms sum scale value factors: *fp32; count: i32; temperature mixture: fp32")
+    whole = arguments(
+        "members_peak members_sum others_peak others_sum weight numbers: *fp32; rows: i32"
+    )
+    block = {"BLOCK": 256}
+    rests = [
+        ("rest_terms_kernel", rest, {**block, "DIRECTION": direction, "IS_LOST": is_lost})
+        for direction, is_lost in (("forward", True), ("reverse", False), ("jensen_shannon", False))
+    ]
+    unscaled = {"scale_ptr": None, "DIRECTION": "forward", "IS_LOST": True}
+    rests.append(("rest_terms_kernel", rest, block | unscaled))
+    compiles(
+        "partition_kl.number_kernels",
+        [
+            ("single_norms_kernel", norms, block),
+            ("single_agreement_kernel", agreement, block),
+            ("whole_rows_kernel", whole, block),
+            *rests,
+        ],
+    )
+
+
+def test_partition_kl_split():
+    begin = arguments("read: *i1; word of_row bits: *i32; base rows words: i32")
+    entries = arguments(
+        "step_row last_row step_label completion chain single_row row column local place at_row: "
+        "*i64; of_row bits: *i32; peak total: *fp32; "
+        "row_stride start width steps ends completions singles words: i32"
+    )
+    logits = arguments(
+        "peak log_sum others_peak others_sum chosen rest rests: *fp32; row: *i64; edge: *i32; "
+        "steps rows: i32"
+    )
+    gradients = arguments(
+        "chosen_gradient rest_gradient peak log_sum tokens rests value: *fp32; "
+        "row at_row column label: *i64; entries ends rows: i32"
+    )
+    block = {"BLOCK": 256}
+    no_labels = {"label_ptr": None, "tokens_ptr": None}
+    looked_up = [
+        ("split_entries_kernel", {**entries, "logits_ptr": kind}, block) for kind in LOGITS
+    ]
+    compiles(
+        "partition_kl.split_kernels",
+        [
+            *looked_up,
+            ("split_begin_kernel", begin, block),
+            ("split_begin_kernel", begin, {**block, "read_ptr": None}),
+            ("chosen_logits_kernel", logits, {"BLOCK": 128}),
+            ("chosen_logits_kernel", logits, {"BLOCK": 128, "rests_ptr": None}),
+            ("chain_gradients_kernel", gradients, block),
+            ("chain_gradients_kernel", gradients, block | no_labels),
+        ],
+    )
+
+
 def test_chains():
     types = arguments(
         "student_chosen student_others teacher_chosen teacher_others scale divergence "
@@ -221,6 +330,33 @@ def test_matched_divergence():
     compiles("matched_divergence.triton_kernels", variants)
 
 
+def test_matched_divergence_numbers():
+    sides = "; ".join(
+        f"{side}_order {side}_chunk: *i32; {side}_peak {side}_log_sum {side}_members_peak "
+        f"{side}_members_sum {side}_used {side}_mass: *fp32"
+        for side in ("student", "teacher")
+    )
+    masses = arguments(
+        sides + "; scale row_mass value slope factor: *fp32; chunks: i32; temperature mixture: fp32"
+    )
+    centre = arguments(
+        "chunk: *i64; row_slope chosen mass slope centre: *fp32; rows: i32; weight: fp32"
+    )
+    block = {"BLOCK": 128}
+    variants = [
+        ("chunk_masses_kernel", masses, {**block, "DIRECTION": direction, "WITH_REST": with_rest})
+        for direction, with_rest in (
+            ("forward", True),
+            ("jensen_shannon", True),
+            ("reverse", False),
+        )
+    ]
+    alone = {"scale_ptr": None, "DIRECTION": "reverse", "WITH_REST": True}
+    variants.append(("chunk_masses_kernel", masses, block | alone))
+    variants.append(("rest_centre_kernel", centre, block))
+    compiles("matched_divergence.number_kernels", variants)
+
+
 @pytest.mark.parametrize(
     ("module", "variants"),
     [
@@ -245,12 +381,16 @@ def test_rows_are_read_16_bytes_at_once(module, variant):
     ("module", "kernels"),
     [
         ("softmax_kernels", 1),
+        ("sum_kernels", 4),
         ("chunk_kernels", 2),
         ("vocab_kl.triton_kernels", 2),
         ("partition_kl.triton_kernels", 5),
+        ("partition_kl.number_kernels", 4),
+        ("partition_kl.split_kernels", 3),
         ("sorted_l1.selection_kernel", 1),
         ("sorted_l1.triton_kernels", 3),
         ("matched_divergence.triton_kernels", 2),
+        ("matched_divergence.number_kernels", 2),
         ("projected_kl.triton_kernels", 3),
         ("projected_kl.number_kernels", 3),
         ("projected_kl.summed_kernels", 4),

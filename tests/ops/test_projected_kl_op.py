@@ -98,7 +98,6 @@ def test_an_empty_chunk_set_gives_zero_with_a_graph():
     assert out.chunk_loss.requires_grad
     assert out.chunk_loss.sum().item() == 0.0
     assert (grad == 0).all()
-    assert int(out.teacher_rows.sum()) == 0
     assert out.offsupport_mass.sum().item() == 0.0
 
 
@@ -313,7 +312,6 @@ def test_metrics_are_those_of_the_chunk_distributions():
     reachable = (case.projection > 0).any(dim=0)
     probs = torch.softmax(case.teacher_logits / 2.0, dim=-1)
     used = case.teacher_chunk_id >= 0
-    assert int(out.teacher_rows.sum()) == int(used.sum())
     torch.testing.assert_close(out.offsupport_mass.sum(), probs[used][:, ~reachable].sum())
     kept = torch.where(reachable, probs, 0.0)
     kept = kept / kept.sum(dim=-1, keepdim=True)

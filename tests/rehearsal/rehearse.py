@@ -1,7 +1,8 @@
 """``LD_PRELOAD=GUARD python -m tests.rehearsal.rehearse FOLDER REQUEST``: runs what is asked for.
 
-The request is JSON, ``{"losses": [...], "runs": {"1": [...], "2": [...]}}``, runs by the number of
-their ranks, each in a folder of that name; the answer is written to ``FOLDER/answer.json``.
+The request is JSON, ``{"losses": [...], "microbatches": [...], "runs": {"1": [...], "2": [...]}}``,
+runs by the number of their ranks, each in a folder of that name; the answer is written to
+``FOLDER/answer.json``.
 """
 
 import json
@@ -22,6 +23,7 @@ def main(folder: Path, request: dict[str, Any]) -> None:
     pretend()
     from tests.rehearsal.ranks import answers_of, start_ranks
     from tests.rehearsal.rehearsed_losses import rehearse_loss
+    from tests.rehearsal.rehearsed_microbatches import rehearse_microbatch
     from tests.triton_interpreter import interpret_quickly
 
     interpret_quickly()
@@ -32,8 +34,9 @@ def main(folder: Path, request: dict[str, Any]) -> None:
         for count, names in request["runs"].items()
     }
     losses = {name: rehearse_loss(name) for name in request["losses"]}
+    microbatches = {name: rehearse_microbatch(name) for name in request["microbatches"]}
     runs = {count: answers_of(ranks) for count, ranks in started.items()}
-    answer = {"losses": losses, "runs": runs}
+    answer = {"losses": losses, "microbatches": microbatches, "runs": runs}
     (folder / "answer.json").write_text(json.dumps(answer, indent=2))
 
 

@@ -32,8 +32,8 @@ def _forms(case: ObjectiveCase) -> Iterator[tuple[str, DistillationInputs]]:
 
 
 def _compared(case: ObjectiveCase, kind: str, inputs: DistillationInputs) -> dict[str, Any]:
-    truth, true_grads = _run(_objective(case, "cpu"), inputs)
-    objective, moved = _objective(case, "cuda"), on_device(inputs)
+    truth, true_grads = _run(objective_on(case, "cpu"), inputs)
+    objective, moved = objective_on(case, "cuda"), on_device(inputs)
     # What is made once a run, of a match of vocabularies, waits for the device.
     _run(objective, moved)
     EVENTS.clear()
@@ -51,7 +51,7 @@ def _compared(case: ObjectiveCase, kind: str, inputs: DistillationInputs) -> dic
     return record | {"errors": errors, "gradients": len(grads)}
 
 
-def _objective(case: ObjectiveCase, device: str) -> Objective:
+def objective_on(case: ObjectiveCase, device: str) -> Objective:
     """The objective of a case, with parameters of its own on the device."""
     options = dict(case.options)
     if "projectors" in options:

@@ -26,6 +26,20 @@ RUNS = ["teacher", "strict_topk"]
 if ALL:
     RUNS += ["validated", "resumed", "distributed", "linear", "dskd", "learned", "packed"]
     RUNS += ["partition", "byte_prefix"]
+LAUNCHES = {
+    "projected_kl": {"logits": 26, "tile": 35},
+    "partition_kl": {"logits": 61, "tile": 65},
+}
+"""Most launches of a microbatch of logits beside cross-entropy, and of a tile of hidden states."""
+
+if ALL:
+    LAUNCHES |= {
+        "hybrid_kl": {"logits": 64, "tile": 76},
+        "uld": {"logits": 58, "tile": 70},
+        "vocab_kl": {"logits": 35, "tile": 46},
+        "alm": {"logits": 229},
+        "strict_topk": {"logits": 215, "tile": 227},
+    }
 RANKS = (1, 2) if ALL else (2,)
 """Tensor-parallel ranks of the runs; losses are rehearsed on one."""
 
@@ -47,7 +61,13 @@ def answer(tmp_path_factory):
     for ranks in RANKS:
         prepare(folder / str(ranks))
     environment = os.environ | {"LD_PRELOAD": str(build_guard(folder)), "OMP_NUM_THREADS": "1"}
-    request = json.dumps({"losses": LOSSES, "runs": dict.fromkeys(map(str, RANKS), RUNS)})
+    request = json.dumps(
+        {
+            "losses": LOSSES,
+            "microbatches": list(LAUNCHES),
+            "runs": dict.fromkeys(map(str, RANKS), RUNS),
+        }
+    )
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.rehearsal.rehearse", str(folder), request],
         cwd=Path(__file__).parents[2],
@@ -105,6 +125,13 @@ def test_losses_upload_nothing_and_the_host_waits_for_two_at_most_once(answer):
             assert len(form["waits"]) == (name in WAITING), (name, form)
             assert all(WAITING[name] in wait for wait in form["waits"])
             assert form["uploads"] == [], (name, form)
+
+
+def test_a_microbatch_launches_no_more_than_it_did(answer):
+    for name, most in LAUNCHES.items():
+        launched = answer["microbatches"][name]
+        assert launched.keys() == most.keys(), name
+        assert all(launched[form] <= most[form] for form in most), (name, launched)
 
 
 def test_runs_end_and_no_tensor_of_the_host_meets_one_of_the_device(answer):

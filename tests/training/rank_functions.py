@@ -101,7 +101,7 @@ def train_objectives(rank, folder, runs):
             _trainer(config).train()
 
 
-def train_with_broken_teacher(rank, folder, parallel, objective="strict_topk"):
+def train_with_broken_teacher(rank, folder, parallel, objective="mined"):
     """The error of a run whose teacher predicts NaN, and how often its logits were read for it."""
     config = objective_run(folder, "broken", LossConfig(objective=objective), **parallel)
     trainer = _trainer(config)

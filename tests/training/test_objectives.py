@@ -158,7 +158,12 @@ def test_nan_predictions_end_the_run_on_every_rank_before_anything_is_saved(runs
 
 @pytest.mark.parametrize(
     ("objective", "ranks", "parallel"),
-    [("projected_kl", 1, {}), ("partition_kl", 2, TP2), ("byte_prefix", 1, {})],
+    [
+        ("projected_kl", 1, {}),
+        ("partition_kl", 2, TP2),
+        ("byte_prefix", 1, {}),
+        ("vocab_kl", 1, {}),
+    ],
 )
 def test_what_an_objective_knows_of_a_broken_teacher_is_not_read_again(
     runs, objective, ranks, parallel

@@ -6,7 +6,8 @@ T rows, Vp local columns, C chunks, G groups, at most C.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
@@ -23,6 +24,7 @@ from megatron_ext.losses.objectives.chunk_likelihood import (
     ChunkLikelihoods,
     chunk_likelihoods,
     labelled_ahead,
+    tells_bad,
 )
 from megatron_ext.losses.targets import TargetKind
 from megatron_ext.ops.chunk_rows import index_sum
@@ -198,13 +200,18 @@ class AlmLoss(Objective):
             renyi_alpha=self.renyi_alpha,
         )
         members = groups.sum(chunks.usable.to(loss.dtype))
-        return chunk_output(
+        output = chunk_output(
             inputs,
             loss,
             usable=kept,
             means={"student_nats": -student, "teacher_nats": -teacher_nats, "chunks": members},
             metrics={"impossible": over_chunks(impossible.to(loss.dtype), compared)},
         )
+        return replace(output, bad=partial(chunks.bad, inputs)) if tells_bad(inputs) else output
+
+    def tells_bad(self, inputs: DistillationInputs) -> bool:
+        """See ``chunk_likelihood.tells_bad``."""
+        return tells_bad(inputs)
 
     def count_ahead(self, known: KnownAhead) -> torch.Tensor:
         """Chunks with all their labels.

@@ -160,7 +160,7 @@ class BytePrefixLoss(FusedObjective):
                     plan,
                     grad_scale=torch.cat([weight[0][cut.starts], weight[1][cut.middles]]),
                     labels=None if labels is None else labels[cut.rows],
-                    ce_weight=None if label_weight is None else label_weight[cut.rows],
+                    ce_weight=1.0 if label_weight is None else label_weight[cut.rows],
                     gradient=None if gradient is None else gradient[cut.rows],
                     chain_masses=masses,
                     told=(told[cut.rows],),

@@ -10,7 +10,7 @@ import torch
 from megatron_ext.constants import NO_CHUNK
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead
-from megatron_ext.losses.diagnostics import used_chunks
+from megatron_ext.losses.diagnostics import bad_flags, used_chunks
 from megatron_ext.losses.lookup import places_after
 from megatron_ext.losses.matched_columns import counted_ids
 from megatron_ext.losses.targets import TeacherTargets
@@ -38,6 +38,22 @@ class ChunkLikelihoods(NamedTuple):
 
     usable: torch.Tensor
     """bool: the chunk counts, and each of its positions has a label."""
+
+    told: tuple[torch.Tensor | None, torch.Tensor | None]
+    """``TokenLikelihood.log_sum`` of both models."""
+
+    def bad(self, inputs: DistillationInputs) -> torch.Tensor:
+        """``LossOutput.bad``, where ``tells_bad``."""
+        student, teacher = self.told
+        assert student is not None
+        assert teacher is not None
+        return bad_flags(inputs, student, teacher)
+
+
+def tells_bad(inputs: DistillationInputs) -> bool:
+    """Whether likelihoods of both models are made of sums, which a row of NaN or +inf does not
+    have."""
+    return inputs.teacher is not None and inputs.teacher.kind != "label"
 
 
 def chunk_likelihoods(
@@ -89,7 +105,8 @@ def chunk_likelihoods(
         for side, place in zip(rows, places, strict=True)
     ]
     sums = [_sum_rows(side.log_prob, ids, count) for side, ids in zip(rows, chunk_ids, strict=True)]
-    return ChunkLikelihoods(sums[0], sums[1], boundaries[0], boundaries[1], follows, usable)
+    told = rows[0].log_sum, rows[1].log_sum
+    return ChunkLikelihoods(sums[0], sums[1], boundaries[0], boundaries[1], follows, usable, told)
 
 
 def labelled_chunks(

@@ -132,6 +132,7 @@ class GoldLoss(Objective):
     ) -> LossOutput:
         assert inputs.alignment is not None
         count, weight = inputs.alignment.chunk_count, self.temperature**2
+        scale = inputs.grad_scale
         values = matched_divergence(
             *chunked_pair(inputs, teacher, counted_rows(inputs)),
             columns.matching,
@@ -143,14 +144,15 @@ class GoldLoss(Objective):
                 top_u=self.uncommon_topk,
             ),
             # So that the gradient is rounded once.
-            grad_scale=torch.full((count,), weight, device=inputs.student_logits.device)
-            * inputs.grad_scale,
+            grad_scale=torch.full((count,), weight * scale, device=inputs.student_logits.device)
+            if isinstance(scale, (float, int))
+            else (weight * scale).float().expand(count),
             in_place=inputs.in_place,
             implementation=self.implementation,
         )
         output = chunk_output(
             inputs,
-            weight * values.chunk_loss,
+            values.chunk_loss if weight == 1.0 else weight * values.chunk_loss,
             means={
                 "kl_common": values.common,
                 "l1_uncommon": values.uncommon,
@@ -160,7 +162,7 @@ class GoldLoss(Objective):
                 "top1_agreement": values.agreement,
             },
         )
-        bad = values.student_is_bad, values.teacher_is_bad
+        bad = values.student_log_sum, values.teacher_log_sum
         return replace(output, bad=partial(bad_flags, inputs, *bad))
 
     @property

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
 
-from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.losses.base import DistillationInputs, LossOutput, Over
 from megatron_ext.losses.checks import check_student
+from megatron_ext.losses.diagnostics import bad_flags
 from megatron_ext.losses.objective import (
     LOSS_REGISTRY,
     Evaluated,
     FusedObjective,
     Scale,
-    label_scales,
+    label_factors,
 )
+from megatron_ext.ops.labels import label_sums
 from megatron_ext.ops.launch import Implementation, check_implementation
 from megatron_ext.ops.token_log_prob import evaluate_cross_entropy
 
@@ -60,11 +62,18 @@ class NextTokenLoss(FusedObjective):
             inputs.student_logits.flatten(0, 1),
             inputs.labels.flatten(),
             inputs.student_shard,
-            grad_scale=label_scales(inputs, scale),
+            grad_scale=label_factors(inputs, scale),
             gradient=gradient,
             implementation=self.implementation,
         )
-        return Evaluated(self.output(inputs, values.row_loss, values.top_column), None)
+        output = self.output(inputs, values.row_loss, values.top_column)
+        # There is no teacher.
+        told = values.log_sum, values.log_sum[:0]
+        return Evaluated(replace(output, bad=partial(bad_flags, inputs, *told, is_cut=True)), None)
+
+    def tells_bad(self, inputs: DistillationInputs) -> bool:
+        """True: rows with a label are normalised, and one of NaN or +inf has no sum."""
+        return True
 
     def output(
         self, inputs: DistillationInputs, row_loss: torch.Tensor, top_column: torch.Tensor
@@ -75,11 +84,8 @@ class NextTokenLoss(FusedObjective):
             row_loss: [B Ts], 0 at positions without a label.
             top_column: int64 [B Ts], the token of the largest logit.
         """
-        labels = inputs.labels.flatten()
-        count = (labels != IGNORE_INDEX).sum()
-        # No column is ``IGNORE_INDEX``.
-        hits = (top_column == labels).sum(dtype=row_loss.dtype)
-        return LossOutput(loss_sum=row_loss.sum(), count=count, metrics={"accuracy": (hits, count)})
+        loss, hits, number = label_sums(row_loss, top_column, inputs.labels.flatten())
+        return LossOutput(loss_sum=loss, count=number, metrics={"accuracy": (hits, number)})
 
     @property
     def sums_over(self) -> Over:

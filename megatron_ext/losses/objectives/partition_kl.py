@@ -27,7 +27,6 @@ from megatron_ext.losses.diagnostics import (
     chunk_output,
     read_rows,
     teacher_rows,
-    used_chunks,
 )
 from megatron_ext.losses.objective import (
     LOSS_REGISTRY,
@@ -36,7 +35,7 @@ from megatron_ext.losses.objective import (
     Needs,
     Scale,
     TargetForm,
-    label_scales,
+    label_factors,
 )
 from megatron_ext.losses.objectives.chunk_likelihood import labelled_ahead
 from megatron_ext.losses.vocabulary_match import singles_as_chains, topk_masses
@@ -141,21 +140,22 @@ class PartitionKLLoss(FusedObjective):
         """``evaluate_partition_kl``; its collectives."""
         events = self._events(inputs)
         assert inputs.alignment is not None
-        weight = self._chunk_weight(inputs.alignment, torch.float32)
-        used = torch.where(used_chunks(inputs)[events.chunk] & events.usable, 1.0, 0.0)
-        labels = label_weight = None
-        told: tuple[torch.Tensor, ...] = ()
+        used, weight = events.usable, self._chunk_weight(inputs.alignment)
+        if inputs.chunk_mask is not None:
+            used = inputs.chunk_mask[events.chunk] & used
+        if isinstance(weight, torch.Tensor):
+            weight = weight[events.chunk]
+        told: tuple[torch.Tensor | bool, ...] = ()
         if self.tells_bad(inputs):
-            told = read_rows(inputs).flatten(), teacher_rows(inputs).flatten()
-        if ce_scale is not None:
-            labels, label_weight = inputs.labels.flatten(), label_scales(inputs, ce_scale)
+            of_student = True if ce_scale is not None else read_rows(inputs).flatten()
+            told = of_student, teacher_rows(inputs).flatten()
         values = evaluate_partition_kl(
             inputs.student_logits.flatten(0, 1),
             events.teacher,
             events.plan,
-            grad_scale=used * weight[events.chunk] * scale,
-            labels=labels,
-            ce_weight=label_weight,
+            grad_scale=(used * (weight * scale)).float(),
+            labels=None if ce_scale is None else inputs.labels.flatten(),
+            ce_weight=1.0 if ce_scale is None else label_factors(inputs, ce_scale),
             gradient=gradient,
             told=told,
             implementation=self.implementation,
@@ -221,8 +221,12 @@ class PartitionKLLoss(FusedObjective):
             usable=torch.cat([torch.ones_like(singles.student, dtype=torch.bool), counted]),
         )
 
-    def _chunk_weight(self, alignment: AlignmentBatch, dtype: torch.dtype) -> torch.Tensor:
-        """Factor of each chunk's divergence, [C]."""
+    def _chunk_weight(
+        self, alignment: AlignmentBatch, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor | float:
+        """Factor of each chunk's divergence, [C], or that of all."""
+        if self.chain_weight == 1.0:
+            return self.temperature**2
         weight = torch.where(alignment.chunk_class == ChunkClass.ONE_TO_ONE, 1.0, self.chain_weight)
         return self.temperature**2 * weight.to(dtype)
 
@@ -235,19 +239,18 @@ class PartitionKLLoss(FusedObjective):
         """Output from the values of singles and chains, reordered by chunk."""
         assert inputs.alignment is not None
         compared, count = _joined(parts), inputs.alignment.chunk_count
-
-        def by_chunk(values: torch.Tensor) -> torch.Tensor:
-            return values.new_zeros(count).index_copy(0, events.chunk, values)
-
-        divergence = by_chunk(compared.divergence)
+        values = torch.stack([*compared[:3], *(part.to(compared[0]) for part in compared[3:])])
+        values = values.new_zeros(len(values), count).index_copy_(1, events.chunk, values)
+        divergence, student_rest, teacher_rest, agreement = values
+        usable = torch.zeros(count, dtype=torch.bool, device=values.device)
         return chunk_output(
             inputs,
             self._chunk_weight(inputs.alignment, divergence.dtype) * divergence,
-            usable=by_chunk(events.usable),
+            usable=usable.index_copy_(0, events.chunk, events.usable),
             means={
-                "teacher_rest": by_chunk(compared.teacher_rest),
-                "student_rest": by_chunk(compared.student_rest),
-                "top1_agreement": by_chunk(compared.agreement),
+                "teacher_rest": teacher_rest,
+                "student_rest": student_rest,
+                "top1_agreement": agreement,
             },
         )
 

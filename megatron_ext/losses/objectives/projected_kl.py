@@ -23,7 +23,7 @@ from megatron_ext.losses.checks import (
     check_student,
     why_nemo,
 )
-from megatron_ext.losses.diagnostics import chunk_mask, chunk_output, masked_sum, read_rows
+from megatron_ext.losses.diagnostics import bad_flags, chunk_output
 from megatron_ext.losses.matched_columns import chunk_rows, chunked_pair
 from megatron_ext.losses.objective import (
     LOSS_REGISTRY,
@@ -31,8 +31,9 @@ from megatron_ext.losses.objective import (
     FusedObjective,
     Needs,
     Scale,
+    chunk_factors,
     chunk_scales,
-    label_scales,
+    label_factors,
 )
 from megatron_ext.losses.objectives.nemo import nemo_projected_kl
 from megatron_ext.losses.projection_shard import ProjectionShard
@@ -133,7 +134,7 @@ class ProjectedKLLoss(FusedObjective):
         alignment, teacher, projection = self._operands(inputs)
         usable = self._usable(alignment)
         pair = self._pair(inputs, alignment, teacher)
-        scales = chunk_scales(inputs, scale, usable)
+        scales = chunk_factors(inputs, scale, usable)
         metrics: dict[str, SumCount] = {}
         # Read before the gradient is written over the logits.
         term = self._repeats(inputs, usable)
@@ -146,7 +147,7 @@ class ProjectedKLLoss(FusedObjective):
             gradient=gradient,
             cross_entropy=None
             if ce_scale is None
-            else WeightedLabels(inputs.labels.flatten(), label_scales(inputs, ce_scale)),
+            else WeightedLabels(inputs.labels.flatten(), label_factors(inputs, ce_scale)),
             implementation=self.implementation,
         )
         if term is not None and repeats is not None:
@@ -244,17 +245,17 @@ class ProjectedKLLoss(FusedObjective):
         }
         if self.vocab_topk is not None:
             means["rest_mass"] = values.rest_mass
-        of_used = chunk_mask(inputs, usable)
-        offsupport = masked_sum(values.offsupport_mass, of_used)
-        rows = values.teacher_rows if of_used is None else values.teacher_rows * of_used
         output = chunk_output(
             inputs,
             values.chunk_loss,
             usable=usable,
             means=means,
-            metrics={"offsupport_mass": (offsupport, rows.sum()), **metrics},
+            teacher_row_means={"offsupport_mass": values.offsupport_mass},
+            metrics=metrics,
         )
-        return replace(output, bad=partial(_bad, inputs, values))
+        student, teacher = values.student_log_sum, values.offsupport_mass
+        assert student is not None
+        return replace(output, bad=partial(bad_flags, inputs, student, teacher, is_cut=True))
 
     def count_ahead(self, known: KnownAhead) -> torch.Tensor:
         """See ``Objective``."""
@@ -293,14 +294,6 @@ def _with_repeats(
     """The values with the term in each chunk's loss, and its metric."""
     chunk_loss = values.chunk_loss + term.by_chunk(divergence)
     return values._replace(chunk_loss=chunk_loss), {"repeats": term.metric(divergence)}
-
-
-def _bad(inputs: DistillationInputs, values: ProjectedKL) -> torch.Tensor:
-    """Flags int32 [2] of a bad number of the student and of the teacher."""
-    assert values.student_is_bad is not None
-    of_student = values.student_is_bad & read_rows(inputs).flatten()
-    flags = [of_student.any(), values.offsupport_mass.isnan().any()]
-    return torch.stack(flags).to(torch.int32)
 
 
 LOSS_REGISTRY.register("projected_kl", ProjectedKLLoss)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -13,7 +14,11 @@ from megatron_ext.losses.checks import check_alignment, check_student
 from megatron_ext.losses.diagnostics import chunk_output, over_chunks
 from megatron_ext.losses.matched_columns import counted_ids
 from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, Objective, TargetForm
-from megatron_ext.losses.objectives.chunk_likelihood import chunk_likelihoods, labelled_ahead
+from megatron_ext.losses.objectives.chunk_likelihood import (
+    chunk_likelihoods,
+    labelled_ahead,
+    tells_bad,
+)
 from megatron_ext.losses.targets import TargetKind
 from megatron_ext.ops.chunk_rows import chunk_slots, index_sum
 from megatron_ext.ops.launch import Implementation, check_implementation
@@ -94,7 +99,7 @@ class SampledKLLoss(Objective):
         near = signal.clamp(max=_MOST_IN_VALUE)
         value = near.exp() - near - 1
         loss = value - weight * signal * (student - own)
-        return chunk_output(
+        output = chunk_output(
             inputs,
             loss,
             usable=kept,
@@ -106,6 +111,11 @@ class SampledKLLoss(Objective):
             },
             metrics={"impossible": over_chunks(impossible.to(loss.dtype), chunks.usable)},
         )
+        return replace(output, bad=partial(chunks.bad, inputs)) if tells_bad(inputs) else output
+
+    def tells_bad(self, inputs: DistillationInputs) -> bool:
+        """See ``chunk_likelihood.tells_bad``."""
+        return tells_bad(inputs)
 
     def count_ahead(self, known: KnownAhead) -> torch.Tensor:
         """Chunks with all their labels; exact but for chunks of probability 0."""

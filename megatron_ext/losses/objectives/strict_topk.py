@@ -5,7 +5,8 @@ B batch, Ts Tt tokens, Vp local columns, C chunks, K top-k, N shared tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
@@ -15,13 +16,13 @@ from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
 from megatron_ext.losses.checks import check_alignment, check_match, check_student
-from megatron_ext.losses.diagnostics import chunk_output
+from megatron_ext.losses.diagnostics import bad_flags, chunk_output
 from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, Objective, TargetForm
 from megatron_ext.losses.targets import TeacherTargets, check_tail_temperature, topk_log_probs
 from megatron_ext.losses.vocabulary_match import VocabularyMatch
 from megatron_ext.ops.divergence import Divergence, check_divergence, divergence
 from megatron_ext.ops.launch import Implementation, check_implementation
-from megatron_ext.ops.token_log_prob import selected_log_prob
+from megatron_ext.ops.token_log_prob import SelectedTokens, selected_tokens
 from megatron_ext.ops.top_columns import sort_keys, top_columns
 
 Tail = Literal["renormalise", "bucket"]
@@ -107,7 +108,8 @@ class StrictTopKLoss(Objective):
         top = self._top_tokens(teacher, match)
         teacher_row = alignment.teacher_spans[:, 0]
         ids, log_p = top.student_id[teacher_row], top.log_prob[teacher_row]
-        log_q = self._student(inputs, alignment, ids)
+        student = self._student(inputs, alignment, ids)
+        log_q = student.log_prob[alignment.student_spans[:, 0]]
         log_p = log_p.to(log_q.dtype)
         rest_mass = log_p[:, -1].exp()
         if self.tail == "renormalise":
@@ -115,12 +117,19 @@ class StrictTopKLoss(Objective):
         chunk_loss = self.temperature**2 * divergence(log_p, log_q, self.direction, self.mixture)
         named = slice(0, ids.shape[1])
         agreement = log_p[:, named].argmax(dim=-1) == log_q[:, named].argmax(dim=-1)
-        return chunk_output(
+        output = chunk_output(
             inputs,
             chunk_loss,
             usable=alignment.chunk_class == ChunkClass.ONE_TO_ONE,
             means={"top1_agreement": agreement, "rest_mass": rest_mass},
         )
+        if top.log_sum is None:
+            return output
+        return replace(output, bad=partial(bad_flags, inputs, student.log_sum, top.log_sum))
+
+    def tells_bad(self, inputs: DistillationInputs) -> bool:
+        """True with all of the teacher's logits: a row of NaN or +inf has no sum."""
+        return inputs.teacher is not None and inputs.teacher.kind != "topk"
 
     def count_ahead(self, known: KnownAhead) -> torch.Tensor:
         """See ``Objective``."""
@@ -137,7 +146,7 @@ class StrictTopKLoss(Objective):
             student_of[shard.start : shard.start + shard.valid_width] >= 0
         )
         ids = top_columns(logits, self.top_k, shard, allowed, implementation=self.implementation)
-        log_prob = selected_log_prob(
+        log_prob, log_sum = selected_tokens(
             logits.detach(),
             ids,
             shard,
@@ -145,7 +154,7 @@ class StrictTopKLoss(Objective):
             implementation=self.implementation,
         )
         student_id = torch.where(ids >= 0, student_of[ids.clamp(min=0)], -1)
-        return _TopTokens(student_id, log_prob)
+        return _TopTokens(student_id, log_prob, log_sum)
 
     def _top_of_topk(self, teacher: TeacherTargets, student_of: torch.Tensor) -> _TopTokens:
         """Top tokens of a ``topk`` teacher, all [Tt, K]; those not taken have no student token."""
@@ -166,22 +175,21 @@ class StrictTopKLoss(Objective):
 
     def _student(
         self, inputs: DistillationInputs, alignment: AlignmentBatch, ids: torch.Tensor
-    ) -> torch.Tensor:
-        """Log-probabilities [C, K + 1] of the student at ``ids`` [C, K].
+    ) -> SelectedTokens:
+        """The student at ``ids`` [C, K] of the chunks' first rows.
 
         Computed at all rows, since gathering the chunks' rows would copy the logits.
         """
         logits = inputs.student_logits.flatten(0, 1)
         rows = alignment.student_spans[:, 0]
         of_row = ids.new_full((logits.shape[0], ids.shape[1]), -1).index_copy_(0, rows, ids)
-        log_q = selected_log_prob(
+        return selected_tokens(
             logits,
             of_row,
             inputs.student_shard,
             temperature=self.temperature,
             implementation=self.implementation,
         )
-        return log_q[rows]
 
     @property
     def needs(self) -> Needs:
@@ -209,6 +217,9 @@ class _TopTokens(NamedTuple):
 
     log_prob: torch.Tensor
     """[Tt, K + 1] the teacher's log-probabilities, the rest last."""
+
+    log_sum: torch.Tensor | None = None
+    """[Tt] ``SelectedTokens.log_sum``; None of a ``topk`` teacher."""
 
 
 def _renormalised(log_prob: torch.Tensor) -> torch.Tensor:

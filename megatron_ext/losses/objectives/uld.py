@@ -173,9 +173,9 @@ class ULDLoss(Objective):
 
 def _bad(inputs: DistillationInputs, l1: ChunkSortedL1) -> Callable[[], torch.Tensor]:
     """``LossOutput.bad``."""
-    assert l1.student_is_bad is not None
-    assert l1.teacher_is_bad is not None
-    return partial(bad_flags, inputs, l1.student_is_bad, l1.teacher_is_bad)
+    assert l1.student_log_sum is not None
+    assert l1.teacher_log_sum is not None
+    return partial(bad_flags, inputs, l1.student_log_sum, l1.teacher_log_sum)
 
 
 def _pairs(

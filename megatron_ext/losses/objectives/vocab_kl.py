@@ -5,7 +5,8 @@ B batch, T tokens, Vp local columns, K top-k.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -15,7 +16,7 @@ from megatron_ext.distributed.vocab_parallel import vocab_argmax
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, LossOutput, Over
 from megatron_ext.losses.checks import check_same_tokenizer, check_student
-from megatron_ext.losses.diagnostics import over_chunks
+from megatron_ext.losses.diagnostics import bad_flags
 from megatron_ext.losses.objective import (
     LOSS_REGISTRY,
     Evaluated,
@@ -23,9 +24,11 @@ from megatron_ext.losses.objective import (
     Needs,
     Scale,
     TargetForm,
+    label_factors,
     label_scales,
 )
 from megatron_ext.losses.targets import TeacherTargets, check_tail_temperature, topk_log_probs
+from megatron_ext.ops.chunk_sums import CountedChunks, chunk_sums
 from megatron_ext.ops.divergence import Divergence, DivergenceOptions, check_divergence, divergence
 from megatron_ext.ops.launch import Implementation, check_implementation
 from megatron_ext.ops.token_log_prob import selected_log_prob
@@ -57,6 +60,7 @@ class VocabKLLoss(FusedObjective):
     """
 
     name: ClassVar[str] = "vocab_kl"
+    gives_top_column: ClassVar[bool] = True
     summary: ClassVar[str] = "every token; for a teacher with the student's own tokenizer"
 
     temperature: float = 1.0
@@ -92,9 +96,6 @@ class VocabKLLoss(FusedObjective):
     ) -> Evaluated:
         """``evaluate_vocab_kl``; its collectives."""
         teacher = self._teacher(inputs)
-        labels = label_weight = None
-        if ce_scale is not None:
-            labels, label_weight = inputs.labels.flatten(), label_scales(inputs, ce_scale)
         values = evaluate_vocab_kl(
             inputs.student_logits.flatten(0, 1),
             teacher.logits_over(inputs.student_shard).flatten(0, 1),
@@ -103,14 +104,24 @@ class VocabKLLoss(FusedObjective):
             options=DivergenceOptions(
                 temperature=self.temperature, direction=self.direction, mixture=self.mixture
             ),
-            labels=labels,
+            labels=None if ce_scale is None else inputs.labels.flatten(),
             grad_scale=label_scales(inputs, scale),
-            label_grad_scale=label_weight,
+            label_grad_scale=1.0 if ce_scale is None else label_factors(inputs, ce_scale),
             gradient=gradient,
             implementation=self.implementation,
         )
         means = {"teacher_entropy": values.teacher_entropy, "top1_agreement": values.top1_agreement}
-        return Evaluated(self._output(inputs, values.row_loss, means), values.cross_entropy)
+        told = values.student_log_sum, values.teacher_log_sum
+        output = replace(
+            self._output(inputs, values.row_loss, means),
+            bad=partial(bad_flags, inputs, *told, is_cut=True),
+        )
+        return Evaluated(output, values.cross_entropy, values.top_column)
+
+    def tells_bad(self, inputs: DistillationInputs) -> bool:
+        """True with all of the teacher's logits: rows with a label, which alone are read, are
+        normalised, and one of NaN or +inf has no sum."""
+        return self.fuses(inputs)
 
     def fuses(self, inputs: DistillationInputs) -> bool:
         """False for a teacher's top tokens."""
@@ -138,10 +149,12 @@ class VocabKLLoss(FusedObjective):
     ) -> LossOutput:
         """Output from the loss and other values of every position, [B Ts] each."""
         used = inputs.labels.flatten() != IGNORE_INDEX
+        sums = chunk_sums(row_loss, list(means.values()), CountedChunks(used))
+        totals = zip(means, sums.columns.unbind(), strict=True)
         return LossOutput(
-            loss_sum=torch.where(used, row_loss, 0.0).sum(),
-            count=used.sum(),
-            metrics={name: over_chunks(values, used) for name, values in means.items()},
+            loss_sum=sums.loss,
+            count=sums.number,
+            metrics={name: (total, sums.number) for name, total in totals},
         )
 
     def _on_top_tokens(

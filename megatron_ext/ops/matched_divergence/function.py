@@ -24,7 +24,7 @@ from megatron_ext.ops.launch import (
     uses_triton,
     without_kernels,
 )
-from megatron_ext.ops.matched_divergence.kernel_steps import evaluate_by_kernels
+from megatron_ext.ops.matched_divergence.kernel_steps import chunk_masses, evaluate_by_kernels
 from megatron_ext.ops.matched_divergence.matching import (
     MatchedDivergence,
     MatchedOptions,
@@ -95,9 +95,18 @@ def evaluate_matched_divergence(
         members=matching.members(),
         implementation="triton" if by_kernel else without_kernels(implementation),
     )
-    rest = _rest(student_rows, teacher_rows, matching, options)
-    scale = row_scale(student_rows, grad_scale)
-    task = MatchedTask(student_rows, teacher_rows, matching, options, rest, scale, gradient)
+    row_mass = None
+    if by_kernel:
+        with_rest = matching.with_rest
+        rest, scale, row_mass = chunk_masses(
+            student_rows, teacher_rows, options, grad_scale, with_rest=with_rest
+        )
+    else:
+        rest = _rest(student_rows, teacher_rows, matching, options)
+        scale = row_scale(student_rows, grad_scale)
+    task = MatchedTask(
+        student_rows, teacher_rows, matching, options, rest, scale, gradient, row_mass
+    )
     values = evaluate_by_kernels(task) if by_kernel else evaluate_by_torch(task)
     if gradient is not None:
         clear_rows_of_no_chunk_(gradient, student_rows, by_kernel=by_kernel)
@@ -110,8 +119,8 @@ def evaluate_matched_divergence(
         values.discarded,
         *rest.masses,
         (p_top == q_top).to(common.dtype),
-        student_rows.is_bad,
-        teacher_rows.is_bad,
+        student_rows.lse.log_sum,
+        teacher_rows.lse.log_sum,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -22,6 +22,7 @@ from megatron_ext.ops.matched_divergence.matching import (
     MatchedValues,
     Matching,
     PairColumns,
+    RestMasses,
     onto_student_columns,
 )
 from megatron_ext.ops.model_rows import ModelRows, chunk_means_by_kernel
@@ -219,7 +220,7 @@ def evaluate_by_kernels(task: MatchedTask) -> MatchedValues:
         sums = all_reduce_sum(torch.cat([values.value, values.row_slope, chosen]), group)
         lengths = [len(values.value), len(chosen), len(chosen)]
         results.value[chunks], row_slope, chosen = sums.split(lengths)
-        shift, centre = _centre(task, row_slope, weight * chosen)
+        shift, centre = _centre(task, row_slope, chosen)
         base, scale = task.rest.slope, task.scale
         write_gradient(
             pair, chunks, moved, gradient, base=base, shift=shift, centre=centre, scale=scale
@@ -248,12 +249,90 @@ def _centre(
 
     Rows of chunks in other slices are arbitrary.
     """
-    model, used = task.student, task.rest.used[0]
+    model, used, weight = task.student, task.rest.used[0], task.options.uncommon_weight
+    if task.matching.with_rest:
+        return torch.zeros_like(used), rest_centre(task, row_slope, chosen)
     last = max(model.rows.chunk_count - 1, 0)
     slot = model.rows.slots.clamp(max=last)
-    if task.matching.with_rest:
-        slope = task.rest.slope[slot]
-        return torch.zeros_like(used), row_slope + model.member_mass * slope + chosen
     # Not divided by the square, which can underflow.
     shift = model.rows.means(row_slope) / used / used
-    return shift, row_slope / used[slot] - shift[slot] * model.member_mass + chosen
+    centre = row_slope / used[slot] - shift[slot] * model.member_mass + weight * chosen
+    return shift, centre
+
+
+_CHUNKS: Final = 128
+"""Chunks, or rows, of a program that makes their numbers."""
+
+
+class ChunkMasses(NamedTuple):
+    """What follows from the masses of the members of both models' rows."""
+
+    rest: RestMasses
+
+    scale: torch.Tensor
+    """[C] ``row_scale`` of the student."""
+
+    row_mass: torch.Tensor
+    """[Ts] ``ModelRows.member_mass`` of the student's rows of chunks; arbitrary elsewhere."""
+
+
+def chunk_masses(
+    student: ModelRows,
+    teacher: ModelRows,
+    options: MatchedOptions,
+    grad_scale: torch.Tensor | None,
+    *,
+    with_rest: bool,
+) -> ChunkMasses:
+    """Sum the rows' masses by chunk; one launch."""
+    from megatron_ext.ops.matched_divergence.number_kernels import chunk_masses_kernel
+
+    count, new = student.rows.chunk_count, student.lse.peak.new_empty
+    # Each by itself: a kernel is compiled anew for a pointer that is no multiple of 16 bytes.
+    numbers, row_mass = [new(count) for _ in range(7)], new(len(student.logits))
+    if count:
+        block = small_block(count, _CHUNKS)
+        chunk_masses_kernel[(-(-count // block),)](
+            *(
+                argument
+                for side in (student, teacher)
+                for argument in (*side.lse, *side.members, side.rows.order, side.rows.offsets)
+            ),
+            None if grad_scale is None else grad_scale.float().contiguous(),
+            count,
+            options.temperature,
+            options.mixture,
+            row_mass,
+            *numbers,
+            DIRECTION=options.direction,
+            WITH_REST=with_rest,
+            BLOCK=block,
+        )
+    used, masses = (numbers[0], numbers[1]), (numbers[2], numbers[3])
+    return ChunkMasses(RestMasses(used, masses, numbers[4], numbers[5]), numbers[6], row_mass)
+
+
+def rest_centre(task: MatchedTask, row_slope: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """``q_i . g_c`` of each row [T], where the masses outside are compared, too; one launch.
+
+    Args:
+        row_slope: [T] sums over the matched columns.
+        chosen: [T] sums over the columns that are sorted, to be weighed.
+    """
+    from megatron_ext.ops.matched_divergence.number_kernels import rest_centre_kernel
+
+    rows, centre = len(row_slope), torch.empty_like(row_slope)
+    if rows:
+        block = small_block(rows, _CHUNKS)
+        rest_centre_kernel[(-(-rows // block),)](
+            task.student.rows.chunk_id,
+            row_slope,
+            chosen,
+            task.row_mass,
+            task.rest.slope,
+            rows,
+            task.options.uncommon_weight,
+            centre,
+            BLOCK=block,
+        )
+    return centre

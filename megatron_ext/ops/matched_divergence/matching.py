@@ -73,6 +73,10 @@ class Matching:
         default_factory=dict, init=False, repr=False
     )
 
+    _members: list[tuple[torch.Tensor, torch.Tensor]] = field(
+        default_factory=list, init=False, repr=False
+    )
+
     def pairs(self, student: VocabShard, teacher: VocabShard) -> PairColumns:
         """Pairs in these shards' columns, made once."""
         key = student, teacher
@@ -82,11 +86,14 @@ class Matching:
 
     def members(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Columns of either side whose mass is summed; of two masses that add up to 1, the one that
-        a difference from 1 would lose."""
-        teacher_common = self.student_column >= 0
-        if self.with_rest:
-            return ~self.is_common, ~teacher_common
-        return self.is_common, teacher_common
+        a difference from 1 would lose. Made once."""
+        if not self._members:
+            teacher_common = self.student_column >= 0
+            if self.with_rest:
+                self._members.append((~self.is_common, ~teacher_common))
+            else:
+                self._members.append((self.is_common, teacher_common))
+        return self._members[0]
 
     def excluded(
         self, student: VocabShard, teacher: VocabShard
@@ -171,10 +178,10 @@ class MatchedDivergence(NamedTuple):
     agreement: torch.Tensor
     """1 where both have the same largest matched column, else 0."""
 
-    student_is_bad: torch.Tensor
-    """bool [Ts], ``ModelRows.is_bad``."""
+    student_log_sum: torch.Tensor
+    """[Ts] logarithm of the row's sum, NaN where it has NaN or +inf."""
 
-    teacher_is_bad: torch.Tensor
+    teacher_log_sum: torch.Tensor
     """bool [Tt]"""
 
 
@@ -234,3 +241,6 @@ class MatchedTask(NamedTuple):
     """[C], from ``row_scale``."""
 
     gradient: torch.Tensor | None
+
+    row_mass: torch.Tensor | None = None
+    """[Ts] ``ModelRows.member_mass`` of the student's rows of chunks, where a kernel made it."""

@@ -22,8 +22,10 @@ from megatron_ext.ops.partition_kl.chain_masses import (
     row_masses,
     segment_top,
 )
+from megatron_ext.ops.partition_kl.kernel_numbers import chain_gradients
 from megatron_ext.ops.partition_kl.operands import (
     ChainRows,
+    Chains,
     EventComparison,
     PartitionPlan,
     TokenTerm,
@@ -96,6 +98,21 @@ def compare_chains(
     )
 
 
+class ChainEdges(NamedTuple):
+    """Where each chain begins among ascending ones, int32 [H + 1] each."""
+
+    student_steps: torch.Tensor
+    teacher_steps: torch.Tensor
+    completions: torch.Tensor
+
+    @classmethod
+    def of(cls, chains: Chains) -> ChainEdges:
+        """Find them, on the device."""
+        bounds = torch.arange(chains.chain_count + 1, device=chains.completion_chain.device)
+        own, its = chains.student.step_chain, chains.teacher.step_chain
+        return cls(*(_edges(each, bounds) for each in (own, its, chains.completion_chain)))
+
+
 def compare_chains_by_kernel(
     student: ChosenLogits,
     teacher: ChosenLogits | RowMasses,
@@ -103,8 +120,9 @@ def compare_chains_by_kernel(
     grad_scale: torch.Tensor | None,
     *,
     with_gradient: bool,
+    edges: ChainEdges | None = None,
 ) -> tuple[EventComparison, ChosenLogits]:
-    """``compare_chains`` by a kernel, which has a program for each chain."""
+    """``compare_chains`` by a kernel, which has a program for each chain; None: edges are found."""
     from megatron_ext.ops.partition_kl.chain_kernels import compare_chains_kernel
 
     chains, count = plan.chains, plan.chains.chain_count
@@ -118,19 +136,19 @@ def compare_chains_by_kernel(
         its = torch.cat(teacher[::2]), torch.cat(teacher[1::2])
     else:
         its = teacher.chosen, teacher.rest
-    bounds = torch.arange(count + 1, device=rest.device)
+    edges = edges or ChainEdges.of(chains)
     if grad_scale is None:
         grad_scale = rest.new_ones(count)
     if count:
         compare_chains_kernel[(count,)](
             chosen,
             rest,
-            _edges(chains.student.step_chain, bounds),
+            edges.student_steps,
             len(chains.student.step_chain),
             *(part.float().contiguous() for part in its),
-            _edges(chains.teacher.step_chain, bounds),
+            edges.teacher_steps,
             len(chains.teacher.step_chain),
-            _edges(chains.completion_chain, bounds),
+            edges.completions,
             plan.counted,
             grad_scale.float().contiguous(),
             plan.options.temperature,
@@ -200,6 +218,9 @@ class ChainGradient(NamedTuple):
     """[N] the chosen logits, over all shards."""
 
     tokens: TokenTerm | None
+
+    rests: torch.Tensor | None = None
+    """``ChainLogits.rests`` of the student, where a kernel made them."""
 
     def finite_rest(self) -> LogSumExp:
         """``rest`` with 0 where no column has mass, since -inf - -inf is NaN."""
@@ -274,8 +295,9 @@ def write_other_rows_by_kernel_(
     rows, chosen, tokens = len(logits), chains.split.chosen, chains.tokens
     if not rows:
         return
-    parts = torch.stack([*chains.finite_rest(), chains.grads.rest]).float()
-    rests = parts.new_zeros(3, rows).index_copy_(1, chosen.row, parts)
+    rests = chains.rests
+    assert rests is not None
+    value = chain_gradients(chains.grads, chains.picked, chosen, tokens, rests)
     config = fitting_config(ROW_CONFIGS[0], shard.width)
     other_rows_kernel[(rows,)](
         logits,
@@ -299,7 +321,7 @@ def write_other_rows_by_kernel_(
             gradient,
             chosen.at_rows(),
             chosen.local,
-            chains.chosen().float().contiguous(),
+            value,
             gradient.stride(0),
             count,
             BLOCK=block,

@@ -34,7 +34,10 @@ class ChosenColumns(NamedTuple):
     """int64 [N] ascending: index among the R rows."""
 
     pointers: tuple[int, ...]
-    """[R + 1] start of each row's columns, on the host."""
+    """[R + 1] start of each row's columns, on the host; () where a kernel looked them up."""
+
+    row_of: torch.Tensor | None = None
+    """int64 [N]: row of the logits of each column, where a kernel looked them up."""
 
     @classmethod
     def of(cls, rows: ChainRows, chains: Chains, shard: VocabShard) -> ChosenColumns:
@@ -54,14 +57,14 @@ class ChosenColumns(NamedTuple):
         )
 
     @classmethod
-    def none(cls, rows: ChainRows) -> ChosenColumns:
+    def none(cls, rows: ChainRows, *_: object) -> ChosenColumns:
         """No row and no column, on the device of ``rows``."""
         nothing = rows.last_row[:0]
         return cls(nothing, nothing, nothing, nothing, (0,))
 
     def at_rows(self) -> torch.Tensor:
         """Row of the logits of each chosen column, int64 [N]."""
-        return self.row[self.place]
+        return self.row[self.place] if self.row_of is None else self.row_of
 
     def entries(self, part: slice) -> slice:
         """Range of the chosen columns of some of the R rows."""

@@ -13,16 +13,11 @@ import torch
 
 from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard
 from megatron_ext.errors import LossError
-from megatron_ext.ops.chunk_rows import (
-    ExpSums,
-    local_column,
-    merge_exp_sums,
-    merge_top_columns,
-    token_exp_sums,
-    token_log_probs,
-)
+from megatron_ext.ops.chunk_rows import ExpSums, merge_exp_sums, merge_top_columns
+from megatron_ext.ops.labels import LabelRows, label_losses, label_rows
 from megatron_ext.ops.launch import Implementation, uses_compiled, uses_triton
 from megatron_ext.ops.partition_kl.chain_chunks import (
+    ChainEdges,
     ChainGradient,
     ChosenLogits,
     compare_chains,
@@ -31,6 +26,15 @@ from megatron_ext.ops.partition_kl.chain_chunks import (
     write_other_rows_by_kernel_,
 )
 from megatron_ext.ops.partition_kl.chain_masses import ChosenColumns, RowMasses
+from megatron_ext.ops.partition_kl.kernel_numbers import (
+    SideSums,
+    SplitRows,
+    chain_logits,
+    single_agreement,
+    single_norms,
+    split_by_kernel,
+    whole_rows,
+)
 from megatron_ext.ops.partition_kl.operands import (
     EventComparison,
     PartitionPlan,
@@ -60,10 +64,10 @@ def evaluate_partition_kl(
     *,
     grad_scale: torch.Tensor | None = None,
     labels: torch.Tensor | None = None,
-    ce_weight: torch.Tensor | None = None,
+    ce_weight: torch.Tensor | float = 1.0,
     gradient: torch.Tensor | None = None,
     chain_masses: RowMasses | None = None,
-    told: Sequence[torch.Tensor] = (),
+    told: Sequence[torch.Tensor | bool] = (),
     implementation: Implementation = "auto",
 ) -> PartitionValues:
     """D(P_c || Q_c) of each chunk, and d(sum grad_scale * D + sum ce_weight * CE)/d student_logits.
@@ -76,14 +80,14 @@ def evaluate_partition_kl(
             chains; a chunk at 0 gets none, whatever its rows hold. None: 1.
         labels: int64 [Ts]: cross-entropy of these tokens is evaluated too, at temperature 1;
             negative for none. One beyond the vocabulary gives NaN.
-        ce_weight: fp32 [Ts] upstream gradient of each cross-entropy, likewise. None: 1. Ignored
-            without ``labels``.
+        ce_weight: fp32 [Ts] upstream gradient of each cross-entropy, likewise, or that of all.
+            Ignored without ``labels``.
         gradient: [Ts, Vps], overwritten in its dtype; can be ``student_logits`` itself. None: no
             gradient is computed.
         chain_masses: The teacher's log-masses at the rows of the chains, where its logits are
             those of the singles alone.
         told: bool [Ts], and [Tt] of logits: rows of which ``PartitionValues.bad`` has to tell, even
-            if they belong to no chunk; () for none.
+            if they belong to no chunk; () for none. With ``labels`` all of the student's are.
         implementation: See ``ops.launch``.
 
     Accumulates in fp32 (fp64 for fp64 logits). No fp32 tensor is as large as the logits.
@@ -108,29 +112,37 @@ def evaluate_partition_kl(
         by = "cpu"
     masses = teacher if isinstance(teacher, RowMasses) else chain_masses
     asked: list[torch.Tensor | bool] = [*told, *[False] * (len(given) - len(told))]
-    models = [_Model.read(given[0], plan, asked[0], is_student=True, labels=labels, by=by)]
+    labelled = None if labels is None else (labels, ce_weight)
+    models = [_Model.read(given[0], plan, asked[0], is_student=True, labelled=labelled, by=by)]
     models += [
         _Model.read(
-            logits, plan, read, is_student=False, has_chains=masses is None, labels=None, by=by
+            logits, plan, read, is_student=False, has_chains=masses is None, labelled=None, by=by
         )
         for logits, read in zip(given[1:], asked[1:], strict=True)
     ]
     merged = _merge(models, plan)
-    tokens, token_loss = _token_term(models[0], merged[0], labels, ce_weight, plan.student_shard)
+    tokens, token_loss = _token_term(models[0], merged[0], labels, plan.student_shard, by)
 
     count = len(singles.student)
     first = second = None
     if grad_scale is not None:
         first, second = grad_scale[:count], grad_scale[count:]
     if len(models) == 2:
+        norms = None
+        if by == "triton":
+            own, its = (
+                SideSums(sums.members, sums.others, model.statistics.column)
+                for sums, model in zip(merged, models, strict=True)
+            )
+            norms = single_norms(own, its, plan)
+            sides = _norms_of(norms.numbers)
+        else:
+            sides = (
+                _norm(merged[0], singles.student, temperature),
+                _norm(merged[1], singles.teacher, temperature),
+            )
         pair = SingleChunks(
-            given[0],
-            given[1],
-            plan,
-            _norm(merged[0], singles.student, temperature),
-            _norm(merged[1], singles.teacher, temperature),
-            models[0].statistics.is_masked,
-            tokens,
+            given[0], given[1], plan, *sides, models[0].statistics.is_masked, tokens, norms
         )
         agreement = _agreement(models, merged, pair)
         divergences = {
@@ -139,33 +151,81 @@ def evaluate_partition_kl(
         }.get(by, single_divergences)
         single = EventComparison(
             divergences(pair, first, gradient),
-            pair.student.log_rest.exp(),
-            pair.teacher.log_rest.exp(),
+            pair.student.log_rest.exp() if norms is None else norms.numbers[6],
+            pair.teacher.log_rest.exp() if norms is None else norms.numbers[11],
             agreement,
         )
     else:
         none = merged[0].members.peak[:0]
         single = EventComparison(none, none, none, none.bool())
 
+    compare = _chains_by_kernel if by == "triton" else _chains
+    chain = compare(models, merged, masses, plan, second, tokens, given[0], gradient)
+    return PartitionValues(single, chain, token_loss, lambda: [part.told() for part in merged])
+
+
+def _chains(
+    models: list[_Model],
+    merged: list[_Merged],
+    masses: RowMasses | None,
+    plan: PartitionPlan,
+    grad_scale: torch.Tensor | None,
+    tokens: TokenTerm | None,
+    logits: torch.Tensor,
+    gradient: torch.Tensor | None,
+) -> EventComparison:
+    """Comparison of the chains, and the gradient of all rows but singles'."""
     chosen = [
         ChosenLogits.of(sums.picked, sums.at_chains(model), model.split.chosen)
         for sums, model in zip(merged, models, strict=True)
     ]
-    compare = compare_chains_by_kernel if by == "triton" else compare_chains
-    chain, grads = compare(
+    teacher = chosen[1] if masses is None else masses
+    with_gradient = gradient is not None
+    chain, grads = compare_chains(chosen[0], teacher, plan, grad_scale, with_gradient=with_gradient)
+    if gradient is not None:
+        rest = merged[0].at_chains(models[0])
+        rows = ChainGradient(models[0].split, rest, grads, merged[0].picked, tokens)
+        write_other_rows_(gradient, logits, rows, plan.student_shard)
+    return chain
+
+
+def _chains_by_kernel(
+    models: list[_Model],
+    merged: list[_Merged],
+    masses: RowMasses | None,
+    plan: PartitionPlan,
+    grad_scale: torch.Tensor | None,
+    tokens: TokenTerm | None,
+    logits: torch.Tensor,
+    gradient: torch.Tensor | None,
+) -> EventComparison:
+    """``_chains`` by kernels."""
+    edges = ChainEdges.of(plan.chains)
+    read = models if masses is None else models[:1]
+    sides = [
+        chain_logits(
+            sums.picked,
+            sums.others,
+            model.split.chosen,
+            edges.completions,
+            with_rests=gradient is not None and model is models[0],
+        )
+        for sums, model in zip(merged, read, strict=False)
+    ]
+    chosen = [ChosenLogits(side.chosen, side.rest) for side in sides]
+    chain, grads = compare_chains_by_kernel(
         chosen[0],
         chosen[1] if masses is None else masses,
         plan,
-        second,
+        grad_scale,
         with_gradient=gradient is not None,
+        edges=edges,
     )
     if gradient is not None:
-        rows = ChainGradient(
-            models[0].split, merged[0].at_chains(models[0]), grads, merged[0].picked, tokens
-        )
-        write = write_other_rows_by_kernel_ if by == "triton" else write_other_rows_
-        write(gradient, given[0], rows, plan.student_shard)
-    return PartitionValues(single, chain, token_loss, lambda: [part.is_bad() for part in merged])
+        split, picked, rests = models[0].split, merged[0].picked, sides[0].rests
+        rows = ChainGradient(split, merged[0].others, grads, picked, tokens, rests)
+        write_other_rows_by_kernel_(gradient, logits, rows, plan.student_shard)
+    return chain
 
 
 def _check_columns(given: list[torch.Tensor]) -> None:
@@ -188,7 +248,7 @@ class _Model(NamedTuple):
     """[N]"""
     label: ExpSums | None
     """[T] logit of the label; None for the teacher or without labels."""
-    label_column: torch.Tensor | None
+    looked_up: LabelRows | None
     unscaled: ExpSums | None
     """[T] members at temperature 1; None where not needed."""
 
@@ -200,20 +260,24 @@ class _Model(NamedTuple):
         told: torch.Tensor | bool,
         *,
         is_student: bool,
-        labels: torch.Tensor | None,
+        labelled: tuple[torch.Tensor, torch.Tensor | float] | None,
         by: Implementation,
         has_chains: bool = True,
     ) -> _Model:
         side = 0 if is_student else 1
         shard = (plan.student_shard, plan.teacher_shard)[side]
         rows = (plan.chains.student, plan.chains.teacher)[side]
-        chosen = (
-            ChosenColumns.of(rows, plan.chains, shard) if has_chains else ChosenColumns.none(rows)
-        )
         shared = (plan.shared.student, plan.shared.teacher)[side]
-        has_labels = is_student and labels is not None
+        has_labels = labelled is not None
         read = True if has_labels else told
-        split = RowSplit.of(len(logits), plan.singles[side], shared, chosen, read)
+        picked = None
+        if by == "triton":
+            part = SplitRows(plan.singles[side], rows, plan.chains, has_chains, shared, shard)
+            split, picked = split_by_kernel(logits, part, read)
+        else:
+            chosen = ChosenColumns.of if has_chains else ChosenColumns.none
+            columns = chosen(rows, plan.chains, shard)
+            split = RowSplit.of(len(logits), plan.singles[side], shared, columns, read)
         statistics = split_statistics(
             logits,
             split,
@@ -222,21 +286,30 @@ class _Model(NamedTuple):
             also_unscaled=has_labels,
             by=by,
         )
-        here = chosen.local >= 0
-        picked = logits[chosen.at_rows(), chosen.local.clamp(min=0)].to(statistics.members.peak)
-        column = label = None
-        if has_labels:
-            assert labels is not None
-            column = local_column(labels, shard)
-            label = token_exp_sums(logits, column)
+        if picked is None:
+            picked = _picked(logits, split.chosen, statistics.members.peak.dtype)
+        label = looked_up = None
+        if labelled is not None:
+            peak = statistics.members.peak
+            label = ExpSums(torch.empty_like(peak), torch.empty_like(peak))
+            looked_up = label_rows(
+                logits, labelled[0], shard, labelled[1], label, implementation=by
+            )
         return cls(
             split,
             statistics,
-            ExpSums(torch.where(here, picked, 0.0), here.to(picked.dtype)),
+            picked,
             label,
-            column,
+            looked_up,
             statistics.unscaled if has_labels and plan.options.temperature != 1.0 else None,
         )
+
+
+def _picked(logits: torch.Tensor, chosen: ChosenColumns, dtype: torch.dtype) -> ExpSums:
+    """Logits of the chosen columns [N] as sums of one column each."""
+    here = chosen.local >= 0
+    picked = logits[chosen.at_rows(), chosen.local.clamp(min=0)].to(dtype)
+    return ExpSums(torch.where(here, picked, 0.0), here.to(dtype))
 
 
 class _Merged(NamedTuple):
@@ -256,9 +329,9 @@ class _Merged(NamedTuple):
         row = model.split.chosen.row
         return LogSumExp(self.others.peak[row], self.others.log_sum[row])
 
-    def is_bad(self) -> torch.Tensor:
-        """bool [T]: rows with NaN or +inf in a column of any rank, which make their sums NaN."""
-        return self.members.log_sum.isnan() | self.others.log_sum.isnan()
+    def told(self) -> torch.Tensor:
+        """[T], NaN of rows with NaN or +inf in a column of any rank: no sum's logarithm is +inf."""
+        return self.members.log_sum + self.others.log_sum
 
     def whole(self) -> LogSumExp:
         """Log-sum-exp [T] over all columns at temperature 1."""
@@ -303,9 +376,19 @@ def _norm(merged: _Merged, rows: torch.Tensor, temperature: float) -> PartitionN
     return partition_norm(members, others, temperature)
 
 
+def _norms_of(numbers: torch.Tensor) -> tuple[PartitionNorm, PartitionNorm]:
+    """Both models' parts of ``SingleNorms.numbers``."""
+    own, its, rest, its_rest = (LogSumExp(*numbers[i : i + 2]) for i in (0, 2, 4, 9))
+    student = PartitionNorm(own, rest, numbers[7], numbers[8])
+    return student, PartitionNorm(its, its_rest, numbers[12], numbers[13])
+
+
 def _agreement(models: list[_Model], merged: list[_Merged], pair: SingleChunks) -> torch.Tensor:
     """Chunks with the same most probable event in both models, bool [C]. One all-reduce."""
-    plan = pair.plan
+    plan, norms = pair.plan, pair.norms
+    tokens = plan.shared.student_token
+    if norms is not None and plan.student_shard.group is None:
+        return single_agreement(norms, norms.columns[0], norms.columns[1], tokens)
     sums, wholes, columns = [], [], []
     for model, part, rows in zip(models, merged, plan.singles, strict=True):
         local = model.statistics
@@ -315,8 +398,9 @@ def _agreement(models: list[_Model], merged: list[_Merged], pair: SingleChunks) 
         columns.append(local.column[rows])
     shards = [plan.student_shard, plan.teacher_shard]
     student, teacher = merge_top_columns(columns, sums, wholes, shards)
+    if norms is not None:
+        return single_agreement(norms, student, teacher, tokens)
     # Without a shared token that has any mass, no column of the vocabulary comes back.
-    tokens = plan.shared.student_token
     teacher = tokens[teacher.clamp(max=len(tokens) - 1)]
     is_rest = [side.log_rest > side.best for side in (pair.student, pair.teacher)]
     return torch.where(is_rest[0] | is_rest[1], is_rest[0] & is_rest[1], student == teacher)
@@ -326,15 +410,22 @@ def _token_term(
     student: _Model,
     merged: _Merged,
     labels: torch.Tensor | None,
-    weight: torch.Tensor | None,
     shard: VocabShard,
+    by: Implementation,
 ) -> tuple[TokenTerm | None, torch.Tensor | None]:
     """Term of the labels in the gradient, and their cross-entropies [T]."""
     if labels is None:
         return None, None
-    assert student.label_column is not None
+    assert student.label is not None
+    assert student.looked_up is not None
     assert merged.label is not None
-    whole = merged.whole()
-    weight = torch.ones_like(whole.peak) if weight is None else weight.to(whole.peak.dtype)
-    term = TokenTerm(labels, student.label_column, weight.masked_fill(labels < 0, 0.0), whole)
-    return term, -token_log_probs(merged.label, whole, labels, shard)
+    column, weight = student.looked_up.column, student.looked_up.weight
+    if by == "triton":
+        numbers = whole_rows(merged.unscaled or merged.members, merged.others, weight)
+        whole = LogSumExp(numbers[0], numbers[1])
+        term = TokenTerm(labels, column, numbers[2], whole, numbers)
+    else:
+        whole = merged.whole()
+        term = TokenTerm(labels, column, weight, whole)
+    loss = label_losses(merged.label, whole, labels, None, shard, implementation=by)
+    return term, loss

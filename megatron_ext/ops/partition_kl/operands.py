@@ -107,6 +107,9 @@ class TokenTerm(NamedTuple):
     whole: LogSumExp
     """[T] over all columns."""
 
+    numbers: torch.Tensor | None = None
+    """fp32 [3, T] of ``whole`` and ``weight``, where a kernel made them."""
+
     def gradient(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Gradient in this rank's columns ``logits`` [T', Vp] of ``rows``, which it overwrites.
 
@@ -149,7 +152,7 @@ class PartitionValues(NamedTuple):
     """[T] cross-entropy of each label, 0 where there is none; None without labels."""
 
     bad: Callable[[], list[torch.Tensor]] = list
-    """Function that makes bool [T] of the student, and of the teacher's logits: rows with NaN or
+    """Function that makes [T] of the student, and of the teacher's logits: NaN of rows with NaN or
     +inf on any rank, among those that were read."""
 
     def divergences(self) -> torch.Tensor:

@@ -6,7 +6,7 @@ T rows, Vps Vpt local columns, C chunks, X columns of other ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ from megatron_ext.ops.launch import (
     fitting_config,
     small_block,
 )
+from megatron_ext.ops.partition_kl.kernel_numbers import SingleNorms, rest_terms_by_kernel
 from megatron_ext.ops.partition_kl.operands import PartitionPlan, TokenTerm
 from megatron_ext.ops.partition_kl.shared_columns import crossing_logits
 
@@ -76,6 +77,9 @@ class SingleChunks(NamedTuple):
     """bool [Ts]: rows in which the student masks a shared token of this rank."""
 
     tokens: TokenTerm | None
+
+    norms: SingleNorms | None = None
+    """The two normalisers where a kernel made them."""
 
     def slices(self, width: int = 0) -> Iterator[slice]:
         """Slices of chunks by the larger of ``width`` and the crossing columns; equal on every
@@ -253,17 +257,18 @@ def single_divergences_by_kernel(
     values = torch.empty_like(chunks.student.log_rest)
     for part in chunks.slices():
         evaluation = _SingleEvaluation(chunks, part)
+        scale = None if grad_scale is None else grad_scale[part]
+        rest_terms = partial(rest_terms_by_kernel, evaluation.norms, grad_scale=scale, plan=plan)
         if plan.options.direction == "forward" and gradient is not None:
             lost = all_reduce_sum(evaluation.lost_mass(), group)
-            shared_mass = -torch.expm1(chunks.teacher.log_rest[part]) - lost
-            rest_value, factors = rest_terms(chunks, part, -shared_mass, grad_scale)
+            rest_value, factors = rest_terms(summed=lost, is_lost=True)
             sums = all_reduce_sum(evaluation(factors=factors, gradient=gradient, sums=True), group)
         else:
             sums = all_reduce_sum(evaluation(sums=True), group)
-            rest_value, factors = rest_terms(chunks, part, sums[1], grad_scale)
+            rest_value, factors = rest_terms(summed=sums[1], is_lost=False)
             if gradient is not None:
                 evaluation(factors=factors, gradient=gradient)
-        values[part] = sums[0] + rest_value
+        torch.add(sums[0], rest_value, out=values[part])
     return values
 
 
@@ -276,9 +281,8 @@ class _SingleEvaluation:
         self._arrived = chunks.arrived(part)
         self._student_row = plan.singles.student[part].contiguous()
         self._teacher_row = plan.singles.teacher[part].contiguous()
-        student, teacher = chunks.student, chunks.teacher
-        parts = (*student.events, *teacher.events, *student.rest, student.log_rest.exp())
-        self._norms = torch.stack([values[part] for values in parts]).float()
+        assert chunks.norms is not None
+        self.norms = chunks.norms.cut(part)
         self._tokens = None if chunks.tokens is None else token_numbers(chunks.tokens)
 
     def lost_mass(self) -> torch.Tensor:
@@ -287,7 +291,7 @@ class _SingleEvaluation:
 
         chunks, plan = self._chunks, self._chunks.plan
         count, width = len(self._student_row), plan.student_shard.valid_width
-        lost = torch.empty(count, dtype=torch.float32, device=self._norms.device)
+        lost = torch.empty(count, dtype=torch.float32, device=self.norms.device)
         masked_mass_kernel[(count,)](
             chunks.student_logits,
             chunks.teacher_logits,
@@ -295,7 +299,7 @@ class _SingleEvaluation:
             plan.shared.partner,
             self._student_row,
             self._teacher_row,
-            self._norms,
+            self.norms,
             chunks.is_masked,
             lost,
             chunks.student_logits.stride(0),
@@ -323,7 +327,7 @@ class _SingleEvaluation:
         Args:
             factors: [3, C'] of ``rest_terms``, for the gradient.
         """
-        out = torch.empty(2, len(self._student_row), dtype=torch.float32, device=self._norms.device)
+        out = torch.empty(2, len(self._student_row), dtype=torch.float32, device=self.norms.device)
         if factors is not None:
             factors = factors.float().contiguous()
         config = self._config(factors, gradient, out if sums else None)
@@ -351,7 +355,10 @@ class _SingleEvaluation:
         )
 
         rows = min(len(self._student_row), _TIMED_ROWS)
-        first = torch.arange(rows, device=self._student_row.device)
+
+        @cache
+        def first() -> torch.Tensor:
+            return torch.arange(rows, device=self._student_row.device)
 
         @cache
         def scratch() -> torch.Tensor | None:
@@ -361,7 +368,7 @@ class _SingleEvaluation:
         return chosen_config(
             key,
             SINGLE_CONFIGS,
-            lambda config: self._launch(config, first, factors, scratch(), out),
+            lambda config: self._launch(config, first(), factors, scratch(), out),
         )
 
     def _launch(
@@ -384,7 +391,7 @@ class _SingleEvaluation:
             plan.shared.partner,
             student_row,
             self._teacher_row,
-            self._norms,
+            self.norms,
             factors,
             None if tokens is None else tokens.column,
             self._tokens,
@@ -413,5 +420,7 @@ class _SingleEvaluation:
 
 def token_numbers(tokens: TokenTerm) -> torch.Tensor:
     """fp32 [3, T]: peak and logarithm of the sum of each row, and the weight of its label."""
+    if tokens.numbers is not None:
+        return tokens.numbers
     whole: LogSumExp = tokens.whole
     return torch.stack([*whole, tokens.weight.to(whole.peak.dtype)]).float()

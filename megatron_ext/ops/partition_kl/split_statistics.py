@@ -60,6 +60,9 @@ class RowSplit(NamedTuple):
     has_others: bool
     """Whether any row may be at -1; on the host."""
 
+    kernel_bits: torch.Tensor | None = None
+    """``bits`` where a kernel made them."""
+
     @classmethod
     def of(
         cls,
@@ -102,6 +105,8 @@ class RowSplit(NamedTuple):
 
         Row 0 holds the shared tokens, the other rows are those of chains.
         """
+        if self.kernel_bits is not None:
+            return self.kernel_bits
         words, local = len(self.shared.words), self.chosen.local
         bits = self.shared.words.new_zeros(1 + len(self.chosen.row), words)
         bits[0] = self.shared.words

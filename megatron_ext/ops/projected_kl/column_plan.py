@@ -113,6 +113,9 @@ class ColumnPlan:
     1, and no other on any rank; ``NO_PARTNER`` for an empty row; ``-2 - r`` for residual row r,
     where the other rows are numbered in ascending order."""
 
+    mapped: torch.Tensor
+    """bool [Vps]: student columns with an entry."""
+
     aligned: int | None
     """Number of leading columns of both models that are direct pairs, each with its own number, if
     no other column is one and the residual rows come next; None in any other order. It is a
@@ -145,6 +148,14 @@ class ColumnPlan:
     def residual_rows(self) -> int:
         """R, number of residual rows; in an aligned plan up to 15 more, which are 0."""
         return len(self.by_row.target)
+
+    def sum_weights(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values of the CSR ``weight`` [Vps, Vt] in the order of the sums by column and by row."""
+        values = weight.values()
+        by_column, by_row = (
+            values.index_select(0, sums.entry) for sums in (self.by_column, self.by_row)
+        )
+        return by_column, by_row
 
     @classmethod
     def of(
@@ -187,6 +198,7 @@ class ColumnPlan:
         return cls(
             has_unit_rows=_has_unit_rows(indptr, values),
             partner=_int32(partner, device),
+            mapped=torch.from_numpy(partner != NO_PARTNER).to(device),
             aligned=aligned,
             crossing=len(crossing),
             home=_int32(home, device),

@@ -200,10 +200,9 @@ def _labels(
     if requested.cross_entropy is None or statistics.untempered is None:
         none = np.zeros(0, dtype=np.float32)
         return compiled.Labels(np.zeros(0, dtype=np.int64), none, none, none)
-    label, weight = requested.cross_entropy
     return compiled.Labels(
-        local_column(label, student.shard).numpy(),
-        weight.float().masked_fill(label < 0, 0.0).numpy(),
+        local_column(requested.cross_entropy.label, student.shard).numpy(),
+        requested.cross_entropy.weights().float().numpy(),
         statistics.untempered.peak.numpy(),
         statistics.untempered.log_sum.numpy(),
     )

@@ -33,7 +33,6 @@ from megatron_ext.ops.projected_kl.operands import (
     WeightedLabels,
 )
 from megatron_ext.ops.projected_kl.statistics import (
-    MergedSums,
     chunk_statistics,
     label_logits,
     merged_sums,
@@ -53,7 +52,7 @@ def evaluate_projected_kl(
     projection: ShardedProjection,
     options: ProjectedKLOptions,
     *,
-    grad_scale: torch.Tensor | None = None,
+    grad_scale: torch.Tensor | float = 1.0,
     gradient: torch.Tensor | None = None,
     cross_entropy: WeightedLabels | None = None,
     learned: LearnedEntries | None = None,
@@ -63,7 +62,7 @@ def evaluate_projected_kl(
     """``tau^2 D(P_c || Q_c)`` of each chunk, and the gradient of the student's logits.
 
     Args:
-        grad_scale: fp32 [C], the upstream gradient of each chunk's loss; None: 1.
+        grad_scale: fp32 [C], the upstream gradient of each chunk's loss, or that of all.
         gradient: [Ts, Vps] in the student's dtype, which receives the gradient of ``sum_c
             grad_scale_c chunk_loss_c + sum_i weight_i token_loss_i``, rounded once; it may be
             the logits themselves. Rows of no chunk and of chunks of scale 0 get exactly 0 from
@@ -93,12 +92,6 @@ def evaluate_projected_kl(
     by_loops = not by_kernels and _runs_loops(
         implementation, options, projection, student.logits, teacher.logits
     )
-    dtype = accumulation_dtype(student.logits.dtype)
-    if grad_scale is None:
-        weights = student.logits.new_ones(student.rows.chunk_count, dtype=dtype)
-    else:
-        weights = grad_scale.to(dtype)
-    requested = RequestedOutputs(gradient, weights, cross_entropy, learned, entry_gradient)
     sums = merged_sums(
         student,
         teacher,
@@ -108,7 +101,28 @@ def evaluate_projected_kl(
         implementation="triton" if by_kernels else "cpu" if by_loops else "torch",
     )
     if by_kernels:
-        return _by_kernels(sums, student, teacher, projection, options, requested)
+        numbers = KernelNumbers.of(
+            sums, student, teacher, projection, cross_entropy, grad_scale, options.temperature
+        )
+        weights = numbers.grad_scale
+    elif isinstance(grad_scale, torch.Tensor):
+        weights = grad_scale.to(accumulation_dtype(student.logits.dtype))
+    else:
+        dtype = accumulation_dtype(student.logits.dtype)
+        weights = student.logits.new_full((student.rows.chunk_count,), grad_scale, dtype=dtype)
+    requested = RequestedOutputs(gradient, weights, cross_entropy, learned, entry_gradient)
+    if by_kernels:
+        values = KernelEvaluation(student, teacher, projection, numbers, options, requested).run()
+        return ProjectedKL(
+            values.value,
+            values.entropy,
+            values.agreement,
+            numbers.left_out,
+            values.rest_mass,
+            numbers.token_loss,
+            sums.top_column,
+            sums.log_sum[: len(student.logits)],
+        )
     statistics = chunk_statistics(
         sums,
         student,
@@ -140,41 +154,11 @@ def evaluate_projected_kl(
         torch.where(compared, values.entropy, 0.0),
         values.agreement & compared,
         teacher.rows.sums(statistics.left_out),
-        teacher.rows.sizes().long(),
         values.rest_mass,
         token_loss,
         statistics.top_column,
-        _is_bad(statistics.student.log_sum),
+        statistics.student.log_sum,
     )
-
-
-def _by_kernels(
-    sums: MergedSums,
-    student: ChunkedLogits,
-    teacher: ChunkedLogits,
-    projection: ShardedProjection,
-    options: ProjectedKLOptions,
-    requested: RequestedOutputs,
-) -> ProjectedKL:
-    """``evaluate_projected_kl`` from the rows' sums, by kernels."""
-    numbers = KernelNumbers.of(sums, student, teacher, projection, requested, options.temperature)
-    values = KernelEvaluation(student, teacher, projection, numbers, options, requested).run()
-    return ProjectedKL(
-        values.value,
-        values.entropy,
-        values.agreement,
-        numbers.left_out,
-        teacher.rows.sizes().long(),
-        values.rest_mass,
-        numbers.token_loss,
-        sums.top_column,
-        _is_bad(numbers.student_lse[1]),
-    )
-
-
-def _is_bad(log_sum: torch.Tensor) -> torch.Tensor:
-    """bool [Ts]: rows with NaN or +inf; an infinity less the row's peak, itself, is NaN."""
-    return log_sum.isnan()
 
 
 def _runs_kernels(
@@ -274,7 +258,9 @@ def projected_kl(
         return ProjectedKL(*_WithLearned.apply(student.logits, evaluate, *learned))
     values = kept_gradient(
         student.logits,
-        lambda logits, gradient: evaluate(logits, gradient=gradient, grad_scale=grad_scale),
+        lambda logits, gradient: evaluate(
+            logits, gradient=gradient, grad_scale=1.0 if grad_scale is None else grad_scale
+        ),
         grad_scale=grad_scale,
         slots=student.rows.slots,
         in_place=in_place,

@@ -95,12 +95,8 @@ class KernelEvaluation:
             raise LossError("the kernels of projected_kl need a plan", fix="pass plan")
         self.student, self.teacher = student, teacher
         self.projection, self.plan = projection, projection.plan
-        self.weight = projection.weight.values()
         # In the order in which they are read, which would otherwise wait for their places.
-        self.sum_weights = [
-            self.weight.index_select(0, segments.entry)
-            for segments in (self.plan.by_column, self.plan.by_row)
-        ]
+        self.sum_weights = projection.sum_weights or self.plan.sum_weights(projection.weight)
         self.numbers = numbers
         self.options, self.requested = options, requested
         self.tempered = options.temperature != 1.0
@@ -124,7 +120,13 @@ class KernelEvaluation:
         singles = self._singles() if self.is_forward else None
         self._outside_chunks()
         return chunk_values(
-            (partial, best), singles, self.numbers.compared, self.teacher.shard, self.options
+            (partial, best),
+            self.slot_blocks,
+            singles,
+            self.student.rows,
+            self.numbers,
+            self.teacher.shard,
+            self.options,
         )
 
     def _tile_chunks(self) -> int:
@@ -134,17 +136,15 @@ class KernelEvaluation:
         return max(1, _SCRATCH_BYTES // (4 * CHUNKS * max(wide, 1))) * CHUNKS
 
     def _terms(self, count: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Terms of no column: no value, no entropy, and largest probabilities below all others."""
-        device = self.student.logits.device
-        partial = torch.zeros(4, count, blocks, dtype=torch.float32, device=device)
-        partial[2:] = -1.0
-        return partial, torch.zeros(2, count, blocks, dtype=torch.int32, device=device)
+        """Memory for terms of D by blocks of columns, which only those that compare write."""
+        new = self.numbers.mass.new_empty
+        return new(4, count, blocks), new(2, count, blocks, dtype=torch.int32)
 
     def _dots(self) -> torch.Tensor | None:
+        """Memory for what rows add up, written and read for chunks that ``_evaluate`` compares."""
         if not self._wants_gradient():
             return None
-        shape = (2, len(self.student.logits), self.column_blocks)
-        return torch.zeros(shape, dtype=torch.float32, device=self.student.logits.device)
+        return self.numbers.mass.new_empty(2, len(self.student.logits), self.column_blocks)
 
     def _tile(self, partial: torch.Tensor, best: torch.Tensor, first: int) -> _ChunkTile:
         new, count = partial.new_empty, partial.shape[1]

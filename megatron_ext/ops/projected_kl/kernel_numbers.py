@@ -8,17 +8,17 @@ import torch
 
 from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard, merge_argmax
-from megatron_ext.ops.chunk_rows import ChunkedLogits
+from megatron_ext.ops.chunk_rows import ChunkedLogits, ChunkRows
 from megatron_ext.ops.divergence import probability_floor
 from megatron_ext.ops.launch import HALF_FULL, small_block
 from megatron_ext.ops.projected_kl.column_plan import pair_block, pair_parts
 from megatron_ext.ops.projected_kl.operands import (
     ProjectedKLOptions,
     ProjectedValues,
-    RequestedOutputs,
     ShardedProjection,
+    WeightedLabels,
 )
-from megatron_ext.ops.projected_kl.statistics import MergedSums, mapped_mass, token_losses
+from megatron_ext.ops.projected_kl.statistics import MergedSums, mapped_mass
 
 _CHUNKS: Final = 128
 _LABELS: Final = 1024
@@ -32,14 +32,10 @@ class KernelNumbers(NamedTuple):
     """What kernels read of rows and chunks; a log-sum-exp is its peak and logarithm, [2, T]."""
 
     student_lse: torch.Tensor
+    """Of rows of chunks alone, as are the next two."""
 
     carried_lse: torch.Tensor
-    """Of rows of chunks alone."""
-
     teacher_lse: torch.Tensor
-
-    plain_lse: torch.Tensor | None
-    """Of the student at temperature 1; None unless labels are compared."""
 
     is_scaled: torch.Tensor
     """bool [C]"""
@@ -59,6 +55,9 @@ class KernelNumbers(NamedTuple):
     columns: tuple[torch.Tensor, torch.Tensor]
     """int64 [Ts] and [Tt]: this rank's column of the largest logit."""
 
+    plain_lse: torch.Tensor | None
+    """Of the student at temperature 1; None unless labels are compared."""
+
     label: torch.Tensor | None
     """int64 [Ts]: this rank's column of each label, -1 where it has none."""
 
@@ -75,29 +74,22 @@ class KernelNumbers(NamedTuple):
         student: ChunkedLogits,
         teacher: ChunkedLogits,
         projection: ShardedProjection,
-        requested: RequestedOutputs,
+        cross_entropy: WeightedLabels | None,
+        grad_scale: torch.Tensor | float,
         temperature: float,
     ) -> KernelNumbers:
-        """Compute them from the rows' sums; ``requested`` has the scale of every chunk.
+        """Compute them from the rows' sums; ``grad_scale`` is [C], or that of every chunk.
 
         One all-reduce of [Ts] and another read of the student unless ``projection.has_unit_rows``,
         and one of [Ts] for labels.
         """
         from megatron_ext.ops.projected_kl.number_kernels import chunk_numbers_kernel
 
-        parts = sums.parts
-        whole, rows = torch.stack(list(parts[0])), student.rows
-        plain = None
-        if requested.cross_entropy is not None:
-            plain = whole if len(parts) == 4 else torch.stack(list(parts[4]))
-        new, count = sums.peak.new_empty, rows.chunk_count
+        new, rows, count = sums.peak.new_empty, student.rows, student.rows.chunk_count
         # Each by itself: a kernel is compiled anew for a pointer that is no multiple of 16 bytes.
-        carried, mass, left_out, grad_scale = (
-            torch.empty_like(whole),
-            new(count),
-            new(count),
-            new(count),
-        )
+        whole, carried = new(2, len(rows.order)), new(2, len(rows.order))
+        reached = new(2, len(teacher.rows.order))
+        mass, left_out, scales = new(count), new(count), new(count)
         is_scaled, compared = new(count, dtype=torch.bool), new(count, dtype=torch.bool)
         if count:
             block = small_block(count, _CHUNKS)
@@ -110,14 +102,16 @@ class KernelNumbers(NamedTuple):
                 teacher.rows.order,
                 teacher.rows.offsets,
                 len(teacher.rows.order),
-                requested.grad_scale.float().contiguous(),
+                *_own_or_common(grad_scale),
                 count,
+                whole,
                 carried,
+                reached,
                 is_scaled,
                 mass,
                 left_out,
                 compared,
-                grad_scale,
+                scales,
                 BLOCK=block,
             )
         if not projection.has_unit_rows:
@@ -127,16 +121,22 @@ class KernelNumbers(NamedTuple):
         return cls(
             whole,
             carried,
-            torch.stack(list(parts[3])),
-            plain,
+            reached,
             is_scaled,
             mass,
             compared,
-            grad_scale,
+            scales,
             left_out,
             sums.local_columns,
-            *_labels(student, requested, plain),
+            *_labels(sums, student, teacher, cross_entropy),
         )
+
+
+def _own_or_common(weight: torch.Tensor | float) -> tuple[torch.Tensor | None, float]:
+    """Weights that a kernel reads, or the one of all."""
+    if isinstance(weight, torch.Tensor):
+        return weight.float().contiguous(), 0.0
+    return None, float(weight)
 
 
 def launch_singles(
@@ -161,8 +161,6 @@ def launch_singles(
     block, parts = pair_block(shard.width), pair_parts(shard.width)
     partial = logits.new_empty(4, chunks, parts, dtype=torch.float32)
     best = logits.new_empty(2, chunks, parts, dtype=torch.int32)
-    if not options.diagnostics:
-        partial[1:].zero_()
     aligned = plan.aligned
     mapped = 0 if aligned is None else aligned + plan.residual_rows
     if chunks:
@@ -213,36 +211,43 @@ def launch_singles(
 
 def chunk_values(
     terms: tuple[torch.Tensor, torch.Tensor],
+    slot_blocks: int,
     singles: tuple[torch.Tensor, torch.Tensor] | None,
-    compared: torch.Tensor,
+    rows: ChunkRows,
+    numbers: KernelNumbers,
     shard: VocabShard,
     options: ProjectedKLOptions,
 ) -> ProjectedValues:
     """``tau^2 D_c`` and the other values of all chunks, 0 of those that are not compared.
 
-    One all-reduce of [2, C], and for diagnostics two.
+    One all-reduce of [3, C], and for diagnostics two.
 
     Args:
         terms: By blocks of columns, fp32 [4, C, blocks] and int32 [2, C, blocks].
-        singles: Those of ``launch_singles``.
-        compared: bool [C]
+        slot_blocks: Blocks of summed columns; of chunks in ``singles`` there are no others.
+        singles: Those of ``launch_singles``; None: it compares no chunk.
+        rows: The student's.
         shard: The teacher's.
     """
     from megatron_ext.ops.projected_kl.number_kernels import chunk_values_kernel
 
-    (partial, best), count = terms, len(compared)
+    (partial, best), count = terms, rows.chunk_count
     more, more_best = singles or (None, None)
-    sums, largest = partial.new_empty(2, count), partial.new_empty(2, count)
+    sums, largest = partial.new_empty(3, count), partial.new_empty(2, count)
     column = best.new_empty(2, count, dtype=torch.int64)
     blocks = partial.shape[-1]
     if count:
         chunk_values_kernel[(count,)](
             partial,
             best,
+            slot_blocks,
             blocks,
             more,
             more_best,
-            compared,
+            rows.offsets,
+            numbers.is_scaled,
+            numbers.grad_scale,
+            numbers.compared,
             options.temperature**2,
             shard.start,
             count,
@@ -255,44 +260,50 @@ def chunk_values(
             BLOCK=small_block(blocks, _BLOCKS),
             num_warps=1,
         )
-    value, entropy = all_reduce_sum(sums, shard.group)
-    agreement = torch.zeros_like(compared)
+    value, entropy, rest = all_reduce_sum(sums, shard.group)
     if options.diagnostics:
+        # Columns that differ where nothing is compared.
         p_top, q_top = merge_argmax(largest, column, shard.group)
-        agreement = (p_top == q_top) & compared
-    return ProjectedValues(value, entropy, agreement, torch.zeros_like(value))
+        agreement = p_top == q_top
+    else:
+        agreement = torch.zeros_like(numbers.compared)
+    return ProjectedValues(value, entropy, agreement, rest)
 
 
 def _labels(
-    student: ChunkedLogits, requested: RequestedOutputs, plain: torch.Tensor | None
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Column, weight and loss of each label; None where there are none."""
-    if requested.cross_entropy is None:
-        return None, None, None
+    sums: MergedSums,
+    student: ChunkedLogits,
+    teacher: ChunkedLogits,
+    cross_entropy: WeightedLabels | None,
+) -> tuple[torch.Tensor | None, ...]:
+    """``plain_lse``, and column, weight and loss of each label; None where there are none."""
+    if cross_entropy is None:
+        return None, None, None, None
     from megatron_ext.ops.projected_kl.number_kernels import label_numbers_kernel
 
-    assert plain is not None
-    (label, weight), logits, shard = requested.cross_entropy, student.logits, student.shard
-    label, rows = label.contiguous(), len(logits)
-    column, label_weight, picked = (
-        torch.empty_like(label),
-        plain.new_empty(rows),
-        plain.new_empty(rows),
-    )
+    logits, shard = student.logits, student.shard
+    rows, tempered = len(logits), 2 * (len(logits) + len(teacher.logits))
+    label, new = cross_entropy.label.contiguous(), sums.peak.new_empty
+    plain, column, weight, loss = new(2, rows), torch.empty_like(label), new(rows), new(rows)
     if rows:
         block = small_block(rows, _LABELS)
         label_numbers_kernel[(-(-rows // block),)](
             logits,
             logits.stride(0),
+            sums.peak,
+            sums.log_sum,
+            tempered if len(sums.peak) > tempered else 0,
             label,
-            weight.float().contiguous(),
+            *_own_or_common(cross_entropy.weight),
             shard.start,
             shard.valid_width,
+            shard.vocab_size,
             rows,
+            plain,
             column,
-            label_weight,
-            picked,
+            weight,
+            loss,
             BLOCK=block,
         )
-    picked = all_reduce_sum(picked, shard.group)
-    return column, label_weight, token_losses(picked, label, LogSumExp(*plain), shard)
+    # A label has its loss from the rank that holds its column.
+    return plain, column, weight, all_reduce_sum(loss, shard.group)

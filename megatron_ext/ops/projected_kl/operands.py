@@ -29,9 +29,6 @@ class ProjectedKL(NamedTuple):
     offsupport_mass: torch.Tensor
     """Teacher mass outside the projection's columns, summed over the chunk's rows."""
 
-    teacher_rows: torch.Tensor
-    """int64: number of teacher rows in the chunk."""
-
     rest_mass: torch.Tensor
     """Mass of P_c outside the top ``vocab_topk`` columns; 0 without the option."""
 
@@ -41,9 +38,9 @@ class ProjectedKL(NamedTuple):
     top_column: torch.Tensor | None = None
     """int64 [Ts]: global column of the student's largest logit; None without the term."""
 
-    student_is_bad: torch.Tensor | None = None
-    """bool [Ts]: the student's row has NaN or +inf. Where a row of a chunk's teacher has,
-    ``offsupport_mass`` is NaN."""
+    student_log_sum: torch.Tensor | None = None
+    """[Ts] logarithm of the student's sum, NaN where its row has NaN or +inf. Where a row of a
+    chunk's teacher has, ``offsupport_mass`` is NaN."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +62,15 @@ class WeightedLabels(NamedTuple):
     """int64 [Ts] over all shards; a negative one has no loss. One beyond the vocabulary gives NaN,
     since raising an error would have to wait for the device."""
 
-    weight: torch.Tensor
-    """fp32 [Ts]. A row at 0 gets no gradient, whatever it holds."""
+    weight: torch.Tensor | float
+    """fp32 [Ts], or the weight of all. A row at 0 gets no gradient, whatever it holds."""
+
+    def weights(self) -> torch.Tensor:
+        """[Ts], 0 where there is no label."""
+        weight = self.weight
+        if not isinstance(weight, torch.Tensor):
+            weight = torch.full_like(self.label, weight, dtype=torch.float32)
+        return weight.masked_fill(self.label < 0, 0.0)
 
 
 class ShardedProjection(NamedTuple):
@@ -86,6 +90,15 @@ class ShardedProjection(NamedTuple):
 
     plan: ColumnPlan | None = None
     """Order in which kernels read the entries; None: kernels cannot run."""
+
+    sum_weights: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Values of ``weight`` in the order of the plan's sums by column and by row; None: they are
+    picked by each evaluation, as where they are learned."""
+
+    @property
+    def mapped(self) -> torch.Tensor:
+        """bool [Vps]: this rank's student columns with an entry."""
+        return self.row_mass > 0 if self.plan is None else self.plan.mapped
 
     @property
     def has_unit_rows(self) -> bool:

@@ -131,7 +131,10 @@ def merged_sums(
     Two all-reduces of [2 Ts + 2 Tt], and of Ts more for ``untempered`` at another temperature; two
     of [Ts] for its largest columns.
     """
-    by = implementation
+    by, has_plain = implementation, untempered and temperature != 1.0
+    lengths = [2 * len(student.logits), 2 * len(teacher.logits), has_plain * len(student.logits)]
+    sums = student.logits.new_empty(2, sum(lengths), dtype=_sums_dtype(student, teacher))
+    places = list(zip(*(part.split(lengths) for part in sums), strict=True))
     sides = [
         row_statistics(
             side.logits,
@@ -139,26 +142,32 @@ def merged_sums(
             temperature=temperature,
             members=members,
             with_column=untempered and side is student,
+            into=place,
             implementation=by,
         )
-        for side, members in ((student, projection.row_mass > 0), (teacher, projection.reachable))
+        for side, members, place in zip(
+            (student, teacher), (projection.mapped, projection.reachable), places, strict=False
+        )
     ]
-    peaks, totals = (
-        [part.view(-1) for part in x] for x in zip(*(s[:2] for s in sides), strict=True)
-    )
-    if untempered and temperature != 1.0:
-        plain = row_statistics(student.logits, student.shard, with_column=False, implementation=by)
-        peaks.append(plain.peak[0])
-        totals.append(plain.total[0])
-    merged = merge_log_sum_exp(torch.cat(peaks), torch.cat(totals), student.shard.group)
+    if has_plain:
+        row_statistics(
+            student.logits, student.shard, with_column=False, into=places[2], implementation=by
+        )
+    peak, total = sums
+    merged = merge_log_sum_exp(peak, total, student.shard.group)
     top = None
     if untempered:
         own, shard = sides[0], student.shard
-        top = own.column + shard.start
+        top = own.column
         if shard.group is not None:
             best = own.peak[0].masked_fill(own.total[0] == 0, -torch.inf)
-            top = merge_argmax(best, top, shard.group)
+            top = merge_argmax(best, top + shard.start, shard.group)
     return MergedSums(*merged, top, (sides[0].column, sides[1].column))
+
+
+def _sums_dtype(*sides: ChunkedLogits) -> torch.dtype:
+    dtypes = [accumulation_dtype(side.logits.dtype) for side in sides]
+    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def chunk_statistics(
@@ -238,7 +247,7 @@ def add_label_gradient_(
         column: int64 [T] from ``local_column``.
         rows: int64 [T'].
     """
-    weight = term.weight[rows].to(out.dtype).masked_fill(term.label[rows] < 0, 0.0)[:, None]
+    weight = term.weights()[rows, None].to(out.dtype)
     scaled = scaled_logits(logits, 1.0, excluded)
     scaled.sub_(lse.peak[rows, None]).sub_(lse.log_sum[rows, None])
     out.add_(scaled.exp_().mul_(weight).masked_fill_(weight == 0, 0.0))

@@ -59,10 +59,10 @@ class ChunkSortedL1(NamedTuple):
     discarded_mass: torch.Tensor
     """Mass of both sides beyond these places, an upper bound of the error of ``chunk_loss``."""
 
-    student_is_bad: torch.Tensor | None = None
-    """bool [Ts], ``ModelRows.is_bad``."""
+    student_log_sum: torch.Tensor | None = None
+    """[Ts] logarithm of the row's sum, NaN where it has NaN or +inf."""
 
-    teacher_is_bad: torch.Tensor | None = None
+    teacher_log_sum: torch.Tensor | None = None
     """bool [Tt]"""
 
 
@@ -111,7 +111,9 @@ def evaluate_sorted_l1(
         out = _by_torch(student_rows, teacher_rows, top_u, scale, gradient)
     if gradient is not None:
         clear_rows_of_no_chunk_(gradient, student_rows, by_kernel=by_kernel)
-    return out._replace(student_is_bad=student_rows.is_bad, teacher_is_bad=teacher_rows.is_bad)
+    return out._replace(
+        student_log_sum=student_rows.lse.log_sum, teacher_log_sum=teacher_rows.lse.log_sum
+    )
 
 
 def _by_torch(

@@ -10,15 +10,10 @@ from typing import NamedTuple
 import torch
 
 from megatron_ext.distributed.shard_collectives import all_reduce_sum
-from megatron_ext.distributed.vocab_parallel import VocabShard, accumulation_dtype
-from megatron_ext.ops.chunk_rows import (
-    local_column,
-    merge_exp_sums,
-    merge_top_columns,
-    token_exp_sums,
-    token_log_probs,
-)
+from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard, accumulation_dtype
+from megatron_ext.ops.chunk_rows import ExpSums, merge_exp_sums, merge_top_columns
 from megatron_ext.ops.divergence import FORWARD_KL, DivergenceOptions, divergence_reference
+from megatron_ext.ops.labels import label_losses, label_rows
 from megatron_ext.ops.launch import Implementation, check_implementation, uses_compiled, uses_triton
 from megatron_ext.ops.unit_gradient import kept_gradient
 from megatron_ext.ops.vocab_kl.pair_evaluation import LabelTerm, PairEvaluation, pair_statistics
@@ -39,6 +34,15 @@ class VocabKLValues(NamedTuple):
     cross_entropy: torch.Tensor | None
     """-log p(label) at temperature 1, 0 where there is no label; None without labels."""
 
+    top_column: torch.Tensor
+    """int64: global column of the student's largest logit, the first of equals."""
+
+    student_log_sum: torch.Tensor
+    """Logarithm of the student's sum at tau, NaN where its row has NaN or +inf; -inf where the row
+    is not read."""
+
+    teacher_log_sum: torch.Tensor
+
 
 def evaluate_vocab_kl(
     student_logits: torch.Tensor,
@@ -49,7 +53,7 @@ def evaluate_vocab_kl(
     options: DivergenceOptions = FORWARD_KL,
     labels: torch.Tensor | None = None,
     grad_scale: torch.Tensor | None = None,
-    label_grad_scale: torch.Tensor | None = None,
+    label_grad_scale: torch.Tensor | float = 1.0,
     gradient: torch.Tensor | None = None,
     implementation: Implementation = "auto",
 ) -> VocabKLValues:
@@ -61,8 +65,8 @@ def evaluate_vocab_kl(
         teacher_shard: The student's real columns; padding can differ.
         labels: int64 [T] global, negative for none, of the cross-entropy; None: it is not computed.
         grad_scale: [T], the upstream gradient of each ``row_loss``; None: 1.
-        label_grad_scale: [T], that of each ``cross_entropy``; None: 1. A row at 0 in both, or at 0
-            and without a label, is not read.
+        label_grad_scale: [T], that of each ``cross_entropy``, or that of all. A row at 0 in both,
+            or at 0 and without a label, is not read.
         gradient: [T, Vp] of the student's dtype, or the student's logits themselves; receives the
             gradient of ``grad_scale . row_loss + label_grad_scale . cross_entropy``, and exactly 0
             in rows that are not read and in padding.
@@ -81,11 +85,18 @@ def evaluate_vocab_kl(
     width = student_shard.valid_width
     student, teacher = student_logits.detach()[:, :width], teacher_logits.detach()[:, :width]
     held_width = min(student_logits.shape[1], teacher_logits.shape[1])
-    weight, label_weight = _weights(student_logits, labels, grad_scale, label_grad_scale)
-    read = None
-    if grad_scale is not None:
-        read = weight != 0 if labels is None else (weight != 0) | (label_weight != 0)
-
+    dtype = accumulation_dtype(student_logits.dtype)
+    lookup, token_sums = None, _token_sums(student_logits)
+    if labels is not None:
+        lookup = label_rows(
+            student_logits, labels, student_shard, label_grad_scale, token_sums, implementation=by
+        )
+    if grad_scale is None:
+        weight, read = student_logits.new_ones(len(student_logits), dtype=dtype), None
+    else:
+        weight, read = grad_scale.to(dtype), grad_scale != 0
+        if lookup is not None:
+            read |= lookup.read
     with_plain = labels is not None and temperature != 1.0
     local = pair_statistics(
         student,
@@ -98,19 +109,18 @@ def evaluate_vocab_kl(
     )
     sums = [local.student, local.teacher, local.shared]
     if labels is not None:
-        column = local_column(labels, student_shard)
-        sums.append(token_exp_sums(student_logits, column))
-        sums += [] if local.plain is None else [local.plain]
+        sums += [token_sums] if local.plain is None else [token_sums, local.plain]
     own, other, shared, *labelled = merge_exp_sums(sums, student_shard)
     tops = merge_top_columns(local.columns, sums[:2], [own, other], [student_shard, teacher_shard])
     agreement = tops[0] == tops[1]
 
     term = cross_entropy = None
-    if labels is not None:
-        plain = labelled[1] if with_plain else own
-        cross_entropy = -token_log_probs(labelled[0], plain, labels, student_shard)
-        cross_entropy = cross_entropy.masked_fill(label_weight == 0, 0.0)
-        term = LabelTerm(column, label_weight, plain)
+    if labels is not None and lookup is not None:
+        plain = LogSumExp(*(labelled[1] if with_plain else own))
+        cross_entropy = label_losses(
+            LogSumExp(*labelled[0]), plain, labels, lookup.read, student_shard, implementation=by
+        )
+        term = LabelTerm(lookup.column, lookup.weight, plain)
     pair = PairEvaluation(student, teacher, own, other, weight, term, options, held_width)
     # The teacher's mass where the student has mass: minus the sum of the forward KL's slopes.
     centre = -torch.exp((shared.peak - other.peak) + (shared.log_sum - other.log_sum))
@@ -119,28 +129,21 @@ def evaluate_vocab_kl(
     value, slope, entropy = all_reduce_sum(terms, student_shard.group)
     if gradient is not None and at_once is None:
         pair.run(centre=slope, gradient=gradient, with_sums=False, by=by)
-    values = VocabKLValues(temperature**2 * value, entropy, agreement, cross_entropy)
-    return values if read is None else _where_read(values, read)
+    log_sums = own.log_sum, other.log_sum
+    compared = temperature**2 * value, entropy, agreement
+    if read is not None:
+        unread = ~read
+        compared = (
+            compared[0].masked_fill_(unread, 0.0),
+            *(part.masked_fill(unread, 0) for part in compared[1:]),
+        )
+    return VocabKLValues(*compared, cross_entropy, tops[0], *log_sums)
 
 
-def _where_read(values: VocabKLValues, read: torch.Tensor) -> VocabKLValues:
-    masked = (None if part is None else part.masked_fill(~read, 0) for part in values)
-    return VocabKLValues(*masked)  # type: ignore[arg-type]
-
-
-def _weights(
-    logits: torch.Tensor,
-    labels: torch.Tensor | None,
-    grad_scale: torch.Tensor | None,
-    label_grad_scale: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of D and of the cross-entropy of each row [T], the latter 0 without a label."""
-    ones = torch.ones(logits.shape[0], dtype=accumulation_dtype(logits.dtype), device=logits.device)
-    weight = ones if grad_scale is None else grad_scale.to(ones.dtype)
-    label_weight = ones if label_grad_scale is None else label_grad_scale.to(ones.dtype)
-    if labels is not None:
-        label_weight = label_weight.masked_fill(labels < 0, 0.0)
-    return weight, label_weight
+def _token_sums(logits: torch.Tensor) -> ExpSums:
+    """Memory for the logits of labels."""
+    dtype = accumulation_dtype(logits.dtype)
+    return ExpSums(*(logits.new_empty(len(logits), dtype=dtype) for _ in range(2)))
 
 
 def vocab_kl(

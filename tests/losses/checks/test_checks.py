@@ -77,7 +77,8 @@ POISONED = [*product(["torch", "cpu"], [1.0, 1.7], POISONS), ("triton", 1.7, tor
 """Interpreted kernels are slow: all of theirs with MEGATRON_EXT_ALL_TEXT."""
 if EVERY_COMBINATION:
     POISONED = [*product(["torch", "cpu", "triton"], [1.0, 1.7], POISONS)]
-TELLING = ("projected_kl", "partition_kl", "byte_prefix", "gold", "uld")
+TELLING = ("projected_kl", "partition_kl", "byte_prefix", "gold", "uld", "alm", "strict_topk")
+TELLING += ("sampled_kl",)
 
 
 @pytest.mark.parametrize("name", TELLING)
@@ -87,7 +88,8 @@ def test_sums_of_rows_tell_what_a_read_of_all_numbers_does(
 ) -> None:
     if implementation == "triton":
         pytest.importorskip("triton")
-    objective = LOSS_REGISTRY[name](implementation=implementation, temperature=temperature)
+    options = {} if name == "sampled_kl" else {"temperature": temperature}
+    objective = LOSS_REGISTRY[name](implementation=implementation, **options)
     inputs = CASES[name].build(Microbatch.random(), (3, 1))
     inputs = replace(inputs, student_logits=inputs.student_logits.detach())
     assert objective.tells_bad(inputs)
@@ -121,6 +123,34 @@ def test_sums_of_rows_tell_what_a_read_of_all_numbers_does(
             assert objective(bad).bad().tolist() == read, place
             is_bad = poison != -torch.inf and "unread" not in place
             assert sum(read) == is_bad, place
+
+
+@pytest.mark.parametrize("name", ["vocab_kl", "next_token"])
+@pytest.mark.parametrize(("implementation", "temperature", "poison"), POISONED)
+def test_sums_over_labels_tell_of_their_rows_alone(
+    name: str, implementation: str, temperature: float, poison: float
+) -> None:
+    if implementation == "triton":
+        pytest.importorskip("triton")
+    options = {"temperature": temperature} if name == "vocab_kl" else {}
+    objective = LOSS_REGISTRY[name](implementation=implementation, **options)
+    case = CASES[name]
+    inputs = replace(case.build(case.batch(), (3, 1)), alignment=None)
+    assert objective.tells_bad(inputs)
+    labelled = inputs.labels != IGNORE_INDEX
+    for side in ("student", "teacher") if name == "vocab_kl" else ("student",):
+        for rows, is_read in ((labelled, True), (~labelled, False)):
+            student, teacher = inputs.student_logits.detach().clone(), inputs.teacher.logits.clone()
+            row = rows.nonzero()[0].tolist()
+            (student if side == "student" else teacher)[(*row, 7)] = poison
+            bad = replace(
+                inputs, student_logits=student, teacher=replace(inputs.teacher, logits=teacher)
+            )
+            is_bad = is_read and poison != -torch.inf
+            assert objective(bad).bad().tolist() == [
+                is_bad and side == "student",
+                is_bad and side == "teacher",
+            ], (side, is_read)
 
 
 def test_checks_of_several_microbatches_are_one_question() -> None:
