@@ -139,7 +139,8 @@ def init(arguments: argparse.Namespace) -> None:
 
     Tokens with the same bytes keep their rows bit for bit, control tokens by name and then by role;
     --method makes the others. All other weights, and everything that the new vocabulary does not
-    touch, are unchanged. transfer.json in the new folder says what every row is.
+    touch, are unchanged. transfer.json in the new folder says how many rows are copies,
+    and which are means.
     """
     quiet_libraries()
     with large_imports():
