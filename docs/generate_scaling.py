@@ -31,6 +31,7 @@ from megatron_ext.training.dry_run.memory import rank_memory
 from megatron_ext.training.dry_run.plan import Plan, pair_cost
 from megatron_ext.training.dry_run.step_time import H100, step_seconds, wire_bytes
 from megatron_ext.training.objective import head_rows
+from megatron_ext.training.run_loss import with_vocabulary_layout
 from megatron_ext.training.run_plan import RunPlan
 
 PAGE = Path(__file__).with_name("scaling.md")
@@ -121,7 +122,7 @@ def scaling_page() -> str:
 
 def plan_of(layout: Layout, rows: int, *, distils: bool = True) -> Plan:
     """The plan of the page's run under a layout, on Transformer Engine's layers."""
-    config = _config(layout, rows, distils=distils)
+    config = with_vocabulary_layout(_config(layout, rows, distils=distils), on_gpu=True)
     sizes = {name: _tokenizers()[name].vocab_size for name in TOKENIZERS}
     run = RunPlan.of(config)
     plan = Plan.of(
@@ -135,7 +136,9 @@ def plan_of(layout: Layout, rows: int, *, distils: bool = True) -> Plan:
     )
     if not distils:
         return plan
-    pair = pair_cost(_projection(), plan.student, plan.teachers["teacher"], is_laid_out=False)
+    is_laid_out = config.training.vocabulary_layout == "co_sharded"
+    teacher = plan.teachers["teacher"]
+    pair = pair_cost(_projection(), plan.student, teacher, is_laid_out=is_laid_out)
     return dataclasses.replace(plan, pairs={"teacher": pair})
 
 

@@ -64,7 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--task", required=True, help=f"one of {', '.join(TASKS)}, or lm_eval:NAME")
     parser.add_argument(
-        "--data", type=Path, help="file or folder in its published format; for lm_eval:NAME tasks"
+        "--data",
+        type=Path,
+        help="file or folder in its published format; for lm_eval:NAME, a folder of task files",
     )
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="file for the results, as JSON"
@@ -102,13 +104,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--temperature",
         type=float,
         default=0.0,
-        help="temperature of sampling; 0 takes the most probable token",
+        help="temperature of sampling; 0 takes the most probable token (0)",
     )
     generation.add_argument(
         "--top-p",
         type=float,
         default=1.0,
-        help="sample from the most probable tokens with this total",
+        help="total probability of the most probable tokens that are sampled from (1)",
     )
     generation.add_argument("--seed", type=int, default=0, help="seed of sampling")
     add_model_arguments(parser)

@@ -118,13 +118,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--temperature",
         type=float,
         default=0.0,
-        help="temperature of sampling; 0 takes the most probable token",
+        help="temperature of sampling; 0 takes the most probable token (0)",
     )
     generation.add_argument(
         "--top-p",
         type=float,
         default=1.0,
-        help="sample from the most probable tokens with this total",
+        help="total probability of the most probable tokens that are sampled from (1)",
     )
     generation.add_argument("--seed", type=int, default=0, help="seed of sampling")
     generation.add_argument(

@@ -235,7 +235,11 @@ class _Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """The help without advanced flags, and how to see these."""
-        advanced = [action for action in self._actions if getattr(action, "is_advanced", False)]
+        advanced = [
+            action
+            for action in self._actions
+            if getattr(action, "is_advanced", False) and action.help != argparse.SUPPRESS
+        ]
         if not advanced:
             return super().format_help()
         helps = [action.help for action in advanced]

@@ -31,7 +31,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--allow-other-tokenizer",
         action="store_true",
-        help="measure with a tokenizer that the model was not trained with",
+        help="accept a tokenizer that the model was not trained with",
     )
     model.add_argument(
         "--no-verify",
@@ -39,7 +39,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="do not check the checkpoint's files against its manifest",
     )
-    for name, words in (("tensor", "processes that share each layer"), ("pipeline", "stages")):
+    for name, words in (
+        ("tensor", "processes that share each layer"),
+        ("pipeline", "pipeline stages"),
+    ):
         model.add_argument(
             f"--{name}-model-parallel-size", type=int, default=1, metavar="INT", help=f"{words} (1)"
         )

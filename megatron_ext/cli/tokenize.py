@@ -3,7 +3,7 @@
     megatron-ext tokenize --input corpus.jsonl.gz more/ --output-prefix data/corpus \\
         --tokenizer-model tokenizer.json --append-eod --workers 8
 
-Input is JSON lines, Parquet or plain text; the first and the last may be gzipped. The output is
+Input is JSON lines, Parquet, Arrow or plain text; JSON and text may be gzipped. The output is
 PREFIX_KEY_document.bin and .idx for each key, as Megatron's preprocess_data.py makes them. With
 --tokenizer-mode sft the records hold conversations (messages, ShareGPT, Alpaca, tool calls) and
 PREFIX_KEY_loss_mask says which tokens are trained. Records that cannot be used are left out and
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="files, folders and glob patterns: .jsonl, .json, .parquet, .txt, also .gz",
+        help="files, folders and glob patterns: .jsonl, .json, .parquet, .arrow, .txt, also .gz",
     )
     data.add_argument(
         "--output-prefix",

@@ -19,14 +19,21 @@ from megatron_ext.training.configuration.arguments import given_value, set_value
 _OF_TEACHERS: Final = ("teacher", "teachers", "projection")
 """Keys of a configuration that mean nothing without a teacher."""
 
+_NOT_SHOWN: Final = (
+    *_OF_TEACHERS,
+    *("data.rollouts", "data.conversations", "loss.objective", "loss.options", "loss.temperature"),
+    *("loss.kd_weight", "loss.teacher", "loss.vocab_normalisation", "loss.learned_projection"),
+)
+"""Beginnings of the keys that the verb sets itself, or that mean nothing without a teacher."""
+
 _WITH_TEACHER: Final = "train with megatron-ext distill, or leave it out"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``megatron-ext distill``; those of teachers are not in the help."""
+    """Add the flags of ``megatron-ext distill``; those of no use here are not in the help."""
     distill.add_arguments(parser)
     for action in parser._actions:
-        if action.dest.startswith(_OF_TEACHERS):
+        if action.dest.startswith(_NOT_SHOWN):
             # Still parsed, so that their error says which verb has teachers.
             action.help = argparse.SUPPRESS
 

@@ -33,6 +33,7 @@ from megatron_ext.tokenizers import (
     TokenizerConfig,
     build_tokenizer,
 )
+from megatron_ext.tokenizers.tokenizer_files import local_files
 from megatron_ext.training.run_folder import TOKENIZER_FOLDER
 from megatron_ext.transfer.audit import audit_transfer
 from megatron_ext.transfer.extend import extend_tokenizer, read_tokens
@@ -71,7 +72,10 @@ def run(arguments: argparse.Namespace) -> None:
 def add_init_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``init``."""
     parser.add_argument(
-        "model", type=Path, metavar="MODEL", help="HuggingFace folder, a run, or a checkpoint"
+        "model",
+        type=Path,
+        metavar="MODEL",
+        help="HuggingFace folder, a run, a checkpoint, or a name on the hub",
     )
     new = parser.add_mutually_exclusive_group(required=True)
     new.add_argument(
@@ -79,7 +83,7 @@ def add_init_flags(parser: argparse.ArgumentParser) -> None:
         "--tokenizer-model",
         type=Path,
         metavar="PATH",
-        help="file or folder of the new tokenizer, or a run",
+        help="file or folder of the new tokenizer, a run, or a name on the hub",
     )
     new.add_argument(
         "--to-bytes", action="store_true", help="one token for each byte: the library byte-level"
@@ -135,7 +139,8 @@ def init(arguments: argparse.Namespace) -> None:
 
     Tokens with the same bytes keep their rows bit for bit, control tokens by name and then by role;
     --method makes the others. All other weights, and everything that the new vocabulary does not
-    touch, are unchanged. transfer.json in the new folder says what every row is.
+    touch, are unchanged. transfer.json in the new folder says how many rows are copies,
+    and which are means.
     """
     quiet_libraries()
     with large_imports():
@@ -216,7 +221,9 @@ def _tell(output: Path, report: TransferReport) -> None:
 
 def add_extend_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``extend``."""
-    parser.add_argument("model", type=Path, metavar="MODEL", help="HuggingFace folder")
+    parser.add_argument(
+        "model", type=Path, metavar="MODEL", help="HuggingFace folder, or a name on the hub"
+    )
     given = parser.add_mutually_exclusive_group(required=True)
     given.add_argument(
         "--tokens",
@@ -283,32 +290,33 @@ def extend(arguments: argparse.Namespace) -> None:
         from megatron_ext.transfer.write_model import transfer_model
 
     check_target(arguments.output)
+    model = _local(arguments.model)
     options = TransferOptions(
         method=arguments.method, pad_to_multiple_of=arguments.pad_to_multiple_of
     )
     with TemporaryDirectory() as made:
         tokenizer = Path(made)
         if arguments.merges is None:
-            extend_tokenizer(arguments.model, tokenizer, tokens)
+            extend_tokenizer(model, tokenizer, tokens)
         else:
-            learnt = learn_merges(arguments.model, tokenizer, texts, arguments.merges)
+            learnt = learn_merges(model, tokenizer, texts, arguments.merges)
             sys.stdout.write(
                 f"{len(learnt.pairs):,} merges: the text has {learnt.tokens_after:,} tokens, "
                 f"{learnt.tokens_before:,} before\n"
             )
         if not arguments.distill:
-            report = transfer_model(arguments.model, tokenizer, arguments.output, options)
+            report = transfer_model(model, tokenizer, arguments.output, options)
             _tell(arguments.output, report)
             return
         arguments.output.absolute().parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=arguments.output.absolute().parent) as beside:
             extended = Path(beside) / "extended"
-            report = transfer_model(arguments.model, tokenizer, extended, options)
-            _distil(arguments, extended, texts)
+            report = transfer_model(model, tokenizer, extended, options)
+            _distil(arguments, model, extended, texts)
     _tell(arguments.output, report)
 
 
-def _distil(arguments: argparse.Namespace, extended: Path, texts: list[str]) -> None:
+def _distil(arguments: argparse.Namespace, model: Path, extended: Path, texts: list[str]) -> None:
     """Train the rows of an extended model, and write it to the output."""
     from megatron_ext.transfer.token_distillation import (
         DistillationOptions,
@@ -318,7 +326,7 @@ def _distil(arguments: argparse.Namespace, extended: Path, texts: list[str]) -> 
     from megatron_ext.transfer.write_model import replace_rows
 
     options = DistillationOptions(steps=arguments.distill, lr=arguments.lr, seed=arguments.seed)
-    old, new = _tokenizer(str(arguments.model)), _tokenizer(str(extended))
+    old, new = _tokenizer(str(model)), _tokenizer(str(extended))
     snippets = find_snippets(old, new, texts, options)
     found = distil_rows(
         extended, old, new, snippets, options, tell=lambda line: print(line, file=sys.stderr)
@@ -337,10 +345,15 @@ def _distil(arguments: argparse.Namespace, extended: Path, texts: list[str]) -> 
         sys.stdout.write(f"not in the text, as they started: {len(without):,}: {named}{more}\n")
 
 
+def _local(model: Path) -> Path:
+    """The path of a model, or the folder of one that is named as on the hub."""
+    return hub_model(str(model), where="the model") or model
+
+
 @contextmanager
 def _as_folder(model: Path) -> Iterator[Path]:
     """The HuggingFace folder of a model; a temporary one of a checkpoint of ours."""
-    model = hub_model(str(model), where="the model") or model
+    model = _local(model)
     if is_checkpoint_folder(model):
         yield model
         return
@@ -397,18 +410,13 @@ def _kept_tokenizer(path: Path) -> Path | None:
 
 @contextmanager
 def _tokenizer_folder(path: Path | None) -> Iterator[Path | None]:
-    """A folder with a tokenizer's files, which may be named by its file or by a run."""
+    """A folder with a tokenizer's files, which a file, a run or a name on the hub may stand for."""
     if path is None:
         # Bytes have no files.
         yield None
         return
     if not path.exists():
-        raise ConfigError(
-            "there is no such file or folder",
-            where="--tokenizer",
-            got=path,
-            expected="a tokenizer's file or folder, or a run",
-        )
+        path = local_files(str(path))
     kept = _kept_tokenizer(path)
     if path.is_dir():
         yield path if kept is None else kept
@@ -466,7 +474,9 @@ def run_probe(arguments: argparse.Namespace) -> None:
 
 def add_train_hypernet_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``train-hypernet``."""
-    parser.add_argument("model", type=Path, metavar="MODEL", help="HuggingFace folder")
+    parser.add_argument(
+        "model", type=Path, metavar="MODEL", help="HuggingFace folder, or a name on the hub"
+    )
     parser.add_argument(
         "--data", type=Path, required=True, metavar="FILE", help="text to learn from"
     )
@@ -514,7 +524,7 @@ def train_hypernet(arguments: argparse.Namespace) -> None:
         lr=arguments.lr, **{name: getattr(arguments, name) for name in names}
     )
     network = train_hypernetwork(
-        arguments.model, texts, options, tell=lambda line: print(line, file=sys.stderr)
+        _local(arguments.model), texts, options, tell=lambda line: print(line, file=sys.stderr)
     )
     network.save(arguments.output)
     sys.stdout.write(f"{arguments.output}\n")

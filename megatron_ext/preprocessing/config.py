@@ -37,7 +37,8 @@ class PreprocessConfig:
     """
 
     inputs: tuple[str, ...]
-    """Files, folders and glob patterns: JSON lines, Parquet, plain text; the first two gzipped."""
+    """Files, folders and glob patterns: JSON lines, Parquet, Arrow, plain text; JSON and text also
+    gzipped."""
 
     output_prefix: str
     """Folder and first part of the names of the output: PREFIX_KEY_document.bin and .idx."""

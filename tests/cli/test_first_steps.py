@@ -86,17 +86,28 @@ def test_every_recipe_can_be_copied_once(printed, capsys, tmp_path, monkeypatch)
         assert f"did you mean '{begun}" in refusal(capsys, "recipes", "cp", begun)
 
 
-@pytest.mark.parametrize("verb", ["distill", "cache-teacher", "align", "inspect", "tokenize"])
+@pytest.mark.parametrize(
+    "verb", ["distill", "cache-teacher", "train", "align", "inspect", "tokenize"]
+)
 def test_the_short_help_is_a_part_of_the_whole(printed, verb):
     short, code = printed(verb, "--help")
     whole, _ = printed(verb, "--help-all")
     assert code == 0
     hidden = int(re.search(r"^(\d+) more flags: .* --help-all$", short, re.MULTILINE)[1])
-    flags = [set(re.findall(r"^  (--[\w-]+)", text, re.MULTILINE)) for text in (short, whole)]
+    # One line may have several names of a flag.
+    flags = [set(re.findall(r"^  (-\S+)", text, re.MULTILINE)) for text in (short, whole)]
     assert flags[0] < flags[1]
-    # One line may have several flags.
-    assert len(flags[1] - flags[0]) <= hidden
+    assert len(flags[1] - flags[0]) == hidden
     assert len(short.splitlines()) < min(190, len(whole.splitlines()))
+
+
+@pytest.mark.parametrize("verb", ["train", "sft"])
+def test_a_verb_without_a_teacher_lists_no_flag_that_it_refuses(printed, verb):
+    whole, _ = printed(verb, "--help-all")
+    flags = re.findall(r"^  (--[\w-]+)", whole, re.MULTILINE)
+    refused = ("--teacher", "--projection", "--data-rollouts", "--loss-objective", "--loss-kd")
+    assert "--loss-ce-weight" in flags
+    assert not [flag for flag in flags if flag.startswith(refused)]
 
 
 @pytest.mark.parametrize("words", [["evaluate"], ["report"], ["projection", "build"]])

@@ -1,4 +1,4 @@
-"""docs/distillation.md can be walked: its commands exist, and run one after the other."""
+"""Commands of pages have flags that there are; those of docs/distillation.md run in turn."""
 
 import argparse
 import os
@@ -14,7 +14,6 @@ from tests.cli.run_files import REPOSITORY
 
 AFTER_THE_WALK = ("evaluation", "reports", "tokenizers", "projection")
 """Pages with commands that go on where the walk ends."""
-PAGES = ("distillation", "recipes", *AFTER_THE_WALK)
 WALK = REPOSITORY / "docs" / "distillation.md"
 CONFIG = REPOSITORY / "examples" / "distillation" / "distill.yaml"
 SHORTER = {
@@ -25,16 +24,38 @@ SHORTER = {
 """What is added to commands whose words have this."""
 
 
-@pytest.mark.parametrize("page", PAGES)
+_SHELL = re.compile(r"^```bash\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
+
+
+def commands(page):
+    """The words of each, in order."""
+    blocks = _SHELL.findall(page.read_text(encoding="utf-8"))
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def verb_of(words):
+    """The verb of a command of this package and its arguments, by whatever it is started."""
+    if words[0] == "megatron-ext":
+        return words[1:]
+    if words[0] == "torchrun" or words[:3] == ["python", "-m", "megatron_ext"]:
+        return words[words.index("megatron_ext") + 1 :]
+    return None
+
+
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+OF_VERBS = {page: [verb for words in commands(page) if (verb := verb_of(words))] for page in PAGES}
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if OF_VERBS[page]], ids=lambda page: page.stem
+)
 def test_every_command_has_flags_that_there_are(page):
-    found = [verb_of(words) for words in commands(REPOSITORY / "docs" / f"{page}.md")]
-    verbs = [words for words in found if words is not None]
-    assert verbs
-    for verb, *arguments in verbs:
+    for verb, *arguments in OF_VERBS[page]:
         module = import_module(f"megatron_ext.cli.{verb.replace('-', '_')}")
         parser = argparse.ArgumentParser(allow_abbrev=False)
         module.add_arguments(parser)
-        parser.parse_args(arguments)
+        parser.parse_args(arguments[: arguments.index(">")] if ">" in arguments else arguments)
 
 
 def test_the_configuration_of_the_page_is_that_of_the_example():
@@ -89,22 +110,3 @@ def _run(command, folder):
     )
     assert finished.returncode == 0, f"{' '.join(command)}\n{finished.stderr[-3000:]}"
     return finished.stdout
-
-
-_SHELL = re.compile(r"^```bash\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
-
-
-def commands(page):
-    """The words of each, in order."""
-    blocks = _SHELL.findall(page.read_text(encoding="utf-8"))
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    return [shlex.split(line) for line in lines if line.strip()]
-
-
-def verb_of(words):
-    """The verb of a command of this package with its arguments, also where torchrun starts it."""
-    if words[0] == "megatron-ext":
-        return words[1:]
-    if words[0] == "torchrun":
-        return words[words.index("megatron_ext") + 1 :]
-    return None

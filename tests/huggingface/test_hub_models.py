@@ -7,6 +7,7 @@ import pytest
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_ext.cli.main import main
 from megatron_ext.errors import CheckpointError
 from megatron_ext.huggingface import hub
 from megatron_ext.training.checkpoints.folder import find_checkpoint
@@ -81,13 +82,19 @@ def test_a_cached_model_is_found_without_a_request_by_its_name(home):
         assert hub.hub_model(path, where="x") is None
 
 
-def test_a_run_takes_the_model_of_a_name_and_records_its_folder(home):
+def cached_model(home):
+    """The folder of a model ``org/real`` in the cache."""
     save_model("llama", home / "made")
     files = {path.name: path for path in (home / "made").iterdir()}
     cached(home, "org/real", {"config.json": files.pop("config.json").read_text()})
     folder = snapshot(home, "org/real")
     for name, path in files.items():
         (folder / name).write_bytes(path.read_bytes())
+    return folder
+
+
+def test_a_run_takes_the_model_of_a_name_and_records_its_folder(home):
+    folder = cached_model(home)
     values = {"initial_checkpoint": "org/real", "teacher": {"checkpoint": "org/real@main"}}
     filled = with_huggingface_models(values)
     assert filled["initial_checkpoint"] == filled["teacher"]["checkpoint"] == str(folder)
@@ -95,6 +102,16 @@ def test_a_run_takes_the_model_of_a_name_and_records_its_folder(home):
     filled = with_huggingface_models({"student": {"hf": "org/real", "seq_length": 8}})
     assert filled["student"]["hf"] == str(folder)
     assert values["initial_checkpoint"] == "org/real"
+
+
+def test_a_transfer_takes_model_and_tokenizer_of_a_name(home):
+    folder = cached_model(home)
+    (home / "words.txt").write_text("weather\n")
+    words = ["--tokens", str(home / "words.txt"), "--output", str(home / "longer")]
+    main(["transfer", "extend", "org/real", *words])
+    main(["transfer", "init", str(folder), "--tokenizer", "org/real", "--output", str(home / "as")])
+    ids = [json.loads((home / name / "transfer.json").read_text()) for name in ("longer", "as")]
+    assert [report["new_ids"] - report["old_ids"] for report in ids] == [1, 0]
 
 
 def test_what_is_missing_is_fetched_and_nothing_that_could_run(home, online):

@@ -134,8 +134,8 @@ def add_build_flags(parser: argparse.ArgumentParser) -> None:
         "--method",
         choices=tuple(PROJECTION_METHODS),
         default="retokenized",
-        help="what stands for a token that the teacher lacks: nothing, the pieces it spells the "
-        "token with, or the first of them (retokenized)",
+        help="what stands for a token that the teacher lacks: nothing (exact), the pieces that "
+        "spell it (retokenized, the default), the first of these, or the nearest spelling (mined)",
     )
     parser.add_argument(
         "--top-k", type=int, default=4, metavar="K", help="most entries of a row (4)"
