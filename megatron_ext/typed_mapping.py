@@ -9,6 +9,7 @@ import dataclasses
 import types
 import typing
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from megatron_ext.errors import ConfigError, MegatronExtError
@@ -17,6 +18,12 @@ from megatron_ext.registry import did_you_mean
 Config = TypeVar("Config")
 Where = Callable[[tuple[str, ...]], str]
 """Key path -> name of that place in errors."""
+
+
+@cache
+def _types_of(config_type: type[Any]) -> dict[str, Any]:
+    """Types of its fields, by name; compiled from text once."""
+    return typing.get_type_hints(config_type)
 
 
 def build_config(
@@ -78,7 +85,7 @@ class _Builder(NamedTuple):
                     expected=None if near else f"one of {', '.join(fields)}",
                     fix=near,
                 )
-        hints = typing.get_type_hints(config_type)
+        hints = _types_of(config_type)
         arguments = {
             key: self._convert(hints[key], value, (*keys, key)) for key, value in values.items()
         }
@@ -204,7 +211,7 @@ def _missing(
 
     A section that another key of the whole can fill in (``metadata["from"]``) stands for that key.
     """
-    hints = typing.get_type_hints(config_type)
+    hints = _types_of(config_type)
     named: dict[tuple[str, ...], str] = {}
     fields = dataclasses.fields(config_type)
     absent = [field for field in fields if _is_required(field) and field.name not in values]

@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -205,12 +205,12 @@ CONVERSATIONS: dict[str, Conversation] = {
 }
 
 
-@lru_cache(maxsize=2)
+@cache
 def plain_template(path: Path) -> Template:
     return plain_environment().from_string(path.read_text(encoding="utf-8"))
 
 
-@lru_cache(maxsize=2)
+@cache
 def tokenizer_of_template(path: Path) -> MarkerTokenizer:
     return MarkerTokenizer(path.read_text(encoding="utf-8"), HUNYUAN)
 

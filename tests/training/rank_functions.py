@@ -87,8 +87,12 @@ SAVED = ("next_token", "dskd", "gold")
 """Objectives whose runs are read again; only ``dskd`` saves more than the student."""
 
 
-def train_objectives(rank, folder, runs):
-    """Two steps by an objective under a layout each, from the same first weights and teacher."""
+def train_objectives(rank, folder, runs, one_step=()):
+    """Two steps by an objective under a layout each, from the same first weights and teacher.
+
+    Args:
+        one_step: Names of runs that end behind the first.
+    """
     register()
     if not (folder / "teacher").exists():
         _train_teacher(folder)
@@ -97,6 +101,8 @@ def train_objectives(rank, folder, runs):
         if name.startswith("alm-linear"):
             loss = replace(loss, linear=True, linear_tile_rows=24)
         config = objective_run(folder, name, loss, **parallel)
+        if name in one_step:
+            config = changed(config, training={"train_iters": 1, "save_interval": 1})
         with nullcontext() if objective in SAVED else patch.object(SavedRun, "save"):
             _trainer(config).train()
 

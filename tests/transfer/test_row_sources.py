@@ -1,6 +1,7 @@
 """What each new token is made of: bytes first, control tokens by name and role, none twice."""
 
 import os
+from functools import cache
 from itertools import permutations
 from pathlib import Path
 
@@ -88,6 +89,7 @@ def _emitted(tokenizer, tokens):
     return found
 
 
+@cache
 def _published(name):
     folder = Path(SHARED) / "tokenizers" / name
     if not folder.is_dir():
