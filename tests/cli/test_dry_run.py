@@ -91,6 +91,17 @@ def test_a_teacher_that_its_checkpoint_does_not_fit_is_found(folder, change, mes
         dry_run(changed(config, teacher={"model": change}), world_size=1)
 
 
+def test_a_size_of_a_teacher_that_is_given_or_follows_is_the_same(folder):
+    config = student_run(folder, "planned")
+    model = config.teacher.model
+    assert (model.num_query_groups, model.ffn_hidden_size) == (None, None)
+    given = {"num_query_groups": model.query_groups, "ffn_hidden_size": model.ffn_width}
+    page = dry_run(changed(config, teacher={"model": given}), world_size=1)
+    assert "model and tokenizer fit" in page
+    with pytest.raises(CheckpointError, match=r"another ffn_hidden_size; got 8; expected"):
+        dry_run(changed(config, teacher={"model": {"ffn_hidden_size": 8}}), world_size=1)
+
+
 def test_a_teacher_of_another_tokenizer_is_found(folder):
     config = student_run(folder, "planned")
     with pytest.raises(CheckpointError, match="another tokenizer"):

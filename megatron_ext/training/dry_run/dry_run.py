@@ -20,7 +20,10 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.projection import SparseProjection
 from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.training.checkpoints.folder import find_checkpoint, latest_checkpoint
-from megatron_ext.training.checkpoints.huggingface_check import check_if_huggingface
+from megatron_ext.training.checkpoints.huggingface_check import (
+    check_if_huggingface,
+    full_settings,
+)
 from megatron_ext.training.checkpoints.tokenizer import checkpoint_record
 from megatron_ext.training.configuration.config import DistillConfig, ModelConfig
 from megatron_ext.training.dry_run.plan import Plan, pair_cost
@@ -72,6 +75,9 @@ _SHAPES: Final = (
 )
 """Keys of a model that must be equal for its weights to fit."""
 
+_FOLLOWING: Final = ("num_query_groups", "ffn_hidden_size")
+"""Those of them that follow from the others where they are not given."""
+
 
 def check_checkpoint(checkpoint: Path, model: ModelConfig, *, where: str) -> bool:
     """Check a checkpoint against the configuration of a model, without loading it.
@@ -89,11 +95,15 @@ def check_checkpoint(checkpoint: Path, model: ModelConfig, *, where: str) -> boo
     if check_if_huggingface(checkpoint, model):
         return True
     trained = checkpoint_record(checkpoint).get("config", {}).get("student", {})
-    configured = dataclasses.asdict(model)
+    configured = full_settings(model)
+    unset = dataclasses.replace(model, num_query_groups=None, ffn_hidden_size=None)
+    following = full_settings(unset)
     for name in _SHAPES:
         if name not in trained:
             continue
         value = trained[name]
+        if value is None and name in _FOLLOWING:
+            value = following[name]
         # JSON has no tuples.
         if (tuple(value) if isinstance(value, list) else value) != configured[name]:
             raise CheckpointError(
