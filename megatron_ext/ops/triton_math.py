@@ -282,6 +282,49 @@ def event_terms(log_p, log_q, mixture, DIRECTION: tl.constexpr):
     return divergence_terms(p, q, log_p, log_q, no_mass, mixture, DIRECTION)
 
 
+@triton.jit(
+    do_not_specialize=["arrives_stride", "own_stride", "chunks"],
+    do_not_specialize_on_alignment=["arrives_ptr", "own_ptr", "slot_ptr"],
+)
+def scale_to_kernel(
+    gradient_ptr,
+    arrives_ptr,
+    arrives_stride,
+    own_ptr,
+    own_stride,
+    common,
+    slot_ptr,
+    chunks,
+    row_stride,
+    width,
+    BLOCK: tl.constexpr,
+):
+    """Multiply rows by what arrives for them, or for their chunks, over what they were written for;
+    one program for each row and block of columns.
+
+    That is ``own``, 0 of rows that hold 0, or ``common`` to all. Strides are 0 where one number is
+    that of all rows. Rows of no chunk stay as they are.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    place = row
+    if slot_ptr is not None:
+        place = tl.load(slot_ptr + row)
+    is_scaled = (place >= 0) & (place < chunks)
+    scale = tl.load(arrives_ptr + place * arrives_stride, mask=is_scaled, other=1.0)
+    if own_ptr is not None:
+        own = tl.load(own_ptr + place * own_stride, mask=is_scaled, other=0.0)
+        scale = tl.where(own == 0.0, 1.0, scale / tl.where(own == 0.0, 1.0, own))
+    else:
+        scale = tl.where(is_scaled, scale / common, 1.0)
+    if scale != 1.0:
+        columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = columns < width
+        at = gradient_ptr + row * row_stride + columns
+        gradient = tl.load(at, mask=inside, other=0.0)
+        product = gradient.to(tl.float32) * scale
+        tl.store(at, tl.where(scale == 0.0, 0.0, product).to(gradient.dtype), mask=inside)
+
+
 @triton.jit(do_not_specialize=["scale_stride"])
 def scale_rows_kernel(
     gradient_ptr, scale_ptr, scale_stride, row_stride, width, BLOCK: tl.constexpr

@@ -45,7 +45,8 @@ def kept_gradient(
         grad_scale: The upstream gradient for which ``evaluate`` writes, of the shape of the first
             value or a scalar; None: 1. Another one costs a pass over the gradient. Rows of
             scale 0 get no gradient.
-        slots: int64 [T]: the chunk of each row, C for none, where the first value is [C].
+        slots: int64 [T]: the chunk of each row, negative or C for none, where the first value is
+            [C].
         in_place: Overwrite the logits with their gradient; they must not be read afterwards. An
             operation that saved them for its own backward gets an error of autograd.
 
@@ -133,22 +134,67 @@ def transfer(
     Args:
         grad: [T], or a scalar for all rows, or [C] with ``slots``.
         grad_scale: The same shape, or a scalar; None: 1.
-        slots: int64 [T], the chunk of each row, C for none. Rows of none hold 0, unread as well.
+        slots: int64 [T], the chunk of each row, negative or C for none. Rows of none hold 0, unread
+            as well.
     """
+    if graph_is_retained():
+        gradient = gradient.clone()
+        scale_to_(gradient, grad, grad_scale, slots, implementation)
+        return gradient
+    scale_to_(gradient, grad, grad_scale, slots, implementation)
+    # Kernels write unseen by autograd; a reader of the old content must get an error.
+    torch.autograd.graph.increment_version(gradient)
+    return gradient
+
+
+def scale_to_(
+    gradient: torch.Tensor,
+    grad: torch.Tensor,
+    grad_scale: torch.Tensor | float | None,
+    slots: torch.Tensor | None,
+    implementation: Implementation,
+) -> None:
+    """``transfer`` in place; by kernel one launch."""
+    if grad.dtype != torch.float64 and uses_triton(implementation, gradient):
+        _scale_by_kernel(gradient, grad, grad_scale, slots)
+        return
     scale = grad
     if grad_scale is not None:
         scale = grad / grad_scale
     if isinstance(grad_scale, torch.Tensor):
         scale = scale.masked_fill_(grad_scale == 0, 1.0)
     if slots is not None:
-        scale = torch.cat([scale, scale.new_ones(1)])[slots]
-    scale = scale.expand(len(gradient))
-    if graph_is_retained():
-        return scale_rows_(gradient.clone(), scale, implementation)
-    scale_rows_(gradient, scale, implementation)
-    # Kernels write unseen by autograd; a reader of the old content must get an error.
-    torch.autograd.graph.increment_version(gradient)
-    return gradient
+        scale = torch.cat([scale, scale.new_ones(1)])[slots.clamp(min=-1)]
+    scale_rows_(gradient, scale.expand(len(gradient)), implementation)
+
+
+def _scale_by_kernel(
+    gradient: torch.Tensor,
+    grad: torch.Tensor,
+    grad_scale: torch.Tensor | float | None,
+    slots: torch.Tensor | None,
+) -> None:
+    from megatron_ext.ops.triton_math import scale_to_kernel
+
+    rows, width = gradient.shape
+    if not rows or not width:
+        return
+    own = grad_scale.float() if isinstance(grad_scale, torch.Tensor) else None
+    common = 1.0 if grad_scale is None or own is not None else float(grad_scale)
+    arrives = grad.float()
+    scale_to_kernel[(rows, -(-width // _BLOCK))](
+        gradient,
+        arrives,
+        arrives.stride(0) if arrives.ndim else 0,
+        own,
+        own.stride(0) if own is not None and own.ndim else 0,
+        common,
+        slots,
+        len(arrives) if arrives.ndim else rows,
+        gradient.stride(0),
+        width,
+        BLOCK=_BLOCK,
+    )
 
 
 def graph_is_retained() -> bool:

@@ -32,6 +32,19 @@ def test_unit_gradient():
     types = arguments("scale: *fp32; scale_stride row_stride width: i32")
     rows = [{"gradient_ptr": kind, **types} for kind in LOGITS]
     compiles("triton_math", [("scale_rows_kernel", row, {"BLOCK": 8192}) for row in rows])
+    types = arguments(
+        "arrives own: *fp32; slot: *i64; common: fp32; "
+        "arrives_stride own_stride chunks row_stride width: i32"
+    )
+    alone = {"own_ptr": None, "slot_ptr": None}
+    compiles(
+        "triton_math",
+        [
+            ("scale_to_kernel", {**types, "gradient_ptr": kind}, {"BLOCK": 8192, **given})
+            for kind in LOGITS
+            for given in ({}, alone)
+        ],
+    )
 
 
 def test_sums():
@@ -380,6 +393,7 @@ def test_rows_are_read_16_bytes_at_once(module, variant):
 @pytest.mark.parametrize(
     ("module", "kernels"),
     [
+        ("triton_math", 1),
         ("softmax_kernels", 1),
         ("sum_kernels", 4),
         ("chunk_kernels", 2),

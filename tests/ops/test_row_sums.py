@@ -38,6 +38,24 @@ def test_rows_of_scale_0_are_left_alone(implementation):
     assert out.tolist() == [[1.0, 2.0], [7.0, 7.0], [6.0, 8.0]]
 
 
+@BOTH
+@pytest.mark.parametrize("grad_scale", [None, 0.5, "each"])
+def test_rows_take_what_arrives_for_their_chunk_over_what_they_were_written_for(
+    implementation, grad_scale
+):
+    gradient = torch.randn(6, 9001, device=DEVICE)
+    before = gradient.clone()
+    grad = torch.tensor([1.0, 3.0, 0.5, 2.0], device=DEVICE)
+    slots = torch.tensor([3, -1, 0, 2, 4, 1], device=DEVICE)
+    scale = torch.full((4,), 0.5 if grad_scale else 1.0, device=DEVICE)
+    if grad_scale == "each":
+        scale[1], grad_scale = 0.0, scale
+    out = transfer(gradient, grad, grad_scale, slots=slots, implementation=implementation)
+    ratio = torch.where(scale == 0, 1.0, grad / scale)
+    factors = torch.cat([ratio, ratio.new_ones(2)])[slots.where(slots >= 0, 4)]
+    torch.testing.assert_close(out, before * factors[:, None])
+
+
 def test_without_grad_mode_nothing_is_written_over():
     logits = torch.randn(4, 6, requires_grad=True)
     before = logits.detach().clone()

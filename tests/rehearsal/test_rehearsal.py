@@ -34,11 +34,11 @@ LAUNCHES = {
 
 if ALL:
     LAUNCHES |= {
-        "hybrid_kl": {"logits": 64, "tile": 76},
-        "uld": {"logits": 58, "tile": 70},
+        "hybrid_kl": {"logits": 54, "tile": 66},
+        "uld": {"logits": 48, "tile": 60},
         "vocab_kl": {"logits": 35, "tile": 46},
-        "alm": {"logits": 229},
-        "strict_topk": {"logits": 215, "tile": 227},
+        "alm": {"logits": 228, "tile": 230},
+        "strict_topk": {"logits": 214, "tile": 226},
     }
 RANKS = (1, 2) if ALL else (2,)
 """Tensor-parallel ranks of the runs; losses are rehearsed on one."""
@@ -130,8 +130,8 @@ def test_losses_upload_nothing_and_the_host_waits_for_two_at_most_once(answer):
 def test_a_microbatch_launches_no_more_than_it_did(answer):
     for name, most in LAUNCHES.items():
         launched = answer["microbatches"][name]
-        assert launched.keys() == most.keys(), name
-        assert all(launched[form] <= most[form] for form in most), (name, launched)
+        assert "logits" in launched, name
+        assert all(launched[form] <= most[form] for form in launched), (name, launched)
 
 
 def test_runs_end_and_no_tensor_of_the_host_meets_one_of_the_device(answer):

@@ -175,7 +175,7 @@ def matched_divergence(
         student.logits,
         evaluate,
         grad_scale=grad_scale,
-        slots=student.rows.slots,
+        slots=student.rows.chunk_id,
         in_place=in_place,
         implementation=implementation,
     )

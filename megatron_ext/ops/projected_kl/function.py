@@ -262,7 +262,7 @@ def projected_kl(
             logits, gradient=gradient, grad_scale=1.0 if grad_scale is None else grad_scale
         ),
         grad_scale=grad_scale,
-        slots=student.rows.slots,
+        slots=student.rows.chunk_id,
         in_place=in_place,
         implementation=implementation,
     )

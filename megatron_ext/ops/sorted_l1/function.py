@@ -332,7 +332,7 @@ def chunk_sorted_l1(
         student.logits,
         evaluate,
         grad_scale=grad_scale,
-        slots=student.rows.slots,
+        slots=student.rows.chunk_id,
         in_place=in_place,
         implementation=implementation,
     )
