@@ -28,7 +28,7 @@ from megatron_ext.training.configuration.config import (
     TrainingConfig,
 )
 from megatron_ext.training.dry_run.memory import rank_memory
-from megatron_ext.training.dry_run.plan import Plan, pair_cost
+from megatron_ext.training.dry_run.plan import PairCost, Plan, pair_cost
 from megatron_ext.training.dry_run.step_time import H100, step_seconds, wire_bytes
 from megatron_ext.training.objective import head_rows
 from megatron_ext.training.run_loss import with_vocabulary_layout
@@ -138,8 +138,15 @@ def plan_of(layout: Layout, rows: int, *, distils: bool = True) -> Plan:
         return plan
     is_laid_out = config.training.vocabulary_layout == "co_sharded"
     teacher = plan.teachers["teacher"]
-    pair = pair_cost(_projection(), plan.student, teacher, is_laid_out=is_laid_out)
-    return dataclasses.replace(plan, pairs={"teacher": pair})
+    key = plan.student.tp, plan.student.padded_vocab_size, teacher.padded_vocab_size, is_laid_out
+    if key not in _PAIRS:
+        _PAIRS[key] = pair_cost(_projection(), plan.student, teacher, is_laid_out=is_laid_out)
+    return dataclasses.replace(plan, pairs={"teacher": _PAIRS[key]})
+
+
+_PAIRS: dict[tuple[int, int, int, bool], PairCost] = {}
+"""Cost of the pair by tensor-parallel ranks, rows of both heads, and whether they are laid out: all
+that it depends on."""
 
 
 def _config(layout: Layout, rows: int, *, distils: bool) -> DistillConfig:
