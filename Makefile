@@ -14,6 +14,9 @@ TORCH := torch==2.13.0
 # Tests and demo start many processes, each of which would otherwise compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
+# One more than the cores, since tests that start processes wait for them; at most four.
+WORKERS := $(shell $(PYTHON) -c "import os; print(min(4, 1 + (os.cpu_count() or 1)))")
+
 .PHONY: demo test lint docs bench-gpu rehearse-gpu clean
 
 demo: $(VENV)/.ready
@@ -22,7 +25,7 @@ demo: $(VENV)/.ready
 
 test: $(VENV)/.ready
 	@echo "==> test: the whole suite, on all cores"
-	@$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # The GPU's machine may have torch and triton of its own and no network: .venv is used if it is there.
 bench-gpu:
