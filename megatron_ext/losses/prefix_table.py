@@ -152,16 +152,7 @@ class PrefixTable:
     def of_batch(
         self, alignment: AlignmentBatch, student_labels: torch.Tensor, teacher_labels: torch.Tensor
     ) -> PrefixRows:
-        """Rows of a batch, on the CPU; a data loader's work.
-
-        Args:
-            alignment: Of the microbatch, on the CPU.
-            student_labels: [B, Ts] int64: the token that each position predicts, negative for none.
-            teacher_labels: [B, Tt] int64
-
-        Raises:
-            LossError: Labels of another shape than the alignment, or outside the vocabularies.
-        """
+        """Rows of a batch; see ``CompletionSource``."""
         return PrefixRows.of(alignment, student_labels, teacher_labels, self)
 
     def columns(
