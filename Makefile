@@ -15,7 +15,7 @@ TORCH := torch==2.13.0
 unexport PYTHONDONTWRITEBYTECODE
 
 # One more than the cores, since tests that start processes wait for them; at most four.
-WORKERS := $(shell $(PYTHON) -c "import os; print(min(4, 1 + (os.cpu_count() or 1)))")
+WORKERS = $(shell $(PYTHON) -c "import os; print(min(4, 1 + (os.cpu_count() or 1)))")
 
 .PHONY: demo test lint docs bench-gpu rehearse-gpu clean
 
