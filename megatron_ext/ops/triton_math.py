@@ -282,17 +282,6 @@ def event_terms(log_p, log_q, mixture, DIRECTION: tl.constexpr):
     return divergence_terms(p, q, log_p, log_q, no_mass, mixture, DIRECTION)
 
 
-@triton.jit
-def scale_block(start_of_row, scale, width, BLOCK: tl.constexpr):
-    """Multiply this program's block of a row in place; by 0 it becomes 0, whatever it holds."""
-    if scale != 1.0:
-        columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        inside = columns < width
-        gradient = tl.load(start_of_row + columns, mask=inside, other=0.0)
-        product = tl.where(scale == 0.0, 0.0, gradient.to(tl.float32) * scale)
-        tl.store(start_of_row + columns, product.to(gradient.dtype), mask=inside)
-
-
 @triton.jit(
     do_not_specialize=["arrives_stride", "own_stride", "chunks"],
     do_not_specialize_on_alignment=["arrives_ptr", "own_ptr", "slot_ptr"],
@@ -327,17 +316,10 @@ def scale_to_kernel(
         scale = tl.where(own == 0.0, 1.0, scale / tl.where(own == 0.0, 1.0, own))
     else:
         scale = tl.where(is_scaled, scale / common, 1.0)
-    scale_block(gradient_ptr + row * row_stride, scale, width, BLOCK)
-
-
-@triton.jit(do_not_specialize=["scale_stride"])
-def scale_rows_kernel(
-    gradient_ptr, scale_ptr, scale_stride, row_stride, width, BLOCK: tl.constexpr
-):
-    """Multiply rows by factors in place; one program for each row and block of columns.
-
-    ``scale_stride`` is 0 where all rows have one factor.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    scale = tl.load(scale_ptr + row * scale_stride)
-    scale_block(gradient_ptr + row * row_stride, scale, width, BLOCK)
+    if scale != 1.0:
+        columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = columns < width
+        at = gradient_ptr + row * row_stride + columns
+        gradient = tl.load(at, mask=inside, other=0.0)
+        product = tl.where(scale == 0.0, 0.0, gradient.to(tl.float32) * scale)
+        tl.store(at, product.to(gradient.dtype), mask=inside)

@@ -213,13 +213,7 @@ def scale_rows_(
     """
     rows, width = gradient.shape
     if uses_triton(implementation, gradient):
-        from megatron_ext.ops.triton_math import scale_rows_kernel
-
-        if rows and width:
-            grid = (rows, -(-width // _BLOCK))
-            factors = scale.float()
-            strides = factors.stride(0), gradient.stride(0)
-            scale_rows_kernel[grid](gradient, factors, *strides, width, BLOCK=_BLOCK)
+        _scale_by_kernel(gradient, scale, None, None)
         return gradient
     for part in row_slices(rows, width, device=gradient.device):
         factors = scale[part, None]
