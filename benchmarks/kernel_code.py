@@ -42,8 +42,13 @@ def tool(name: str) -> Path | None:
 
 
 def assembler(arch: int) -> Path | None:
-    """The assembler that triton uses for an architecture."""
-    return tool("ptxas-blackwell" if arch >= 100 else "ptxas")
+    """The assembler that triton uses for an architecture, if it is there."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    try:
+        return Path(get_ptxas(arch).path)
+    except RuntimeError:
+        return None
 
 
 def compiled(launch: KernelLaunch, arch: int) -> Any:
@@ -51,6 +56,8 @@ def compiled(launch: KernelLaunch, arch: int) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+
+    from megatron_ext.ops.kernel import KERNEL_OPTIONS
 
     kernel, types = launch.function(), launch.types()
     signature = dict.fromkeys(kernel.arg_names, "constexpr")
@@ -61,7 +68,7 @@ def compiled(launch: KernelLaunch, arch: int) -> Any:
         if types.get(name, "").endswith(":16")
     }
     source = ASTSource(kernel, signature, launch.constants, multiples)
-    options = {"num_warps": launch.config.num_warps, **launch.options}
+    options = {**KERNEL_OPTIONS, "num_warps": launch.config.num_warps, **launch.options}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 

@@ -101,7 +101,9 @@ def test_the_package_stays_small_enough_to_find_ones_way_in():
 
 
 def _is_kernel(node):
-    return any(ast.unparse(each).startswith("triton.jit") for each in node.decorator_list)
+    return any(
+        ast.unparse(each).startswith(("triton.jit", "kernel(")) for each in node.decorator_list
+    )
 
 
 def _fresh_interpreter(code):
@@ -128,7 +130,7 @@ LONG_CONSTRUCTORS = {
     "data/collator.py: __init__",
 }
 
-MOST_FILES = 513
+MOST_FILES = 514
 MOST_FOLDERS = 45
 
 READS_CONFIGURATION = {

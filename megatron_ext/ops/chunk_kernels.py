@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from megatron_ext.ops.kernel import kernel
 from megatron_ext.ops.triton_math import LOG2_E, row_values, scaled
 
 SMALL_MASS = tl.constexpr(-20.0)
@@ -65,7 +66,7 @@ def mean_probabilities(
     return sums / tl.maximum(end - begin, 1).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["first_chunk"])
+@kernel(do_not_specialize=["first_chunk"])
 def chunk_means_kernel(
     logits_ptr,
     order_ptr,
@@ -103,7 +104,7 @@ def chunk_means_kernel(
     tl.store(out_ptr + place * width + columns, means, mask=columns < width)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@kernel(do_not_specialize=["rows"])
 def token_gradient_kernel(
     logits_ptr,
     members_ptr,

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from megatron_ext.ops.kernel import kernel
 from megatron_ext.ops.triton_math import (
     LOG2_E,
     LOWEST,
@@ -96,7 +97,7 @@ def statistics_of_row(
 
 
 # Sums of several models are written to one memory, at any place in it.
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["peak_ptr", "total_ptr"])
+@kernel(do_not_specialize=["rows"], do_not_specialize_on_alignment=["peak_ptr", "total_ptr"])
 def row_statistics_kernel(
     logits_ptr,
     members_ptr,

@@ -6,8 +6,10 @@ C chunks, K columns, T rows.
 import triton
 import triton.language as tl
 
+from megatron_ext.ops.kernel import kernel
 
-@triton.jit(do_not_specialize=["chunks"])
+
+@kernel(do_not_specialize=["chunks"])
 def chunk_sums_kernel(
     values_ptr,
     used_ptr,
@@ -68,7 +70,7 @@ def chunk_sums_kernel(
         tl.store(counts_ptr + 1 + CLASSES + number, tl.sum(others, axis=0).to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["rows"])
+@kernel(do_not_specialize=["rows"])
 def label_sums_kernel(
     row_loss_ptr,
     column_ptr,
@@ -125,7 +127,7 @@ def has_bad_rows(
     return tl.max(found, axis=0)
 
 
-@triton.jit(do_not_specialize=["student_rows", "teacher_rows"])
+@kernel(do_not_specialize=["student_rows", "teacher_rows"])
 def bad_rows_kernel(
     student_told_ptr,
     student_label_ptr,
@@ -155,7 +157,7 @@ def bad_rows_kernel(
         tl.store(flags_ptr + 1, found)
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["start", "rows"],
     do_not_specialize_on_alignment=["label_ptr", "weight_ptr", "peak_ptr", "total_ptr"],
 )
@@ -198,7 +200,7 @@ def label_rows_kernel(
     tl.store(total_ptr + row, tl.where(is_here, 1.0, 0.0), mask=exists)
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["rows"],
     do_not_specialize_on_alignment=[
         "peak_ptr", "log_sum_ptr", "whole_peak_ptr", "whole_log_sum_ptr", "label_ptr",

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron_ext.ops.kernel import kernel
 from megatron_ext.ops.launch import interpreted
 
 UNPACKS: tl.constexpr = tl.constexpr(not interpreted() and torch.version.hip is None)
@@ -282,7 +283,7 @@ def event_terms(log_p, log_q, mixture, DIRECTION: tl.constexpr):
     return divergence_terms(p, q, log_p, log_q, no_mass, mixture, DIRECTION)
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["arrives_stride", "own_stride", "chunks"],
     do_not_specialize_on_alignment=["arrives_ptr", "own_ptr", "slot_ptr"],
 )

@@ -135,6 +135,8 @@ def _compile(module, variants, containing):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from megatron_ext.ops.kernel import KERNEL_OPTIONS
+
     kernels = importlib.import_module(f"megatron_ext.ops.{module}")
     for name, types, constants in variants:
         kernel = getattr(kernels, name)
@@ -146,7 +148,7 @@ def _compile(module, variants, containing):
             if types.get(argument, "").endswith(":16")
         }
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=multiples)
-        compiled = triton.compile(source, target=GPUTarget(*HOPPER))
+        compiled = triton.compile(source, target=GPUTarget(*HOPPER), options=KERNEL_OPTIONS)
         assert compiled.asm["cubin"]
         assert re.search(containing, compiled.asm["ptx"]), f"no {containing} in {name}"
 

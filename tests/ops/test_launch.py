@@ -1,6 +1,8 @@
 """Which code runs, with which blocks a kernel is launched, and which logits it may not get."""
 
 import sys
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,3 +126,25 @@ def test_a_candidate_that_a_gpu_has_no_memory_for_is_left_out():
 def test_nothing_is_timed_where_the_environment_says_so(monkeypatch):
     monkeypatch.setenv("MEGATRON_EXT_AUTOTUNE", "0")
     assert launch.chosen_config("any", ROW_CONFIGS, None) == ROW_CONFIGS[0]
+
+
+def test_every_kernel_asks_for_products_and_sums_in_one_instruction():
+    kernel = pytest.importorskip("megatron_ext.ops.kernel")
+    from triton.runtime import JITFunction
+    from triton.runtime.interpreter import InterpretedFunction
+
+    ops = Path(kernel.__file__).parent
+    modules = [
+        import_module(".".join(("megatron_ext.ops", *path.relative_to(ops).with_suffix("").parts)))
+        for path in ops.rglob("*.py")
+        if "@triton.jit" in path.read_text() or "@kernel(" in path.read_text()
+    ]
+    launched = {
+        name: value
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, (JITFunction, InterpretedFunction)) and name.endswith("_kernel")
+    }
+    assert len(launched) > 40
+    for name, value in launched.items():
+        assert getattr(value.run, "keywords", None) == kernel.KERNEL_OPTIONS, name

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from megatron_ext.ops.kernel import kernel
 from megatron_ext.ops.triton_math import event_terms
 
 SMALLEST = tl.constexpr(1.2037062152420224e-35)
@@ -35,7 +36,7 @@ def mean_mass(
     return total / tl.maximum(count, 1)
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["chunks"],
     do_not_specialize_on_alignment=[
         "student_peak_ptr", "student_log_sum_ptr", "student_members_peak_ptr",
@@ -115,7 +116,7 @@ def chunk_masses_kernel(
     tl.store(factor_ptr + chunk, factor, mask=exists)
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["rows"],
     do_not_specialize_on_alignment=["chunk_ptr", "row_slope_ptr", "chosen_ptr"],
 )

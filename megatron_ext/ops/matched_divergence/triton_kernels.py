@@ -1,9 +1,9 @@
 """Triton kernels of the matched divergence by chunk: values with row slopes, and the gradient."""
 
-import triton
 import triton.language as tl
 
 from megatron_ext.ops.chunk_kernels import row_probabilities
+from megatron_ext.ops.kernel import kernel
 from megatron_ext.ops.matched_divergence.pair_blocks import (
     both_sides,
     compared_block,
@@ -17,7 +17,7 @@ SUMS: tl.constexpr = tl.constexpr(16)
 """Rows of a chunk that a program holds at once."""
 
 
-@triton.jit(do_not_specialize=["first_chunk"])
+@kernel(do_not_specialize=["first_chunk"])
 def compare_kernel(
     student_ptr,
     student_order_ptr,
@@ -263,7 +263,7 @@ def compare_kernel(
         tl.store(column_ptr + chunks + program, (column_start + q_column).to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["first_chunk"])
+@kernel(do_not_specialize=["first_chunk"])
 def gradient_kernel(
     student_ptr,
     gradient_ptr,

@@ -6,6 +6,7 @@ S steps, H chains, E completions of one model; N = S + E chosen columns, R = S +
 import triton
 import triton.language as tl
 
+from megatron_ext.ops.kernel import kernel
 from megatron_ext.ops.triton_math import divergence_terms, floored
 
 IMPOSSIBLE = tl.constexpr(-1e9)
@@ -129,7 +130,7 @@ def first_of(best, chosen, values, place):
     return tl.maximum(best, top), tl.where(top > best, place, chosen)
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["student_steps", "teacher_steps"],
     # Parts of longer vectors.
     do_not_specialize_on_alignment=["counted_ptr", "scale_ptr"],

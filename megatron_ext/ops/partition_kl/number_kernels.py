@@ -4,6 +4,7 @@ hundred small operations for. T rows, C chunks."""
 import triton
 import triton.language as tl
 
+from megatron_ext.ops.kernel import kernel
 from megatron_ext.ops.triton_math import event_terms, log_add, lost_share
 
 
@@ -13,7 +14,7 @@ def peak_of_set(peak, log_sum):
     return tl.where(log_sum == -float("inf"), -float("inf"), peak)
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["rows"],
     do_not_specialize_on_alignment=[
         "members_peak_ptr", "members_sum_ptr", "others_peak_ptr", "others_sum_ptr",
@@ -72,7 +73,7 @@ def norm_of(
     return top, total, others_peak, others, rest - total, first - top - total
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["chunks"],
     do_not_specialize_on_alignment=[
         "student_members_peak_ptr", "student_members_sum_ptr", "student_others_peak_ptr",
@@ -134,7 +135,7 @@ def single_norms_kernel(
     tl.store(column_ptr + chunks + chunk, column, mask=exists)
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["chunks"],
     do_not_specialize_on_alignment=["student_column_ptr", "teacher_column_ptr"],
 )
@@ -157,7 +158,7 @@ def single_agreement_kernel(
     tl.store(out_ptr + chunk, agrees, mask=exists)
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["count"],
     do_not_specialize_on_alignment=["norms_ptr", "sum_ptr", "scale_ptr"],
 )

@@ -3,14 +3,15 @@
 T rows, N chosen columns and R rows of chains, S steps, C singles, W words of 32 columns.
 """
 
-import triton
 import triton.language as tl
+
+from megatron_ext.ops.kernel import kernel
 
 IMPOSSIBLE = tl.constexpr(-1e9)
 """Log-mass of an impossible event, as in ``chain_masses.py``."""
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["read_ptr"])
+@kernel(do_not_specialize=["rows"], do_not_specialize_on_alignment=["read_ptr"])
 def split_begin_kernel(
     read_ptr, base, word_ptr, rows, words, of_row_ptr, bits_ptr, BLOCK: tl.constexpr
 ):
@@ -27,7 +28,7 @@ def split_begin_kernel(
     tl.store(bits_ptr + place, tl.load(word_ptr + place, mask=is_word, other=0), mask=is_word)
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["start", "steps", "ends", "completions", "singles"],
     do_not_specialize_on_alignment=[
         "step_row_ptr", "last_row_ptr", "step_label_ptr", "completion_ptr", "chain_ptr",
@@ -101,7 +102,7 @@ def split_entries_kernel(
     tl.atomic_or(word, bit, mask=exists & is_here)
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["steps", "rows"],
     do_not_specialize_on_alignment=[
         "peak_ptr", "log_sum_ptr", "others_peak_ptr", "others_sum_ptr",
@@ -155,7 +156,7 @@ def chosen_logits_kernel(
         tl.store(rests_ptr + rows + row, tl.where(others == -float("inf"), 0.0, others))
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["entries", "ends", "rows"],
     do_not_specialize_on_alignment=["peak_ptr", "log_sum_ptr", "label_ptr"],
 )

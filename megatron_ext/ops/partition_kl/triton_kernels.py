@@ -7,6 +7,7 @@ the pair of its row and a teacher's.
 import triton
 import triton.language as tl
 
+from megatron_ext.ops.kernel import kernel
 from megatron_ext.ops.triton_math import (
     LN_2,
     LOG2_E,
@@ -23,7 +24,7 @@ from megatron_ext.ops.triton_math import (
 )
 
 
-@triton.jit(do_not_specialize=["rows"])
+@kernel(do_not_specialize=["rows"])
 def split_statistics_kernel(
     logits_ptr,
     set_ptr,
@@ -219,7 +220,7 @@ def _single_block(
     return value, slope, gradient
 
 
-@triton.jit(do_not_specialize=["chunks"])
+@kernel(do_not_specialize=["chunks"])
 def masked_mass_kernel(
     logits_ptr,
     teacher_ptr,
@@ -262,7 +263,7 @@ def masked_mass_kernel(
     tl.store(lost_ptr + chunk, lost)
 
 
-@triton.jit(do_not_specialize=["chunks", "rows"])
+@kernel(do_not_specialize=["chunks", "rows"])
 def single_rows_kernel(
     logits_ptr,
     teacher_ptr,
@@ -475,7 +476,7 @@ def single_rows_kernel(
         tl.store(start_of_gradient + label, gradient, mask=has_label)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@kernel(do_not_specialize=["rows"])
 def other_rows_kernel(
     logits_ptr,
     set_ptr,
@@ -527,7 +528,7 @@ def other_rows_kernel(
         )
 
 
-@triton.jit(do_not_specialize=["count"])
+@kernel(do_not_specialize=["count"])
 def store_entries_kernel(
     gradient_ptr, row_ptr, column_ptr, value_ptr, gradient_stride, count, BLOCK: tl.constexpr
 ):

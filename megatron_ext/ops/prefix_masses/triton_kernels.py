@@ -1,12 +1,12 @@
 """Kernel of the starts' masses."""
 
-import triton
 import triton.language as tl
 
+from megatron_ext.ops.kernel import kernel
 from megatron_ext.ops.triton_math import LOG2_E
 
 
-@triton.jit
+@kernel()
 def column_masses_kernel(
     logits_ptr,
     row_ptr,

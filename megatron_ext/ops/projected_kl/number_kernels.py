@@ -4,6 +4,7 @@ operations for. T rows, C chunks."""
 import triton
 import triton.language as tl
 
+from megatron_ext.ops.kernel import kernel
 from megatron_ext.ops.projected_kl.single_kernel import is_single
 from megatron_ext.ops.projected_kl.triton_kernels import best_of
 from megatron_ext.ops.triton_math import FLOOR, lost_share
@@ -19,7 +20,7 @@ def log_share(sums_ptr, logs_ptr, part, whole):
     return peaks + tl.load(logs_ptr + part) - tl.load(logs_ptr + whole)
 
 
-@triton.jit(do_not_specialize=["student_rows", "teacher_rows", "chunks"])
+@kernel(do_not_specialize=["student_rows", "teacher_rows", "chunks"])
 def chunk_numbers_kernel(
     peak_ptr,
     log_sum_ptr,
@@ -112,7 +113,7 @@ def chunk_numbers_kernel(
     tl.store(grad_scale_ptr + chunk, tl.where(compared, weight, 0.0), mask=exists)
 
 
-@triton.jit(do_not_specialize=["start", "rows", "first_sum"])
+@kernel(do_not_specialize=["start", "rows", "first_sum"])
 def label_numbers_kernel(
     logits_ptr,
     row_stride,
@@ -157,7 +158,7 @@ def label_numbers_kernel(
     tl.store(loss_ptr + row, tl.where(label >= vocab_size, float("nan"), loss), mask=exists)
 
 
-@triton.jit(do_not_specialize=["chunks", "slot_blocks", "blocks", "start"])
+@kernel(do_not_specialize=["chunks", "slot_blocks", "blocks", "start"])
 def chunk_values_kernel(
     partial_ptr,
     best_ptr,

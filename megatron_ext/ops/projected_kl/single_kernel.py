@@ -18,6 +18,7 @@ import math
 import triton
 import triton.language as tl
 
+from megatron_ext.ops.kernel import kernel
 from megatron_ext.ops.triton_math import LN_2, LOG2_E, LOWEST, row_bits, scaled, widened
 
 FLOOR_BITS = tl.constexpr(math.log2(1024 * 1.1754943508222875e-38))
@@ -322,7 +323,7 @@ def pairs_of_row(
     return total, -tl.sum(entropy, axis=0) * LN_2, top_p, column_p, top_q, column_q
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=[
         "student_rows",
         "teacher_rows",

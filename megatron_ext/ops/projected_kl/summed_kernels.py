@@ -10,6 +10,7 @@ import math
 import triton
 import triton.language as tl
 
+from megatron_ext.ops.kernel import kernel
 from megatron_ext.ops.projected_kl.single_kernel import bits_of, is_single
 from megatron_ext.ops.triton_math import FLOOR, LOG2_E, projected_terms, scaled
 
@@ -89,7 +90,7 @@ def residual_columns(
     return columns, held
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["rows", "first_chunk", "chunks", "sixteen_pairs", "residual_rows", "blocks"]
 )
 def residual_means_kernel(
@@ -174,7 +175,7 @@ def row_shares(
     return tl.exp2(bits_of(loaded, peak[:, None], log_sum[:, None], temperature, HAS_TEMPERATURE))
 
 
-@triton.jit(do_not_specialize=["value_rows", "out_rows", "blocks"])
+@kernel(do_not_specialize=["value_rows", "out_rows", "blocks"])
 def column_sums_kernel(
     value_ptr,
     value_rows,
@@ -271,7 +272,7 @@ def entry_sums(
     return total
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=[
         "slots", "residual_rows", "rows", "first_chunk", "chunks", "sixteen_pairs", "blocks",
     ]
@@ -386,7 +387,7 @@ def residual_gradients_kernel(
             tl.store(place, out.to(gradient_ptr.dtype.element_ty), mask=written)
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=[
         "rows", "first_chunk", "slots", "crossing", "crossed_plane", "chunks", "partial_blocks",
         "partial_plane", "blocks",
@@ -495,7 +496,7 @@ def summed_slopes_kernel(
         tl.store(best_ptr + plane + place, column, mask=is_chunk)
 
 
-@triton.jit(do_not_specialize=["rows", "first_chunk", "chunks", "crossing", "block_count"])
+@kernel(do_not_specialize=["rows", "first_chunk", "chunks", "crossing", "block_count"])
 def crossing_teacher_kernel(
     logits_ptr,
     order_ptr,

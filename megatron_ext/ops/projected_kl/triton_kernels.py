@@ -10,6 +10,7 @@ import math
 import triton
 import triton.language as tl
 
+from megatron_ext.ops.kernel import kernel
 from megatron_ext.ops.projected_kl.single_kernel import is_single
 from megatron_ext.ops.triton_math import FLOOR, projected_terms, row_values, scaled
 
@@ -150,7 +151,7 @@ def chunk_centre(dots_ptr, order_ptr, begin, end, mass):
     return total / (tl.maximum(end - begin, 1) * mass)
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=[
         "student_rows",
         "teacher_rows",
@@ -360,7 +361,7 @@ def sweep_kernel(
                     tl.store(summed + dots_plane, tl.sum(row_q * row_mass, axis=0))
 
 
-@triton.jit(do_not_specialize=["chunk_count", "rows", "block_count"])
+@kernel(do_not_specialize=["chunk_count", "rows", "block_count"])
 def outside_kernel(
     student_ptr,
     order_ptr,
@@ -409,7 +410,7 @@ def outside_kernel(
         tl.store(written, out, mask=columns < padded_width)
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["rows", "first_chunk", "chunks", "entries", "slots", "share", "block_count"]
 )
 def entry_gradient_kernel(

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from megatron_ext.ops.chunk_kernels import mean_probabilities
+from megatron_ext.ops.kernel import kernel
 from megatron_ext.ops.sorted_l1.key_bins import START, chosen_bin, count_keys, keys_of
 from megatron_ext.ops.triton_math import LOG2_E, scaled
 
@@ -155,7 +156,7 @@ def _cut(
     return cut
 
 
-@triton.jit(do_not_specialize=["first_chunk", "first_column", "width", "places", "capacity"])
+@kernel(do_not_specialize=["first_chunk", "first_column", "width", "places", "capacity"])
 def select_kernel(
     logits_ptr,
     order_ptr,

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from megatron_ext.ops.chunk_kernels import row_probabilities
+from megatron_ext.ops.kernel import kernel
 from megatron_ext.ops.triton_math import scaled
 
 ROUNDING: tl.constexpr = tl.constexpr(8 * 1.1920928955078125e-07)
@@ -34,7 +35,7 @@ def _merged_places(
     return places
 
 
-@triton.jit
+@kernel()
 def compare_places_kernel(
     student_ptr,
     origin_ptr,
@@ -118,7 +119,7 @@ def compare_places_kernel(
     tl.store(left_out_ptr + program, tl.load(rest_ptr + program) + tl.sum(tails, axis=0))
 
 
-@triton.jit(do_not_specialize=["first_chunk"])
+@kernel(do_not_specialize=["first_chunk"])
 def keep_chosen_kernel(
     logits_ptr,
     order_ptr,
@@ -162,7 +163,7 @@ def keep_chosen_kernel(
         tl.store(centre_ptr + row, centre)
 
 
-@triton.jit(do_not_specialize=["first_chunk"])
+@kernel(do_not_specialize=["first_chunk"])
 def spread_kernel(
     logits_ptr,
     gradient_ptr,
@@ -213,7 +214,7 @@ def spread_kernel(
             tl.store(place_of, slope.to(gradient_ptr.dtype.element_ty), mask=held)
 
 
-@triton.jit(do_not_specialize=["first_chunk"])
+@kernel(do_not_specialize=["first_chunk"])
 def write_chosen_kernel(
     kept_ptr,
     gradient_ptr,

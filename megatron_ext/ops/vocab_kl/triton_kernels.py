@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from megatron_ext.ops.kernel import kernel
 from megatron_ext.ops.triton_math import (
     LN_2,
     LOG2_E,
@@ -19,7 +20,7 @@ from megatron_ext.ops.triton_math import (
 )
 
 
-@triton.jit(do_not_specialize=["rows"])
+@kernel(do_not_specialize=["rows"])
 def pair_statistics_kernel(
     student_ptr,
     teacher_ptr,
@@ -145,7 +146,7 @@ def _pair_block(
     return value, slope, information, gradient
 
 
-@triton.jit(do_not_specialize=["rows"])
+@kernel(do_not_specialize=["rows"])
 def vocab_kl_kernel(
     student_ptr,
     teacher_ptr,
