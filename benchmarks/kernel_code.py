@@ -43,12 +43,11 @@ def tool(name: str) -> Path | None:
 
 def assembler(arch: int) -> Path | None:
     """The assembler that triton uses for an architecture, if it is there."""
-    from triton.backends.nvidia.compiler import get_ptxas
+    import triton
 
-    try:
-        return Path(get_ptxas(arch).path)
-    except RuntimeError:
-        return None
+    # From 3.9 on, the one named after Blackwell is the newer one for Hopper, too.
+    since = 90 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 100
+    return tool("ptxas-blackwell" if arch >= since else "ptxas")
 
 
 def compiled(launch: KernelLaunch, arch: int) -> Any:

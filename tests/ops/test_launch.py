@@ -148,3 +148,13 @@ def test_every_kernel_asks_for_products_and_sums_in_one_instruction():
     assert len(launched) > 40
     for name, value in launched.items():
         assert getattr(value.run, "keywords", None) == kernel.KERNEL_OPTIONS, name
+
+
+def test_a_triton_that_cannot_compile_them_is_named(monkeypatch):
+    kernel = pytest.importorskip("megatron_ext.ops.kernel")
+    import triton
+
+    monkeypatch.setattr(triton, "__version__", "3.3.1+git")
+    monkeypatch.delitem(sys.modules, kernel.__name__)
+    with pytest.raises(LossError, match=r"triton 3\.3\.1\+git.*3\.4 or newer"):
+        import_module(kernel.__name__)

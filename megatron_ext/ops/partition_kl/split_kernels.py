@@ -125,11 +125,10 @@ def chosen_logits_kernel(
     """Logits of a row's chosen columns and of its rest, relative to the largest; a program for each
     of the R rows. ``rests`` [3, T] get the peak and the sum of the rest, 0 where there is none."""
     number = tl.program_id(0)
-    begin = number
-    end = number + 1
-    if number >= steps:
-        begin = steps + tl.load(edge_ptr + number - steps)
-        end = steps + tl.load(edge_ptr + number - steps + 1)
+    is_whole = number >= steps
+    edges = edge_ptr + number - steps
+    begin = tl.where(is_whole, steps + tl.load(edges, mask=is_whole, other=0), number)
+    end = tl.where(is_whole, steps + tl.load(edges + 1, mask=is_whole, other=0), number + 1)
     row = tl.load(row_ptr + number)
     others_peak = tl.load(others_peak_ptr + row)
     others = tl.load(others_sum_ptr + row)

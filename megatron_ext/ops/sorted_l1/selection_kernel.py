@@ -243,8 +243,8 @@ def select_kernel(
             first, second, third, fourth = count_keys(
                 (first, second, third, fourth), keys_of(probabilities), counted, low, span, True
             )
-        chosen, within, beyond, counted = chosen_bin((first, second, third, fourth), above, places)
-        if (low == START) & (span == 25) & (counted < places):
+        chosen, within, beyond, total = chosen_bin((first, second, third, fourth), above, places)
+        if (low == START) & (span == 25) & (total < places):
             # Fewer keys than places are that large: all of them, in bins of 2^26.
             low = 0
             span = 26
