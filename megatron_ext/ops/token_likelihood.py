@@ -1,17 +1,16 @@
-"""Likelihoods of tokens and of sets of tokens under two models, with the student's graph.
+"""Likelihoods of tokens and of sets of tokens under two models, and the student's gradient.
 
 T rows, Vp local columns. Equations are in the README.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard, row_slices, scaled_logits
-from megatron_ext.ops.chunk_rows import ExpSums, local_column, merge_exp_sums
+from megatron_ext.ops.chunk_rows import ExpSums, local_column, merge_exp_sums, merge_top_columns
 from megatron_ext.ops.labels import label_losses, label_rows
 from megatron_ext.ops.launch import (
     Implementation,
@@ -22,7 +21,6 @@ from megatron_ext.ops.launch import (
     uses_triton,
 )
 from megatron_ext.ops.softmax_statistics import row_statistics
-from megatron_ext.ops.unit_gradient import new_rows
 
 
 class RowGradient(NamedTuple):
@@ -207,20 +205,45 @@ class EvaluatedLikelihood(NamedTuple):
     column: torch.Tensor
     """int64 [Ts]: this rank's column of the student's token, -1 where it has none."""
 
+    top_column: torch.Tensor | None
+    """int64 [Ts]: global column of the student's largest logit, the first of equals; None where it
+    was not asked for."""
 
+
+@torch.no_grad()
 def evaluate_token_likelihood(
     student: TokenRows,
     teacher: TokenRows | None = None,
     *,
+    with_top_column: bool = False,
     implementation: Implementation = "auto",
 ) -> EvaluatedLikelihood:
-    """Values of ``token_likelihood`` from one read of the logits.
+    """Log-probabilities of the rows' tokens and log-masses of the models' sets of tokens.
 
-    Collectives: two all-reduces of at most [3 (Ts + Tt)], 24 (Ts + Tt) bytes in fp32.
+    Each logit is read once for all these numbers, with a peak of its own for the set, so that a
+    mass of exp(-1e4) still has its logarithm. fp32, fp64 where the student's logits are.
+
+    Args:
+        teacher: None where its likelihoods are known. Its shard has the student's group.
+        with_top_column: Compute ``EvaluatedLikelihood.top_column``.
+
+    Collectives: two all-reduces of at most [3 (Ts + Tt)], 24 (Ts + Tt) bytes in fp32; one of [Ts]
+    more with the top column.
+
+    Raises:
+        LossError: The implementation is unknown or cannot run here.
     """
+    check_implementation("token_likelihood", implementation)
     sides = [student] if teacher is None else [student, teacher]
-    sums, columns = zip(*(_exp_sums(side, implementation) for side in sides), strict=True)
+    sums, columns, tops = zip(
+        *(_exp_sums(side, with_top_column and side is student, implementation) for side in sides),
+        strict=True,
+    )
     merged = merge_exp_sums([part for own in sums for part in own], student.shard)
+    top_column = None
+    if with_top_column:
+        own, whole = sums[0][0], merged[0]
+        (top_column,) = merge_top_columns([tops[0]], [own], [whole], [student.shard])
     likelihoods, normalisers = [], []
     for side in sides:
         whole, token = merged.pop(0), merged.pop(0)
@@ -233,7 +256,7 @@ def evaluate_token_likelihood(
         likelihoods.append(TokenLikelihood(loss.neg_(), mass, whole.log_sum))
         normalisers.append((whole, members))
     other = likelihoods[1] if teacher is not None else None
-    return EvaluatedLikelihood(likelihoods[0], other, *normalisers[0], columns[0])
+    return EvaluatedLikelihood(likelihoods[0], other, *normalisers[0], columns[0], top_column)
 
 
 def write_likelihood_gradient(
@@ -276,15 +299,15 @@ def write_likelihood_gradient(
 
 
 def _exp_sums(
-    side: TokenRows, implementation: Implementation
-) -> tuple[list[ExpSums], torch.Tensor]:
-    """Sums over all columns, the token's, and the set's if it is asked for; and the token's
-    column."""
+    side: TokenRows, with_top_column: bool, implementation: Implementation
+) -> tuple[list[ExpSums], torch.Tensor, torch.Tensor]:
+    """Sums over all columns, the token's, and the set's if it is asked for; the token's column, and
+    the largest logit's if that is."""
     statistics = row_statistics(
         side.logits,
         side.shard,
         members=side.members,
-        with_column=False,
+        with_column=with_top_column,
         implementation=implementation,
     )
     whole, members = map(ExpSums, statistics.peak, statistics.total)
@@ -293,88 +316,7 @@ def _exp_sums(
         side.logits.detach(), side.token_id, side.shard, 1.0, token, implementation=implementation
     )
     sums = [whole, token] if side.members is None else [whole, token, members]
-    return sums, looked_up.column
-
-
-def token_likelihood(
-    student: TokenRows,
-    teacher: TokenRows | None = None,
-    *,
-    in_place: bool = False,
-    implementation: Implementation = "auto",
-) -> tuple[TokenLikelihood, TokenLikelihood | None]:
-    """Log-probabilities of the rows' tokens and log-masses of the models' sets of tokens.
-
-    Each logit is read once for all these numbers, with a peak of its own for the set, so that a
-    mass of exp(-1e4) still has its logarithm.
-
-    Args:
-        student: Its logits are the only tensor with a gradient.
-        teacher: None where its likelihoods are known. Its shard has the student's group.
-        in_place: Let the backward write the gradient over the student's logits. The forward
-            cannot, since the upstream gradients depend on its results.
-
-    Returns:
-        fp32 (fp64 where the student's logits are). Forward: two all-reduces of at most
-        [3 (Ts + Tt)]. Backward: none; keeps the student's logits and vectors. A row whose
-        gradients are 0 gets none, whatever it holds.
-
-    Raises:
-        LossError: The implementation is unknown or cannot run here.
-    """
-    check_implementation("token_likelihood", implementation)
-    values = _TokenLikelihood.apply(student.logits, student, teacher, in_place, implementation)
-    of_teacher = TokenLikelihood(*values[3:]) if teacher is not None else None
-    return TokenLikelihood(*values[:3]), of_teacher
-
-
-class _TokenLikelihood(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        student: TokenRows,
-        teacher: TokenRows | None,
-        in_place: bool,
-        implementation: Implementation,
-    ) -> tuple[torch.Tensor, ...]:
-        out = evaluate_token_likelihood(student, teacher, implementation=implementation)
-        kept = student.token_id, out.column, student.members
-        ctx.save_for_backward(logits, *kept, *out.whole, *out.members)
-        ctx.shard, ctx.in_place, ctx.implementation = student.shard, in_place, implementation
-        others = (
-            () if out.teacher is None else tuple(part for part in out.teacher if part is not None)
-        )
-        # A tensor of its own, since the normaliser is kept.
-        log_sum = out.whole.log_sum.view_as(out.whole.log_sum)
-        ctx.mark_non_differentiable(log_sum, *others)
-        ctx.set_materialize_grads(False)
-        return out.student.log_prob, out.student.log_mass, log_sum, *others
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, on_token: torch.Tensor | None, on_mass: torch.Tensor | None, *_: Any
-    ) -> tuple[torch.Tensor, None, None, None, None]:
-        logits, token_id, column, members, *vectors = ctx.saved_tensors
-        gradient = logits.detach() if ctx.in_place else new_rows(logits)
-        on_token, on_mass = (
-            torch.zeros_like(vectors[0]) if each is None else each for each in (on_token, on_mass)
-        )
-        student = TokenRows(logits, token_id, members, ctx.shard)
-        write_likelihood_gradient(
-            student,
-            LogSumExp(*vectors[:2]),
-            LogSumExp(*vectors[2:]),
-            on_token,
-            on_mass,
-            gradient,
-            column=column,
-            implementation=ctx.implementation,
-        )
-        if ctx.in_place:
-            torch.autograd.graph.increment_version(logits)
-        return gradient, None, None, None, None
+    return sums, looked_up.column, statistics.column
 
 
 def token_likelihood_reference(

@@ -21,7 +21,7 @@ from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.losses import TeacherTargets
 from megatron_ext.losses.targets import topk_targets
-from megatron_ext.ops.token_likelihood import TokenRows, token_likelihood
+from megatron_ext.ops.token_likelihood import TokenRows, evaluate_token_likelihood
 from megatron_ext.teachers.target_form import Precision, TargetForm, pack_ids, unpack_ids
 
 
@@ -46,8 +46,9 @@ class FormedTargets:
         Args:
             labels: [B, S] int64 targets, negative where there is none.
 
-        Collectives: in every tile, for ``label`` and ``topk`` those of ``token_likelihood`` and for
-        ``topk`` also those of ``topk_targets``; then one context-parallel all-gather a field.
+        Collectives: in every tile, for ``label`` and ``topk`` those of
+        ``evaluate_token_likelihood`` and for ``topk`` also those of ``topk_targets``; then one
+        context-parallel all-gather a field.
         """
         with torch.no_grad():
             fields = self._fields(targets, labels)
@@ -73,7 +74,8 @@ class FormedTargets:
     def _of_logits(
         self, logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard
     ) -> dict[str, torch.Tensor]:
-        likelihood, _ = token_likelihood(TokenRows(logits, labels, self.boundary, shard))
+        rows = TokenRows(logits, labels, self.boundary, shard)
+        likelihood = evaluate_token_likelihood(rows).student
         if self.form.kind == "label":
             assert likelihood.log_mass is not None
             return {

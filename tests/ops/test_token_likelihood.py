@@ -5,8 +5,9 @@ from megatron_ext.distributed import vocab_parallel
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.ops.token_likelihood import (
     TokenRows,
-    token_likelihood,
+    evaluate_token_likelihood,
     token_likelihood_reference,
+    write_likelihood_gradient,
 )
 
 
@@ -20,7 +21,14 @@ def rows_of(rows, vocab, padding, *, dtype):
     members = torch.arange(vocab + padding) % 3 == 1
     members[vocab:] = True
     shard = VocabShard(start=0, stop=vocab + padding, vocab_size=vocab)
-    return TokenRows(logits.requires_grad_(), token_id, members, shard)
+    return TokenRows(logits, token_id, members, shard)
+
+
+def gradient_of(rows, out, on_token, on_mass):
+    gradient = torch.full_like(rows.logits, torch.nan)
+    upstream = (part.to(out.whole.peak.dtype) for part in (on_token, on_mass))
+    write_likelihood_gradient(rows, out.whole, out.members, *upstream, gradient, column=out.column)
+    return gradient
 
 
 def reference_of(rows):
@@ -38,33 +46,32 @@ def test_values_and_gradient_equal_the_references(rows, vocab, padding, dtype, s
     weights = torch.rand(2, rows, dtype=torch.float64)
     truth = (true_prob * weights[0] + true_mass * weights[1]).sum()
     (true_grad,) = torch.autograd.grad(truth, logits)
-    value, _ = token_likelihood(side)
-    total = (value.log_prob * weights[0] + value.log_mass * weights[1]).sum()
-    (grad,) = torch.autograd.grad(total, side.logits)
+    out = evaluate_token_likelihood(side, with_top_column=True)
+    value, grad = out.student, gradient_of(side, out, *weights)
     torch.testing.assert_close(value.log_prob.double(), true_prob, rtol=slack, atol=slack)
     torch.testing.assert_close(value.log_mass.double(), true_mass, rtol=slack, atol=slack)
     torch.testing.assert_close(grad[:, :vocab].double(), true_grad, rtol=slack, atol=slack)
     assert (grad[:, vocab:] == 0).all()
+    assert torch.equal(out.top_column, side.logits[:, :vocab].argmax(dim=-1))
 
 
 def test_a_teacher_beside_the_student_changes_neither():
     student, teacher = (rows_of(9, vocab, 2, dtype=torch.float32) for vocab in (37, 23))
-    alone, _ = token_likelihood(student)
-    other, _ = token_likelihood(teacher)
-    own, known = token_likelihood(student, teacher)
-    assert not known.log_prob.requires_grad
-    for value, truth in ((own, alone), (known, other)):
+    alone, other = (evaluate_token_likelihood(side).student for side in (student, teacher))
+    both = evaluate_token_likelihood(student, teacher)
+    for value, truth in ((both.student, alone), (both.teacher, other)):
         assert torch.equal(value.log_prob, truth.log_prob)
         assert torch.equal(value.log_mass, truth.log_mass)
 
 
 def test_a_mass_that_underflows_keeps_its_logarithm_and_a_bounded_gradient():
-    logits = torch.tensor([[0.0, -1e4, -1e4, -torch.inf]], requires_grad=True)
+    logits = torch.tensor([[0.0, -1e4, -1e4, -torch.inf]])
     shard = VocabShard(start=0, stop=4, vocab_size=4)
     members = torch.tensor([False, True, True, True])
-    value, _ = token_likelihood(TokenRows(logits, torch.tensor([0]), members, shard))
-    assert value.log_mass.item() == pytest.approx(-1e4 + 0.6931, abs=1e-3)
-    (grad,) = torch.autograd.grad(value.log_mass.sum(), logits)
+    rows = TokenRows(logits, torch.tensor([0]), members, shard)
+    out = evaluate_token_likelihood(rows)
+    assert out.student.log_mass.item() == pytest.approx(-1e4 + 0.6931, abs=1e-3)
+    grad = gradient_of(rows, out, torch.zeros(1), torch.ones(1))
     assert grad.tolist() == [[-1.0, 0.5, 0.5, 0.0]]
 
 
@@ -72,12 +79,12 @@ def test_a_set_that_is_masked_has_no_mass_and_rows_without_a_gradient_are_not_lo
     logits = torch.zeros(3, 4)
     logits[0, 2:] = -torch.inf
     logits[1] = torch.nan
-    logits.requires_grad_()
     shard = VocabShard(start=0, stop=4, vocab_size=4)
     members = torch.tensor([False, False, True, True])
-    value, _ = token_likelihood(TokenRows(logits, torch.tensor([0, -1, 1]), members, shard))
-    assert value.log_mass[0].item() == -torch.inf
-    (grad,) = torch.autograd.grad(value.log_mass[2] + value.log_prob.sum(), logits)
+    rows = TokenRows(logits, torch.tensor([0, -1, 1]), members, shard)
+    out = evaluate_token_likelihood(rows)
+    assert out.student.log_mass[0].item() == -torch.inf
+    grad = gradient_of(rows, out, torch.ones(3), torch.tensor([0.0, 0.0, 1.0]))
     assert grad.isfinite().all()
     assert not grad[1].any()
 
@@ -85,7 +92,7 @@ def test_a_set_that_is_masked_has_no_mass_and_rows_without_a_gradient_are_not_lo
 def test_bf16_logits_lose_no_more_than_their_own_rounding():
     side = rows_of(9, 37, 3, dtype=torch.bfloat16)
     true_prob, true_mass, _ = reference_of(side)
-    value, _ = token_likelihood(side)
+    value = evaluate_token_likelihood(side).student
     assert value.log_prob.dtype == torch.float32
     torch.testing.assert_close(value.log_prob.double(), true_prob, rtol=1e-6, atol=2e-6)
     torch.testing.assert_close(value.log_mass.double(), true_mass, rtol=1e-6, atol=2e-6)
@@ -95,8 +102,8 @@ def test_slices_of_rows_change_nothing(monkeypatch):
     side = rows_of(9, 37, 3, dtype=torch.float32)
 
     def grad():
-        value, _ = token_likelihood(side)
-        return torch.autograd.grad(value.log_prob.sum() + value.log_mass.sum(), side.logits)[0]
+        out = evaluate_token_likelihood(side)
+        return gradient_of(side, out, *torch.ones(2, 9))
 
     whole = grad()
     monkeypatch.setitem(vocab_parallel.SLICE_ELEMENTS, "cpu", 80)

@@ -6,8 +6,7 @@ T rows, Vp local columns, C chunks, G groups, at most C.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
@@ -16,17 +15,15 @@ from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
-from megatron_ext.losses.checks import check_alignment, check_choice, check_student
+from megatron_ext.losses.checks import check_choice
 from megatron_ext.losses.diagnostics import chunk_output, over_chunks
 from megatron_ext.losses.lookup import places_after
-from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, Objective, TargetForm
+from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, TargetForm
 from megatron_ext.losses.objectives.chunk_likelihood import (
     ChunkLikelihoods,
-    chunk_likelihoods,
+    LikelihoodObjective,
     labelled_ahead,
-    tells_bad,
 )
-from megatron_ext.losses.targets import TargetKind
 from megatron_ext.ops.chunk_rows import index_sum
 from megatron_ext.ops.divergence import Difference, binary_divergence, check_binary_divergence
 from megatron_ext.ops.launch import Implementation, check_implementation
@@ -81,7 +78,7 @@ Merge = Literal["none", "words", "likely_boundaries"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AlmLoss(Objective):
+class AlmLoss(LikelihoodObjective):
     """``sum_c D(P_c, Q_c)`` over chunks: how likely the chunk's bytes are to either model.
 
     ``log P_c`` is the sum of the teacher's log-probabilities of the chunk's tokens, ``log Q_c``
@@ -162,18 +159,10 @@ class AlmLoss(Objective):
                 expected="above 0 and below 1",
             )
 
-    def compute(self, inputs: DistillationInputs) -> LossOutput:
-        """See ``Objective``."""
-        check_student(inputs)
-        kinds: tuple[TargetKind, ...] = ("logits", "hidden", "label")
-        alignment, teacher = check_alignment(inputs, objective=self.name, kinds=kinds)
-        chunks = chunk_likelihoods(
-            inputs,
-            teacher,
-            objective=self.name,
-            with_boundary=self.debias or self.merge == "likely_boundaries",
-            implementation=self.implementation,
-        )
+    def compare(self, inputs: DistillationInputs, chunks: ChunkLikelihoods) -> LossOutput:
+        """See ``LikelihoodObjective``."""
+        alignment = inputs.alignment
+        assert alignment is not None
         groups = self._groups(inputs, alignment, chunks)
         student, teacher_nats = (
             self._log_likelihood(likelihood, boundary, chunks.usable, groups)
@@ -200,18 +189,18 @@ class AlmLoss(Objective):
             renyi_alpha=self.renyi_alpha,
         )
         members = groups.sum(chunks.usable.to(loss.dtype))
-        output = chunk_output(
+        return chunk_output(
             inputs,
             loss,
             usable=kept,
             means={"student_nats": -student, "teacher_nats": -teacher_nats, "chunks": members},
             metrics={"impossible": over_chunks(impossible.to(loss.dtype), compared)},
         )
-        return replace(output, bad=partial(chunks.bad, inputs)) if tells_bad(inputs) else output
 
-    def tells_bad(self, inputs: DistillationInputs) -> bool:
-        """See ``chunk_likelihood.tells_bad``."""
-        return tells_bad(inputs)
+    @property
+    def reads_boundaries(self) -> bool:
+        """To debias, and to merge where they are likely."""
+        return self.debias or self.merge == "likely_boundaries"
 
     def count_ahead(self, known: KnownAhead) -> torch.Tensor:
         """Chunks with all their labels.

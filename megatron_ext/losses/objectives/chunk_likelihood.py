@@ -1,23 +1,36 @@
-"""Likelihoods of each chunk's tokens under both models. T rows, Vp local columns, C chunks."""
+"""Likelihoods of each chunk's tokens under both models, and objectives that compare them.
+
+T rows, Vp local columns, C chunks.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from functools import partial
+from typing import ClassVar, NamedTuple
 
 import torch
 
 from megatron_ext.constants import NO_CHUNK
 from megatron_ext.errors import LossError
-from megatron_ext.losses.base import DistillationInputs, KnownAhead
+from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
+from megatron_ext.losses.checks import check_alignment, check_student
 from megatron_ext.losses.diagnostics import bad_flags, used_chunks
 from megatron_ext.losses.lookup import places_after
 from megatron_ext.losses.matched_columns import counted_ids
-from megatron_ext.losses.targets import TeacherTargets
+from megatron_ext.losses.objective import Evaluated, FusedObjective, Scale, label_scales
+from megatron_ext.losses.targets import TargetKind, TeacherTargets
 from megatron_ext.losses.vocabulary_match import BoundaryColumns
 from megatron_ext.ops.chunk_rows import chunk_slots, index_sum
 from megatron_ext.ops.launch import Implementation
-from megatron_ext.ops.token_likelihood import TokenLikelihood, TokenRows, token_likelihood
+from megatron_ext.ops.token_likelihood import (
+    TokenLikelihood,
+    TokenRows,
+    evaluate_token_likelihood,
+    write_likelihood_gradient,
+)
 
 
 class ChunkLikelihoods(NamedTuple):
@@ -39,74 +52,129 @@ class ChunkLikelihoods(NamedTuple):
     usable: torch.Tensor
     """bool: the chunk counts, and each of its positions has a label."""
 
-    told: tuple[torch.Tensor | None, torch.Tensor | None]
-    """``TokenLikelihood.log_sum`` of both models."""
 
-    def bad(self, inputs: DistillationInputs) -> torch.Tensor:
-        """``LossOutput.bad``, where ``tells_bad``."""
-        student, teacher = self.told
-        assert student is not None
-        assert teacher is not None
-        return bad_flags(inputs, student, teacher)
+class LikelihoodObjective(FusedObjective):
+    """Objective that compares the likelihoods of chunks, with the cross-entropy or without.
+
+    The gradient of a row of logits follows from two numbers, those of its token's log-probability
+    and of its set's log-mass, which autograd finds from [C] likelihoods; the cross-entropy adds to
+    the first.
+    """
+
+    __slots__ = ()
+
+    gives_top_column: ClassVar[bool] = True
+
+    implementation: Implementation
+
+    @property
+    def reads_boundaries(self) -> bool:
+        """Whether it reads the log-probability that a boundary follows; otherwise that is 0."""
+        return False
+
+    @abstractmethod
+    def compare(self, inputs: DistillationInputs, chunks: ChunkLikelihoods) -> LossOutput:
+        """The loss, with a graph to the student's likelihoods."""
+
+    def evaluate(
+        self,
+        inputs: DistillationInputs,
+        *,
+        scale: Scale = 1.0,
+        ce_scale: Scale | None = None,
+        gradient: torch.Tensor | None = None,
+    ) -> Evaluated:
+        """See ``FusedObjective``. Collectives: see the class, and ``compare``."""
+        check_student(inputs)
+        kinds: tuple[TargetKind, ...] = ("logits", "hidden", "label")
+        _, teacher = check_alignment(inputs, objective=self.name, kinds=kinds)
+        labels = inputs.labels.flatten(), _teacher_labels(inputs, teacher, self.name).flatten()
+        ids = counted_ids(inputs)
+        asked = tuple(
+            torch.where(its == NO_CHUNK, -1, side) for its, side in zip(ids, labels, strict=True)
+        )
+        columns = _columns(inputs, teacher, self.name) if self.reads_boundaries else None
+        student = TokenRows(
+            inputs.student_logits.flatten(0, 1),
+            asked[0] if ce_scale is None else labels[0],
+            None if columns is None else columns.student,
+            inputs.student_shard,
+        )
+        other = None
+        if teacher.kind != "label":
+            is_member = None if columns is None else columns.teacher
+            logits = teacher.to_logits().flatten(0, 1)
+            other = TokenRows(logits, asked[1], is_member, teacher.shard)
+        found = evaluate_token_likelihood(
+            student,
+            other,
+            with_top_column=ce_scale is not None,
+            implementation=self.implementation,
+        )
+        own, its = found.student, found.teacher
+        if its is None:
+            has_boundary = columns is not None
+            its = _given(teacher, asked[1], own.log_prob.dtype, self.name, has_boundary)
+        needs_gradient = gradient is not None
+        on = [part.detach().requires_grad_(needs_gradient) for part in (own.log_prob, own.log_mass)]
+        with torch.set_grad_enabled(needs_gradient):
+            sides = own._replace(log_prob=on[0], log_mass=on[1]), its
+            output = self.compare(inputs, _of_chunks(inputs, sides, labels, ids))
+        if gradient is not None:
+            # Scaled last: differences of divergences that cancel are exact for 1 alone.
+            on_token, on_mass = (
+                part * scale
+                for part in torch.autograd.grad(output.loss_sum, on, materialize_grads=True)
+            )
+            if ce_scale is not None:
+                on_token = on_token - label_scales(inputs, ce_scale)
+            write_likelihood_gradient(
+                student,
+                found.whole,
+                found.members,
+                on_token,
+                on_mass,
+                gradient,
+                column=found.column,
+                implementation=self.implementation,
+            )
+        output = replace(output, loss_sum=output.loss_sum.detach())
+        if self.tells_bad(inputs):
+            assert own.log_sum is not None
+            assert its.log_sum is not None
+            output = replace(output, bad=partial(bad_flags, inputs, own.log_sum, its.log_sum))
+        return Evaluated(output, None if ce_scale is None else -own.log_prob, found.top_column)
+
+    def tells_bad(self, inputs: DistillationInputs) -> bool:
+        """Whether likelihoods of both models are made of sums, which a row of NaN or +inf does not
+        have."""
+        return inputs.teacher is not None and inputs.teacher.kind != "label"
 
 
-def tells_bad(inputs: DistillationInputs) -> bool:
-    """Whether likelihoods of both models are made of sums, which a row of NaN or +inf does not
-    have."""
-    return inputs.teacher is not None and inputs.teacher.kind != "label"
-
-
-def chunk_likelihoods(
+def _of_chunks(
     inputs: DistillationInputs,
-    teacher: TeacherTargets,
-    *,
-    objective: str,
-    with_boundary: bool,
-    implementation: Implementation = "auto",
+    sides: tuple[TokenLikelihood, TokenLikelihood],
+    labels: tuple[torch.Tensor, torch.Tensor],
+    ids: tuple[torch.Tensor, torch.Tensor],
 ) -> ChunkLikelihoods:
-    """Likelihoods of the inputs' chunks.
+    """Likelihoods of the inputs' chunks from those of both models' rows.
 
-    Args:
-        inputs: With an alignment that fits.
-        teacher: Targets of the kind ``logits``, ``hidden`` or ``label``.
-        objective: Its name, for errors.
-        with_boundary: Compute boundary probabilities; otherwise they are 0.
-        implementation: Implementation of ``token_likelihood``.
-
-    Two all-reduces of at most [3 (Ts + Tt)]. Numbers of chunks that are not usable are
-    arbitrary, but their rows, NaN included, reach no other chunk.
-
-    Raises:
-        LossError: No teacher labels, no boundaries, or ones that do not fit.
+    Numbers of chunks that are not usable are arbitrary, but their rows, NaN included, reach no
+    other chunk.
     """
     alignment = inputs.alignment
     assert alignment is not None
-    teacher_labels = _teacher_labels(inputs, teacher, objective)
-    labels = inputs.labels.flatten(), teacher_labels.flatten()
-    chunk_ids = counted_ids(inputs)
-    asked = tuple(
-        torch.where(ids == NO_CHUNK, -1, side) for ids, side in zip(chunk_ids, labels, strict=True)
-    )
-    columns = _columns(inputs, teacher, objective) if with_boundary else None
-    student = TokenRows(
-        inputs.student_logits.flatten(0, 1),
-        asked[0],
-        None if columns is None else columns.student,
-        inputs.student_shard,
-    )
-    rows = _rows(student, teacher, asked[1], columns, objective, implementation)
-
+    assert inputs.teacher_labels is not None
     count = alignment.chunk_count
-    usable = used_chunks(inputs, labelled_chunks(labels, chunk_ids, count))
-    places = places_after(alignment, inputs.labels, teacher_labels)
+    usable = used_chunks(inputs, labelled_chunks(labels, ids, count))
+    places = places_after(alignment, inputs.labels, inputs.teacher_labels)
     follows = usable & places[0].exists & places[1].exists
     boundaries = [
         torch.where(follows, side.log_mass[place.row], 0.0)
-        for side, place in zip(rows, places, strict=True)
+        for side, place in zip(sides, places, strict=True)
     ]
-    sums = [_sum_rows(side.log_prob, ids, count) for side, ids in zip(rows, chunk_ids, strict=True)]
-    told = rows[0].log_sum, rows[1].log_sum
-    return ChunkLikelihoods(sums[0], sums[1], boundaries[0], boundaries[1], follows, usable, told)
+    sums = [_sum_rows(side.log_prob, its, count) for side, its in zip(sides, ids, strict=True)]
+    return ChunkLikelihoods(sums[0], sums[1], boundaries[0], boundaries[1], follows, usable)
 
 
 def labelled_chunks(
@@ -131,30 +199,6 @@ def labelled_ahead(known: KnownAhead) -> torch.Tensor:
 
 def _sum_rows(values: torch.Tensor, chunk_id: torch.Tensor, count: int) -> torch.Tensor:
     return index_sum(values, chunk_slots(chunk_id, count), count + 1)[:-1]
-
-
-def _rows(
-    student: TokenRows,
-    teacher: TeacherTargets,
-    asked: torch.Tensor,
-    columns: BoundaryColumns | None,
-    objective: str,
-    implementation: Implementation,
-) -> tuple[TokenLikelihood, TokenLikelihood]:
-    """Likelihoods of both models' rows; ``asked`` are the teacher's tokens, negative for none."""
-    if teacher.kind == "label":
-        likelihood, _ = token_likelihood(student, implementation=implementation)
-        dtype = likelihood.log_prob.dtype
-        return likelihood, _given(teacher, asked, dtype, objective, columns is not None)
-    other = TokenRows(
-        teacher.to_logits().flatten(0, 1),
-        asked,
-        None if columns is None else columns.teacher,
-        teacher.shard,
-    )
-    likelihood, teacher_likelihood = token_likelihood(student, other, implementation=implementation)
-    assert teacher_likelihood is not None
-    return likelihood, teacher_likelihood
 
 
 def _given(

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
-from megatron_ext.losses.checks import check_alignment, check_student
 from megatron_ext.losses.diagnostics import chunk_output, over_chunks
 from megatron_ext.losses.matched_columns import counted_ids
-from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, Objective, TargetForm
+from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, TargetForm
 from megatron_ext.losses.objectives.chunk_likelihood import (
-    chunk_likelihoods,
+    ChunkLikelihoods,
+    LikelihoodObjective,
     labelled_ahead,
-    tells_bad,
 )
-from megatron_ext.losses.targets import TargetKind
 from megatron_ext.ops.chunk_rows import chunk_slots, index_sum
 from megatron_ext.ops.launch import Implementation, check_implementation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampledKLLoss(Objective):
+class SampledKLLoss(LikelihoodObjective):
     """Reverse KL of each chunk, estimated at its sampled tokens: a policy gradient.
 
     With ``log P_c`` and ``log Q_c`` the sums of the teacher's and the student's log-probabilities
@@ -76,18 +73,8 @@ class SampledKLLoss(Objective):
                     got=getattr(self, option),
                 )
 
-    def compute(self, inputs: DistillationInputs) -> LossOutput:
-        """See ``Objective``."""
-        check_student(inputs)
-        kinds: tuple[TargetKind, ...] = ("logits", "hidden", "label")
-        _, teacher = check_alignment(inputs, objective=self.name, kinds=kinds)
-        chunks = chunk_likelihoods(
-            inputs,
-            teacher,
-            objective=self.name,
-            with_boundary=False,
-            implementation=self.implementation,
-        )
+    def compare(self, inputs: DistillationInputs, chunks: ChunkLikelihoods) -> LossOutput:
+        """See ``LikelihoodObjective``."""
         impossible = (chunks.student == -torch.inf) | (chunks.teacher == -torch.inf)
         kept = chunks.usable & ~impossible
         # Values left out become an ordinary number first, so that their gradient is 0, too.
@@ -99,7 +86,7 @@ class SampledKLLoss(Objective):
         near = signal.clamp(max=_MOST_IN_VALUE)
         value = near.exp() - near - 1
         loss = value - weight * signal * (student - own)
-        output = chunk_output(
+        return chunk_output(
             inputs,
             loss,
             usable=kept,
@@ -111,11 +98,6 @@ class SampledKLLoss(Objective):
             },
             metrics={"impossible": over_chunks(impossible.to(loss.dtype), chunks.usable)},
         )
-        return replace(output, bad=partial(chunks.bad, inputs)) if tells_bad(inputs) else output
-
-    def tells_bad(self, inputs: DistillationInputs) -> bool:
-        """See ``chunk_likelihood.tells_bad``."""
-        return tells_bad(inputs)
 
     def count_ahead(self, known: KnownAhead) -> torch.Tensor:
         """Chunks with all their labels; exact but for chunks of probability 0."""
