@@ -9,6 +9,7 @@ from tests.ops.projected_kl_variants import (
     single_variants,
     summed_variants,
     sweep_variants,
+    variant,
 )
 from tests.ops.wide_load_variants import wide_variants
 
@@ -381,6 +382,17 @@ def test_matched_divergence_numbers():
 )
 def test_projected_kl(module, variants):
     compiles(f"projected_kl.{module}", variants())
+
+
+def test_the_labels_logit_is_read_by_all_warps_before_one_writes_the_gradient_over_it():
+    flags = {"IS_ALIGNED": False, "HAS_GRADIENT": True, "HAS_DIAGNOSTICS": False}
+    sizes = {"HAS_LABELS": True, "HAS_TEMPERATURE": False, "BLOCK": 512, "PARTS": 16}
+    compiles(
+        "projected_kl.single_kernel",
+        [variant("single_kernel", "*bf16", **flags, **sizes)],
+        # No store before the first barrier.
+        containing=r"\A(?:(?!st\.global)[\s\S])*bar\.sync",
+    )
 
 
 @pytest.mark.parametrize(("module", "variant"), wide_variants())

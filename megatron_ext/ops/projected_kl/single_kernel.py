@@ -171,7 +171,7 @@ def pairs_of_row(
     label_factor = 0.0
     if HAS_LABELS & (not HAS_TEMPERATURE):
         label_factor = label_weight * mass
-    # What is read here the gradient may overwrite.
+    # What is read here the gradient may overwrite, by another warp too.
     label_logit = tl.load(student_ptr + label, mask=label >= 0, other=0.0)
     column_p = 0
     column_q = 0
@@ -181,6 +181,8 @@ def pairs_of_row(
         column_q = best_pair(student_ptr, top_column, pairs, part, PARTS, K, LANES)
         top_q = tl.load(student_ptr + column_q, mask=column_q < pairs, other=-float("inf"))
         top_q = bits_of(top_q, peak, log_sum, temperature, HAS_TEMPERATURE)
+    if HAS_GRADIENT:
+        tl.debug_barrier()
 
     places = tl.arange(0, LANES)[:, None] * K + tl.arange(0, K)[None, :]
     value = tl.zeros((LANES,), tl.float32)
