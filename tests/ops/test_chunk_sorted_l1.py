@@ -51,7 +51,7 @@ def _means(case):
     return found
 
 
-@pytest.mark.usefixtures("nan_filled")
+@pytest.mark.usefixtures("nan_filled", "in_any_order")
 @ALL_THREE
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])
@@ -98,6 +98,7 @@ def test_extreme_rows_stay_finite_and_a_nan_shows_in_its_chunk_alone(implementat
     assert (grad[case.chunk_ids[0] == 2] == 0).all(), "a chunk that gets nothing"
 
 
+@pytest.mark.usefixtures("in_any_order")
 @pytest.mark.parametrize(
     ("counts", "places"),
     [

@@ -204,6 +204,7 @@ def call(case, student, teacher, **options):
     )
 
 
+@pytest.mark.usefixtures("in_any_order")
 @BOTH
 def test_strided_rows_and_their_gradient_in_place(implementation):
     case = paired(lengths=(6, 5), chunk_count=3)
