@@ -4,6 +4,7 @@ import pytest
 
 from tests.ops.compile_kernel import arguments, compiled_variants, compiles
 from tests.ops.projected_kl_variants import (
+    learned_variants,
     number_variants,
     other_variants,
     single_variants,
@@ -375,6 +376,7 @@ def test_matched_divergence_numbers():
     [
         ("triton_kernels", other_variants),
         ("triton_kernels", sweep_variants),
+        ("triton_kernels", learned_variants),
         ("summed_kernels", summed_variants),
         ("number_kernels", number_variants),
         ("single_kernel", single_variants),
