@@ -314,9 +314,10 @@ def scale_to_kernel(
     scale = tl.load(arrives_ptr + place * arrives_stride, mask=is_scaled, other=1.0)
     if own_ptr is not None:
         own = tl.load(own_ptr + place * own_stride, mask=is_scaled, other=0.0)
-        scale = tl.where(own == 0.0, 1.0, scale / tl.where(own == 0.0, 1.0, own))
+        # Exact: the plain quotient of equal numbers may not be 1, and a row at 1 is left alone.
+        scale = tl.where(own == 0.0, 1.0, tl.div_rn(scale, tl.where(own == 0.0, 1.0, own)))
     else:
-        scale = tl.where(is_scaled, scale / common, 1.0)
+        scale = tl.where(is_scaled, tl.div_rn(scale, common), 1.0)
     if scale != 1.0:
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = columns < width

@@ -15,6 +15,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "jensen-shannon": {"direction": "jensen_shannon"},
     "by loops": {"implementation": "cpu"},
     "reverse by loops": {"implementation": "cpu", "direction": "reverse", "temperature": 1.4},
+    "one of padding alone": {"padding": (40, 30)},
+    "one of padding alone, by loops": {"padding": (40, 30), "implementation": "cpu"},
 }
 
 Result = dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -28,9 +30,8 @@ def comparisons(rank: int, ranks: int) -> Result:
     for name, options in OPTIONS.items():
         out, grad = case.run(
             dtype=torch.float32,
-            padding=(3, 1),
             shards=(rank, ranks, group),
-            **({"implementation": "triton"} | options),
+            **({"implementation": "triton", "padding": (3, 1)} | options),
         )
         divergence, agreement = (
             torch.cat([getattr(side, field) for side in out[:2]])

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_ext.ops.launch import interpreted
+from tests.ops.access_order import AccessOrder
 from tests.ops.kernel_case import DEVICE, EVERY_COMBINATION
 
 HERE = Path(__file__).parent
@@ -19,6 +21,18 @@ def nan_filled():
     yield
     torch.utils.deterministic.fill_uninitialized_memory = before
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def in_any_order(request, monkeypatch):
+    """Interpreted kernels depend neither on the order of programs nor on that of threads."""
+    order = AccessOrder()
+    given = getattr(request.node, "callspec", None)
+    by = "triton" if given is None else given.params.get("implementation", "triton")
+    if interpreted() and by == "triton":
+        order.watch(monkeypatch)
+    yield
+    assert not order.conflicts
 
 
 def pytest_collection_modifyitems(config, items):

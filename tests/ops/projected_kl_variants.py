@@ -116,3 +116,14 @@ def sweep_variants():
         variant("sweep_kernel", "*bf16", DIRECTION="reverse", PASS="values", **shared, **alone)
     )
     return found
+
+
+def learned_variants():
+    """Of learned entries alone, without a gradient of the logits."""
+    nothing = ("gradient_ptr", "plain_lse_ptr", "label_ptr", "label_weight_ptr")
+    flags = {"HAS_DOTS": True, "HAS_GRADIENT": False, "HAS_LABELS": False, "BLOCK": 1024}
+    flags |= {"HAS_TEMPERATURE": True, "HAS_DIAGNOSTICS": True, "PASS": "values"}
+    return [
+        variant("sweep_kernel", "*bf16", DIRECTION=direction, **flags, **dict.fromkeys(nothing))
+        for direction in ("forward", "reverse")
+    ]

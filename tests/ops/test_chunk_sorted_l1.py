@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_ext.distributed import vocab_parallel
 from megatron_ext.distributed.vocab_parallel import VocabShard
@@ -50,7 +51,7 @@ def _means(case):
     return found
 
 
-@pytest.mark.usefixtures("nan_filled")
+@pytest.mark.usefixtures("nan_filled", "in_any_order")
 @ALL_THREE
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])
@@ -97,6 +98,7 @@ def test_extreme_rows_stay_finite_and_a_nan_shows_in_its_chunk_alone(implementat
     assert (grad[case.chunk_ids[0] == 2] == 0).all(), "a chunk that gets nothing"
 
 
+@pytest.mark.usefixtures("in_any_order")
 @pytest.mark.parametrize(
     ("counts", "places"),
     [
@@ -125,6 +127,25 @@ def test_places_are_compared_by_the_kernel_as_by_torch(counts, places):
     sides[1].values[2, 0] = torch.nan
     found = compare_sorted(*sides, places, None, by_kernel=True)
     assert found.value.isnan().tolist() == [False, False, True]
+
+
+@pytest.fixture
+def group_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_a_group_of_one_rank_is_as_none(group_of_one):
+    torch.manual_seed(5)
+    sides = [
+        Largest(torch.rand(3, 20, device=DEVICE), torch.zeros(3, 20), torch.rand(3, 1).to(DEVICE))
+        for _ in "st"
+    ]
+    expected, found = (
+        compare_sorted(*sides, 12, group, by_kernel=True) for group in (None, group_of_one)
+    )
+    assert all(map(torch.equal, found, expected))
 
 
 def _selected(logits, places, excluded):

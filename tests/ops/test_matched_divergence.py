@@ -122,7 +122,7 @@ def check(case, options, implementation, **more):
     assert (got[case.pair.chunk_ids[0] == case.pair.chunk_count - 1] == 0).all()
 
 
-@pytest.mark.usefixtures("nan_filled")
+@pytest.mark.usefixtures("nan_filled", "in_any_order")
 @ALL_THREE
 @pytest.mark.parametrize(("direction", "dtype"), combinations(DIRECTIONS, DTYPES), ids=str)
 def test_value_and_gradient_are_those_of_the_definition(implementation, direction, dtype):
@@ -139,7 +139,7 @@ def test_matches_of_every_size(implementation, name):
     check(case, matched_options(1.0, "forward", 0.5, 0.7, 9), implementation)
 
 
-@pytest.mark.usefixtures("nan_filled")
+@pytest.mark.usefixtures("nan_filled", "in_any_order")
 @pytest.mark.parametrize(("direction", "dtype"), combinations(DIRECTIONS, DTYPES), ids=str)
 @pytest.mark.parametrize("apart", [0, 700], ids=["all aligned", "some aligned"])
 def test_pairs_side_by_side(direction, dtype, apart):

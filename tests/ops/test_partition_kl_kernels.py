@@ -130,7 +130,7 @@ def test_what_has_the_scale_0_has_no_gradient_whatever_it_holds(implementation):
     torch.testing.assert_close(grad[kept], clean[kept], rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.usefixtures("nan_filled")
+@pytest.mark.usefixtures("nan_filled", "in_any_order")
 @ALL_THREE
 @pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
 def test_the_gradient_can_be_written_over_the_logits(implementation, strided):
@@ -191,7 +191,7 @@ def test_rests_and_agreement_are_those_of_torch(by):
     assert 0 < int(by_kernel.singles.agreement.sum()) < 6
 
 
-@pytest.mark.usefixtures("nan_filled")
+@pytest.mark.usefixtures("nan_filled", "in_any_order")
 @pytest.mark.parametrize(
     ("direction", "implementation", "temperature"),
     combinations(DIRECTIONS, ["triton", "cpu", "torch"], [1.7, 1.0]),
@@ -224,6 +224,7 @@ def test_cross_entropy_rides_along(direction, temperature, implementation):
         labels=device_labels,
         ce_weight=ce_weight,
         implementation=implementation,
+        in_place=True,
         **options,
     )
     token_loss = values.token_loss

@@ -76,7 +76,7 @@ def fused(case, logits, chosen, padding=0, in_place=False, **options):
     return total, found[0]
 
 
-@pytest.mark.usefixtures("nan_filled")
+@pytest.mark.usefixtures("nan_filled", "in_any_order")
 @ALL_THREE
 @pytest.mark.parametrize(
     ("direction", "temperature", "dtype"),

@@ -84,7 +84,7 @@ def evaluated(student, teacher, projection, *, padding=0, in_place=False, chosen
     return total, found[0]
 
 
-@pytest.mark.usefixtures("nan_filled")
+@pytest.mark.usefixtures("nan_filled", "in_any_order")
 @ALL_THREE
 @pytest.mark.parametrize("order", PROJECTIONS)
 @pytest.mark.parametrize(
@@ -152,6 +152,7 @@ def test_diagnostics_are_those_of_torch_wherever_the_largest_column_is(order, ra
     assert raised != "direct" or any(agreed)
 
 
+@pytest.mark.usefixtures("in_any_order")
 @pytest.mark.parametrize("raised", sampled(["residual", "direct", None]))
 def test_chunks_that_several_programs_share_are_those_of_one(monkeypatch, raised):
     projection = aligned_projection(STUDENT, TEACHER).to(DEVICE)

@@ -76,7 +76,7 @@ def test_cross_entropy_and_its_gradient_are_as_exact_as_torch(
     assert torch.equal(out.top_column[asked], logits[:, :vocab].argmax(dim=-1)[asked])
 
 
-@pytest.mark.usefixtures("nan_filled")
+@pytest.mark.usefixtures("nan_filled", "in_any_order")
 @ALL_THREE
 def test_the_gradient_of_cross_entropy_can_take_the_place_of_the_logits(implementation):
     logits, token_id, shard = _case(4, 4133, torch.bfloat16)

@@ -93,7 +93,7 @@ def test_values_and_the_gradient_are_as_exact_as_torch(
     assert torch.equal(out.top1_agreement, student.argmax(dim=-1) == teacher.argmax(dim=-1))
 
 
-@pytest.mark.usefixtures("nan_filled")
+@pytest.mark.usefixtures("nan_filled", "in_any_order")
 @ALL_THREE
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_the_gradient_can_take_the_place_of_the_logits(implementation, direction):

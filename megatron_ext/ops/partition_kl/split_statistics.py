@@ -156,8 +156,9 @@ def split_statistics(
         also_unscaled: Whether members' sums at temperature 1 are asked for.
         by: What computes them, not ``auto``.
     """
-    run = {"triton": _by_kernel, "cpu": _by_loops}.get(by, _by_torch)
-    run = run if shard.valid_width else _by_torch
+    if by == "triton":
+        return _by_kernel(logits.detach(), split, shard, temperature, also_unscaled)
+    run = _by_loops if by == "cpu" and shard.valid_width else _by_torch
     return run(logits.detach(), split, shard, temperature, also_unscaled)
 
 

@@ -172,8 +172,15 @@ def pairs_of_row(
     label_factor = 0.0
     if HAS_LABELS & (not HAS_TEMPERATURE):
         label_factor = label_weight * mass
-    # What is read here the gradient may overwrite.
-    label_logit = tl.load(student_ptr + label, mask=label >= 0, other=0.0)
+    # What is read here the gradient may overwrite, by another warp too.
+    if HAS_GRADIENT & HAS_LABELS:
+        pair = tl.load(partner_ptr + label, mask=label >= 0, other=-2)
+        # The part that writes the column; of the first block of pairs, or of no entries.
+        begin = tl.where(IS_ALIGNED & (label >= mapped), mapped, 0)
+        is_own = ((label - begin) // BLOCK % PARTS == part) & (pair >= -1)
+        if IS_ALIGNED:
+            is_own &= (label < pairs) | (label >= mapped)
+        label_logit = tl.load(student_ptr + label, mask=is_own, other=0.0)
     column_p = 0
     column_q = 0
     top_p = -float("inf")
@@ -182,6 +189,8 @@ def pairs_of_row(
         column_q = best_pair(student_ptr, top_column, pairs, part, PARTS, K, LANES)
         top_q = tl.load(student_ptr + column_q, mask=column_q < pairs, other=-float("inf"))
         top_q = bits_of(top_q, peak, log_sum, temperature, HAS_TEMPERATURE)
+    if HAS_GRADIENT:
+        tl.debug_barrier()
 
     places = tl.arange(0, LANES)[:, None] * K + tl.arange(0, K)[None, :]
     value = tl.zeros((LANES,), tl.float32)
@@ -274,18 +283,13 @@ def pairs_of_row(
                 tl.store(gradient_ptr + columns, out.to(gradient_ptr.dtype.element_ty), held)
 
     if HAS_GRADIENT & HAS_LABELS:
-        partner = tl.load(partner_ptr + label, mask=label >= 0, other=-2)
-        # The part that has written the column; of the first block of pairs, or of no entries.
-        begin = tl.where(IS_ALIGNED & (label >= mapped), mapped, 0)
-        is_own = ((label - begin) // BLOCK % PARTS == part) & (partner >= -1)
-        if IS_ALIGNED:
-            is_own &= (label < pairs) | (label >= mapped)
+        has_pair = pair >= 0
         if is_own & (label_weight != 0.0):
-            other = tl.load(first_teacher_ptr + partner, mask=partner >= 0, other=-float("inf"))
+            other = tl.load(first_teacher_ptr + pair, mask=has_pair, other=-float("inf"))
             p = tl.exp2(bits_of(other, teacher_peak, teacher_sum, temperature, HAS_TEMPERATURE))
             if SEVERAL:
                 p = teacher_mean(
-                    p, partner, partner >= 0, teacher_ptr, teacher_order_ptr, teacher_begin,
+                    p, pair, has_pair, teacher_ptr, teacher_order_ptr, teacher_begin,
                     teacher_end, teacher_stride, teacher_lse_ptr, teacher_rows, temperature,
                     HAS_TEMPERATURE,
                 )  # fmt: skip

@@ -336,26 +336,27 @@ def sweep_kernel(
                     if is_scaled:
                         off_centre = tl.where(is_mapped, mapped_only, off_centre)
                     writes = True
-                if writes:
-                    out = row_q * off_centre * scale
-                    out = tl.where(grad_scale == 0.0, 0.0, out)
-                    if HAS_LABELS:
-                        out = with_labels(
-                            out,
-                            loaded,
-                            row_log_q,
-                            row,
-                            columns,
-                            plain_lse_ptr,
-                            student_rows,
-                            label_ptr,
-                            label_weight_ptr,
-                            HAS_TEMPERATURE,
-                        )
-                    out = tl.where(inside, out, 0.0).to(gradient_ptr.dtype.element_ty)
+                if HAS_GRADIENT:
                     written = gradient_ptr + row * gradient_stride + columns
-                    tl.store(written, out, mask=held)
-                else:
+                    if writes:
+                        out = row_q * off_centre * scale
+                        out = tl.where(grad_scale == 0.0, 0.0, out)
+                        if HAS_LABELS:
+                            out = with_labels(
+                                out,
+                                loaded,
+                                row_log_q,
+                                row,
+                                columns,
+                                plain_lse_ptr,
+                                student_rows,
+                                label_ptr,
+                                label_weight_ptr,
+                                HAS_TEMPERATURE,
+                            )
+                        out = tl.where(inside, out, 0.0)
+                        tl.store(written, out.to(gradient_ptr.dtype.element_ty), mask=held)
+                if not writes:
                     summed = dots_ptr + row * block_count + block
                     tl.store(summed, tl.sum(row_q * carried, axis=0))
                     tl.store(summed + dots_plane, tl.sum(row_q * row_mass, axis=0))

@@ -138,7 +138,7 @@ def compare_sorted(
 ) -> Compared:
     """L1 of the ``places`` largest of all ranks' candidates; None: of all of them.
 
-    One all-gather of [C, Ks + Kt + 2].
+    One all-gather of [C, Ks + Kt + 2]; none on one rank.
 
     Args:
         by_loops: Compare in compiled loops what one rank has in descending order, no more than
@@ -167,7 +167,7 @@ def _gathered(
     student: Largest, teacher: Largest, group: ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Both sides' candidates of all ranks [C, ranks K], and the sum [C] of what is outside."""
-    if group is None:
+    if group_size(group) == 1:
         return student.values, teacher.values, (student.rest + teacher.rest)[:, 0]
     widths = [side.values.shape[1] for side in (student, teacher)]
     packed = torch.cat([student.values, teacher.values, student.rest, teacher.rest], dim=-1)
