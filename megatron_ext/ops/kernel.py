@@ -8,19 +8,6 @@ from typing import Any, Final
 
 import triton
 
-from megatron_ext.errors import LossError
-
-OLDEST_TRITON: Final = (3, 4)
-"""The first release that compiles every kernel; torch 2.8 has it."""
-
-if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST_TRITON:
-    raise LossError(
-        "the installed Triton does not compile the kernels",
-        got=f"triton {triton.__version__}",
-        expected=f"{'.'.join(map(str, OLDEST_TRITON))} or newer",
-        fix="install torch 2.8 or newer, which brings it, or take implementation 'torch'",
-    )
-
 KERNEL_OPTIONS: Final = {"enable_fp_fusion": True}
 """Options of every launch: a product and the sum it goes into are one instruction.
 

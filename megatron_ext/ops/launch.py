@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import warnings
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from typing import Final, Literal, NamedTuple, get_args
 
 import torch
@@ -16,7 +18,7 @@ from megatron_ext.imports import missing_package
 Implementation = Literal["auto", "triton", "cpu", "torch"]
 """``auto``: the kernels for fp32, bf16 and fp16 tensors on a GPU where Triton is installed;
 compiled loops for fp32 and bf16 tensors on a CPU where numba is installed and rows are wide; else
-torch. ``triton``: the kernels, also on a CPU if ``TRITON_INTERPRET=1``. ``cpu``: the compiled
+torch, with a warning where a Triton is too old. ``triton``: the kernels, also on a CPU if ``TRITON_INTERPRET=1``. ``cpu``: the compiled
 loops. ``torch``: neither."""
 
 KERNEL_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -49,6 +51,11 @@ def uses_triton(implementation: Implementation, *logits: torch.Tensor) -> bool:
         return False
     if not installed:
         raise missing_package("triton", feature="implementation 'triton'")
+    if (too_old := _too_old_triton()) is not None:
+        if implementation == "auto":
+            warnings.warn(str(too_old), stacklevel=2)
+            return False
+        raise too_old
     if not fits:
         raise LossError(
             "the Triton kernels do not read these logits",
@@ -104,6 +111,25 @@ def uses_compiled(implementation: Implementation, *logits: torch.Tensor) -> bool
 def without_kernels(implementation: Implementation) -> Implementation:
     """The same choice where an operation has no kernels for what it is asked."""
     return "torch" if implementation == "triton" else implementation
+
+
+OLDEST_TRITON: Final = (3, 4)
+"""The first release that compiles every kernel; torch 2.8 has it."""
+
+
+@cache
+def _too_old_triton() -> LossError | None:
+    """The error to raise where the installed Triton does not compile the kernels."""
+    import triton
+
+    if tuple(map(int, triton.__version__.split(".")[:2])) >= OLDEST_TRITON:
+        return None
+    return LossError(
+        "the installed Triton does not compile the kernels, which are much faster than torch",
+        got=f"triton {triton.__version__}",
+        expected=f"{'.'.join(map(str, OLDEST_TRITON))} or newer",
+        fix="install torch 2.8 or newer, which brings it",
+    )
 
 
 def interpreted() -> bool:

@@ -3,6 +3,7 @@
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -151,10 +152,12 @@ def test_every_kernel_asks_for_products_and_sums_in_one_instruction():
 
 
 def test_a_triton_that_cannot_compile_them_is_named(monkeypatch):
-    kernel = pytest.importorskip("megatron_ext.ops.kernel")
-    import triton
-
+    triton = pytest.importorskip("triton")
     monkeypatch.setattr(triton, "__version__", "3.3.1+git")
-    monkeypatch.delitem(sys.modules, kernel.__name__)
-    with pytest.raises(LossError, match=r"triton 3\.3\.1\+git.*3\.4 or newer"):
-        import_module(kernel.__name__)
+    launch._too_old_triton.cache_clear()
+    named = r"triton 3\.3\.1\+git.*3\.4 or newer"
+    with pytest.raises(LossError, match=named):
+        uses_triton("triton", torch.zeros(1, 4))
+    with pytest.warns(UserWarning, match=named):
+        assert not uses_triton("auto", SimpleNamespace(dtype=torch.float32, is_cuda=True))
+    launch._too_old_triton.cache_clear()
