@@ -18,8 +18,8 @@ from megatron_ext.imports import missing_package
 Implementation = Literal["auto", "triton", "cpu", "torch"]
 """``auto``: the kernels for fp32, bf16 and fp16 tensors on a GPU where Triton is installed;
 compiled loops for fp32 and bf16 tensors on a CPU where numba is installed and rows are wide; else
-torch, with a warning where a Triton is too old. ``triton``: the kernels, also on a CPU if ``TRITON_INTERPRET=1``. ``cpu``: the compiled
-loops. ``torch``: neither."""
+torch, with a warning where Triton is too old. ``triton``: the kernels, also on a CPU if
+``TRITON_INTERPRET=1``. ``cpu``: the compiled loops. ``torch``: neither."""
 
 KERNEL_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
