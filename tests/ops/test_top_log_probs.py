@@ -16,6 +16,7 @@ from megatron_ext.ops.top_columns import (
     key_values,
     pack_pair,
     sort_keys,
+    top_columns,
     top_log_probs,
     top_log_probs_reference,
     unpack_pair,
@@ -132,3 +133,21 @@ def test_a_number_that_the_vocabulary_lacks_is_refused(k):
     logits, shard = _padded(2, 40, torch.float32)
     with pytest.raises(LossError, match="number of most probable tokens"):
         top_log_probs(logits, k, shard)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("k", [1, 2, 63, 300])
+def test_of_equal_logits_the_first_that_are_allowed_are_taken(dtype, k):
+    """Whole groups of equals, a part of which is kept, and signed zeros."""
+    generator = torch.Generator().manual_seed(k)
+    logits = torch.randint(-3, 4, (5, 901), generator=generator).to(DEVICE, dtype)
+    logits[0] = 0
+    logits[0, ::2] = -0.0
+    allowed = torch.rand(901, generator=generator) > 0.5
+    shard = VocabShard(start=0, stop=901, vocab_size=899)
+    truth = logits.float().masked_fill(
+        ~(allowed & (torch.arange(901) < 899)).to(DEVICE), -torch.inf
+    )
+    columns = torch.argsort(truth, dim=-1, descending=True, stable=True)[:, :k]
+    found = top_columns(logits, k, shard, allowed.to(DEVICE), implementation="torch")
+    assert torch.equal(found, columns)
