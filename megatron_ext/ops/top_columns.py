@@ -207,8 +207,8 @@ def _local_keys(
 def _near_largest(values: torch.Tensor, count: int, excluded: torch.Tensor | None) -> torch.Tensor:
     """Columns int64 [T, count + 3] in any order, the largest ``count`` of ``sort_keys`` among them.
 
-    By keys int32 of a value of 16 bits and a group of four columns: torch selects in as many passes
-    as a key has bits, over as many bytes.
+    By keys int32 of a value of 16 bits and a group of four columns: on a GPU torch reads all keys
+    once for every few of their bits.
 
     Args:
         values: [T, V] in a dtype of two bytes, V at most 2^18.
