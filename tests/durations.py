@@ -110,7 +110,7 @@ def in_order(path=RECORDED, *, workers=2):
 
 def _dealt_out(files, workers):
     """The files in the order in which workers begin them."""
-    left = sorted(files, key=lambda file: -files[file].wall)
+    left = dict.fromkeys(sorted(files, key=lambda file: -files[file].wall))
     waiting = [file for file in left if files[file].wall - files[file].cpu > _WAITING_S]
     several = [file for file in left if file not in waiting and _has_ranks(file)]
     ends = [(0.0, None)] * workers
@@ -118,8 +118,8 @@ def _dealt_out(files, workers):
         now, _ = heapq.heappop(ends)
         is_beside = any(end > now and file in waiting for end, file in ends)
         wanted = several if is_beside else waiting
-        chosen = next((file for file in wanted if file in left), left[0])
-        left.remove(chosen)
+        chosen = next((file for file in wanted if file in left), next(iter(left)))
+        del left[chosen]
         heapq.heappush(ends, (now + files[chosen].wall, chosen))
         yield chosen
 

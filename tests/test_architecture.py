@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -42,10 +43,16 @@ print(seconds, *{{name.split(".")[0] for name in sys.modules}}, file=sys.stderr)
 """
 
 
+@pytest.fixture(scope="module")
+def graph_cache(tmp_path_factory):
+    """The imports of each file, for all contracts."""
+    return str(tmp_path_factory.mktemp("graph"))
+
+
 @pytest.mark.parametrize("contract", CONTRACTS)
-def test_the_import_contract_is_kept(contract, tmp_path, capsys):
+def test_the_import_contract_is_kept(contract, graph_cache, capsys):
     status = lint_imports(
-        config_filename=PYPROJECT, limit_to_contracts=(contract,), cache_dir=str(tmp_path)
+        config_filename=PYPROJECT, limit_to_contracts=(contract,), cache_dir=graph_cache
     )
     assert status == EXIT_STATUS_SUCCESS, capsys.readouterr().out
 
@@ -56,9 +63,10 @@ def test_the_import_contract_is_kept(contract, tmp_path, capsys):
     ids=["import", "help", "version"],
 )
 def test_the_package_and_its_help_answer_at_once_and_load_nothing_heavy(code):
-    runs = [_fresh_interpreter(code) for _ in range(3)]
-    assert min(seconds for seconds, _ in runs) < SECONDS
-    assert runs[0][1].isdisjoint(HEAVY)
+    seconds, modules = _fresh_interpreter(code)
+    assert modules.isdisjoint(HEAVY)
+    # What else runs on the core can make any one of three slow.
+    assert seconds < SECONDS or any(_fresh_interpreter(code)[0] < SECONDS for _ in range(2))
 
 
 def test_the_help_of_a_verb_does_not_wait_for_torch():
@@ -77,13 +85,11 @@ def test_every_configuration_key_says_what_it_is():
 
 def test_no_function_but_a_kernel_has_more_than_ten_parameters():
     long = set()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef) and not _is_kernel(node):
-                taken = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
-                count = sum(parameter.arg not in ("self", "cls", "ctx") for parameter in taken)
-                if count > PARAMETERS:
-                    long.add(f"{path.relative_to(PACKAGE).as_posix()}: {node.name}")
+    for path, functions in _functions().items():
+        for node in functions:
+            count = sum(each.arg not in ("self", "cls", "ctx") for each in _taken(node))
+            if count > PARAMETERS and not _is_kernel(node):
+                long.add(f"{path}: {node.name}")
     assert long == LONG_CONSTRUCTORS
 
 
@@ -98,6 +104,24 @@ def test_the_package_stays_small_enough_to_find_ones_way_in():
     files = [*PACKAGE.rglob("*.py")]
     assert len(files) <= MOST_FILES
     assert len({file.parent for file in files}) <= MOST_FOLDERS
+
+
+@cache
+def _functions():
+    """Path in the package -> the functions of its file."""
+    trees = {
+        path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+        for path in PACKAGE.rglob("*.py")
+    }
+    return {
+        path: [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        for path, tree in trees.items()
+    }
+
+
+def _taken(node):
+    """The parameters of a function."""
+    return (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
 
 
 def _is_kernel(node):
@@ -163,18 +187,12 @@ READS_CONFIGURATION = {
 
 def test_no_function_below_the_reading_of_inputs_takes_the_whole_configuration():
     takers = {
-        path.relative_to(PACKAGE).as_posix()
-        for path in PACKAGE.rglob("*.py")
-        if "DistillConfig" in (text := path.read_text(encoding="utf-8"))
-        and any(_takes_all(node) for node in ast.walk(ast.parse(text)))
+        path
+        for path, functions in _functions().items()
+        if any(
+            each.annotation and "DistillConfig" in ast.unparse(each.annotation)
+            for node in functions
+            for each in _taken(node)
+        )
     }
     assert takers == READS_CONFIGURATION
-
-
-def _takes_all(node):
-    """Whether a function has a parameter that is a ``DistillConfig``."""
-    if not isinstance(node, ast.FunctionDef):
-        return False
-    taken = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
-    annotations = [parameter.annotation for parameter in taken]
-    return any(found and "DistillConfig" in ast.unparse(found) for found in annotations)

@@ -83,7 +83,6 @@ def test_a_link_leads_to_a_file_and_a_heading(page):
         ("configuration", "configuration_page"),
         ("notebook", "notebook_of_the_page"),
         ("performance", "performance_page"),
-        ("scaling", "scaling_page"),
         ("megatron_core", "megatron_core_page"),
         ("prompt_formats", "prompt_formats_page"),
     ],

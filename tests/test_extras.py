@@ -88,21 +88,25 @@ class WithoutExtras:
 sys.meta_path.insert(0, WithoutExtras())
 from megatron_ext.cli.main import main
 
-main(sys.argv[1:])
+for verb in sys.argv[1:]:
+    try:
+        main([verb, "--help"])
+    except SystemExit as exit:
+        assert exit.code == 0, (verb, exit.code)
 """
 
 
-@pytest.mark.parametrize("verb", ["distill", "sft", "train", "serve-teacher", "demo"])
-def test_a_verb_has_its_help_before_anything_is_installed(verb):
+def test_a_verb_has_its_help_before_anything_is_installed():
+    verbs = ["distill", "sft", "train", "serve-teacher", "demo"]
     finished = subprocess.run(
-        [sys.executable, "-c", WITHOUT_EXTRAS, verb, "--help"],
+        [sys.executable, "-c", WITHOUT_EXTRAS, *verbs],
         env={"PYTHONPATH": str(PYPROJECT.parent)},
         capture_output=True,
         encoding="utf-8",
         check=False,
     )
     assert (finished.returncode, finished.stderr) == (0, "")
-    assert finished.stdout.startswith(f"usage: megatron-ext {verb} ")
+    assert re.findall(r"^usage: megatron-ext (\S+) ", finished.stdout, re.MULTILINE) == verbs
 
 
 def test_a_package_that_no_extra_brings_is_missing_as_ever():

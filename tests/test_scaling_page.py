@@ -14,6 +14,12 @@ def script():
     return runpy.run_path(str(ROOT / "docs" / "generate_scaling.py"))
 
 
+def test_the_page_is_current(script):
+    assert script["PAGE"].read_text(encoding="utf-8") == script["scaling_page"](), (
+        "run: python docs/generate_scaling.py"
+    )
+
+
 def test_the_layouts_of_the_page_are_of_whole_replicas_up_to_1024(script):
     gpus = {layout.gpus for layout in script["LAYOUTS"]}
     assert {1, 1024} <= gpus

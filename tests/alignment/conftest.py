@@ -1,5 +1,6 @@
 """Real vocabularies, from the data of mistral_common."""
 
+from functools import cache
 from pathlib import Path
 
 import mistral_common
@@ -12,14 +13,24 @@ from megatron_ext.tokenizers.libraries.tiktoken import TiktokenTokenizer
 DATA = Path(mistral_common.__file__).parent / "data"
 
 
+@cache
+def _tekken():
+    return TiktokenTokenizer(DATA / "tekken_240911.json")
+
+
+@cache
+def _sentencepiece():
+    return SentencePieceTokenizer(DATA / "mistral_instruct_tokenizer_240323.model.v3")
+
+
 @pytest.fixture(scope="session")
 def tekken():
-    return TiktokenTokenizer(DATA / "tekken_240911.json")
+    return _tekken()
 
 
 @pytest.fixture(scope="session")
 def sentencepiece():
-    return SentencePieceTokenizer(DATA / "mistral_instruct_tokenizer_240323.model.v3")
+    return _sentencepiece()
 
 
 @pytest.fixture(scope="session")

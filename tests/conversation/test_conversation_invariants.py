@@ -233,7 +233,7 @@ def test_trained_is_what_the_assistant_says_with_its_stop_marker(
 @every_format
 @few_examples
 @given(data=st.data())
-def test_a_trained_token_is_of_an_answer_and_an_answer_is_trained(
+def test_a_trained_token_is_of_an_answer_and_a_target_is_never_all_masked_nor_all_trained(
     tokenizer_of: TokenizerOf, library: str, name: str, data: st.DataObject
 ) -> None:
     tokenizer = tokenizer_of(library)
@@ -241,7 +241,26 @@ def test_a_trained_token_is_of_an_answer_and_an_answer_is_trained(
     before = copy.deepcopy(conversation)
     encoded = encode_or_reject(tokenizer, conversation, name)
     assert conversation == before
-    if prompt_config_of(name, tokenizer).skip_masking:
+    config = prompt_config_of(name, tokenizer)
+    assert_trained_is_of_answers(encoded, conversation, config)
+    try:
+        ids, target = tokenize_conversation(tokenizer, conversation, config, True, True)
+    except ConversationError:
+        # An answer that says nothing, or that the template leaves out, is refused by name.
+        reject()
+    assert conversation == before
+    trained = target != IGNORE_INDEX
+    np.testing.assert_array_equal(target[trained], ids[trained])
+    assert ids.dtype == target.dtype == np.int64
+    assert trained.any()
+    assert trained.all() == config.skip_masking or name == "identity"
+
+
+def assert_trained_is_of_answers(
+    encoded: EncodedConversation, conversation: Conversation, config: PromptConfig
+) -> None:
+    """A trained token is of an answer, and an answer is trained."""
+    if config.skip_masking:
         assert encoded.trained.all()
         return
     answers = {i for i, message in enumerate(conversation) if message["role"] == "assistant"}
@@ -287,29 +306,6 @@ def test_the_masked_prefix_is_the_prompt(
         return
     assert full.trained[length]
     np.testing.assert_array_equal(full.trained[:length], prompt.trained[:length])
-
-
-@every_format
-@few_examples
-@given(data=st.data())
-def test_a_target_is_never_all_masked_nor_all_trained(
-    tokenizer_of: TokenizerOf, library: str, name: str, data: st.DataObject
-) -> None:
-    tokenizer = tokenizer_of(library)
-    config = prompt_config_of(name, tokenizer)
-    conversation = data.draw(conversations_for(name))
-    before = copy.deepcopy(conversation)
-    try:
-        ids, target = tokenize_conversation(tokenizer, conversation, config, True, True)
-    except ConversationError:
-        # An answer that says nothing, or that the template leaves out, is refused by name.
-        reject()
-    assert conversation == before
-    trained = target != IGNORE_INDEX
-    np.testing.assert_array_equal(target[trained], ids[trained])
-    assert ids.dtype == target.dtype == np.int64
-    assert trained.any()
-    assert trained.all() == config.skip_masking or name == "identity"
 
 
 @every_format

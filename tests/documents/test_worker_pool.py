@@ -77,11 +77,11 @@ DEATHS = {
     "cannot-start": (DataError, "^no tokenizer$"),
 }
 PAIRS = list(product(DEATHS, ("spawn", "fork")))
-# Spawned processes take long: in the quick suite each death is one method's.
-DIAGONAL = PAIRS if os.environ.get("MEGATRON_EXT_ALL_TEXT") else [*PAIRS[0::4], *PAIRS[3::4]]
+# Spawned processes take long: in the quick suite one death is theirs.
+SOME = PAIRS if os.environ.get("MEGATRON_EXT_ALL_TEXT") else [PAIRS[0], *PAIRS[3::2]]
 
 
-@pytest.mark.parametrize(("kind", "method"), DIAGONAL)
+@pytest.mark.parametrize(("kind", "method"), SOME)
 def test_what_a_worker_dies_of_is_raised_and_no_other_stays(kind, method):
     error, words = DEATHS[kind]
     before = offspring()

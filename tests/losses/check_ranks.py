@@ -17,6 +17,11 @@ from tests.distributed.sharded_inputs import completed, prefixed
 from tests.losses.microbatch import Microbatch
 
 
+def all_checks(rank: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """What each function below finds, from one start of the ranks."""
+    return errors_of_poison(rank), flags_of_poison(rank), errors_of_shards(rank)
+
+
 def errors_of_poison(rank: int) -> dict[str, str | None]:
     """The error of each poisoned side, NaN on rank 1 alone; None where there is none."""
     group = dist.group.WORLD

@@ -6,15 +6,37 @@ Small enough to enumerate: the probability of an event is the sum over the texts
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
 
+from tests.ops.kernel_case import EVERY_COMBINATION
+
 Tokens = tuple[int, ...]
+
+TEXTS = (b"caabb", b"aacbb", b"abbca", b"babca", b"cabac")
+"""What is read; all texts that are enumerated go on behind it."""
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"direction": "forward", "temperature": 1.0},
+    {"direction": "reverse", "temperature": 1.7},
+    {"direction": "jensen_shannon", "temperature": 0.8, "mixture": 0.3},
+)
+
+
+def read_in_turn(vocabularies: Iterable[str]) -> list[tuple[str, bytes, dict[str, Any]]]:
+    """All vocabularies with all options, each over another text; over all of them where every
+    combination is run."""
+    cases = []
+    for number, (name, options) in enumerate(product(vocabularies, OPTIONS)):
+        texts = TEXTS if EVERY_COMBINATION else [TEXTS[number % len(TEXTS)]]
+        cases += [(name, text, options) for text in texts]
+    return cases
 
 
 def tokenize(text: bytes, vocabulary: Sequence[bytes]) -> Tokens:

@@ -1,6 +1,7 @@
 """Runs over conversations in each schema that is known."""
 
 import json
+import os
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -62,25 +63,34 @@ def trained_of(prefix):
     ]
 
 
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What a run makes of ``PAIRS`` as messages."""
+    folder = tmp_path_factory.mktemp("told")
+    file = write(folder / "a.jsonl", ({"messages": conversation(*pair)} for pair in PAIRS))
+    report = run(file, output=folder / "a" / "x", tokenizer=SFT)
+    assert report.settings["conversation_schema"] == "messages"
+    return contents(folder / "a")
+
+
+RECORDS = {
+    "sharegpt": ("sharegpt", [sharegpt(*pair) for pair in PAIRS]),
+    "alpaca": ("alpaca", [{"instruction": a, "input": "", "output": b} for a, b in PAIRS]),
+    "question": ("alpaca", [{"question": a, "answer": b, "type": 1} for a, b in PAIRS]),
+}
+WITH_WORKERS = [*RECORDS] if os.environ.get("MEGATRON_EXT_ALL_TEXT") else ["sharegpt"]
+
+
 @pytest.mark.parametrize(
-    ("schema", "records"),
-    [
-        ("sharegpt", [sharegpt(*pair) for pair in PAIRS]),
-        ("alpaca", [{"instruction": a, "input": "", "output": b} for a, b in PAIRS]),
-        ("alpaca", [{"question": a, "answer": b, "type": 1} for a, b in PAIRS]),
-    ],
-    ids=["sharegpt", "alpaca", "question"],
+    ("name", "workers"), [*((name, 1) for name in RECORDS), *((name, 2) for name in WITH_WORKERS)]
 )
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_schema_gives_what_messages_give(tmp_path, schema, records, workers):
-    messages = ({"messages": conversation(*pair)} for pair in PAIRS)
-    told = run(write(tmp_path / "a.jsonl", messages), output=tmp_path / "a" / "x", tokenizer=SFT)
+def test_a_schema_gives_what_messages_give(tmp_path, told, name, workers):
+    schema, records = RECORDS[name]
     file = write(tmp_path / "b.jsonl", records)
     found = run(
         file, output=tmp_path / "b" / "x", tokenizer=SFT, workers=workers, shard_count=workers
     )
-    assert contents(tmp_path / "a") == contents(tmp_path / "b")
-    assert told.settings["conversation_schema"] == "messages"
+    assert contents(tmp_path / "b") == told
     assert found.settings["conversation_schema"] == schema
     assert found.documents == 3
 

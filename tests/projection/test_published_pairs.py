@@ -12,23 +12,22 @@ import pytest
 
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.layout import LayoutStatistics
-from megatron_ext.tokenizers.libraries.huggingface import HuggingFaceTokenizer
-from tests.conversation.shared_files import SHARED, needs_shared
+from tests.alignment.shared_text import needs_shared, published
+from tests.tokenizers.tokenizer_files import byte_level, metaspace
 
 pytestmark = needs_shared
-TOKENIZERS = SHARED / "tokenizers"
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "generate_layout_figures.py"
 
 
 @pytest.fixture(scope="module")
 def student():
-    return HuggingFaceTokenizer(TOKENIZERS / "llama3_2")
+    return published("llama3_2")
 
 
 @pytest.fixture(scope="module")
 def teacher():
-    return HuggingFaceTokenizer(TOKENIZERS / "qwen3")
+    return published("qwen3")
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +107,7 @@ def test_a_teacher_of_padded_width_takes_no_mass_on_padding(projection):
 
 
 def test_letters_and_not_byte_pieces_are_common_with_a_byte_fallback_student(student):
-    llama2 = HuggingFaceTokenizer(TOKENIZERS / "llama2_sp")
+    llama2 = published("llama2_sp")
     partition = SparseProjection.from_tokenizers(llama2, student).partition()
     common = set(partition.common_student.tolist())
     assert llama2.token_to_id("A") in common
@@ -117,7 +116,7 @@ def test_letters_and_not_byte_pieces_are_common_with_a_byte_fallback_student(stu
 
 
 def test_a_pivot_relates_a_pair_as_the_pair_itself_does(student, teacher, projection):
-    pivot = HuggingFaceTokenizer(TOKENIZERS / "gpt2")
+    pivot = published("gpt2")
     first = SparseProjection.from_tokenizers(student, pivot, method="exact")
     through = first @ SparseProjection.from_tokenizers(pivot, teacher, method="exact")
     both = through.is_exact_row & projection.is_exact_row
@@ -153,6 +152,9 @@ def test_every_rank_has_its_share_and_a_layout_takes_no_time(script, projection)
 
 
 def test_building_and_loading_import_neither_torch_nor_transformers(tmp_path):
+    for make in (byte_level, metaspace):
+        (tmp_path / make.__name__).mkdir()
+        make(tmp_path / make.__name__)
     script = f"""
 import sys
 from megatron_ext.projection import SparseProjection
@@ -160,7 +162,7 @@ from megatron_ext.projection.layout import LayoutStatistics
 from megatron_ext.tokenizers import MegatronTokenizer
 student, teacher = (
     MegatronTokenizer.from_pretrained(path, metadata_path={{"library": "huggingface"}})
-    for path in ({str(TOKENIZERS / "gpt2")!r}, {str(TOKENIZERS / "llama2_sp")!r})
+    for path in ({str(tmp_path / "byte_level")!r}, {str(tmp_path / "metaspace")!r})
 )
 SparseProjection.from_tokenizers(student, teacher).save({str(tmp_path / "p")!r})
 SparseProjection.load({str(tmp_path / "p")!r}, student, teacher)

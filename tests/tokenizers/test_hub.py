@@ -33,11 +33,16 @@ FILES = {
     "tokenizer_config.json": json.dumps({"eos_token": "a"}),
     "chat_template.jinja": "{{ messages }}",
 }
-PRINT_TOKENIZER = """
+PRINT_TOKENIZERS = """
 import sys
+from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
-tokenizer = build_tokenizer(TokenizerConfig(model=sys.argv[1]))
-print(tokenizer.tokenize("a b"), tokenizer.eos_id, tokenizer.chat_template)
+for name in sys.argv[1:]:
+    try:
+        tokenizer = build_tokenizer(TokenizerConfig(model=name))
+        print(tokenizer.tokenize("a b"), tokenizer.eos_id, tokenizer.chat_template)
+    except TokenizerError as error:
+        print(error)
 """
 PRINTED = "[0, 1] 0 {{ messages }}"
 
@@ -54,11 +59,11 @@ def cached(home: Path, name: str, files: Mapping[str, str]) -> None:
         (snapshot / file).symlink_to(repository / "blobs" / f"{i}")
 
 
-def printed(home: Path, name: str, **environment: str) -> str:
-    """What a process of its own prints about the tokenizer: its ids, or its error's last line."""
+def printed(home: Path, *names: str, **environment: str) -> list[str]:
+    """What a process of its own prints about each tokenizer: its ids, or its one line of error."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     done = subprocess.run(
-        [sys.executable, "-c", PRINT_TOKENIZER, name],
+        [sys.executable, "-c", PRINT_TOKENIZERS, *names],
         env={**inherited, "HF_HOME": str(home), **environment},
         capture_output=True,
         text=True,
@@ -66,7 +71,8 @@ def printed(home: Path, name: str, **environment: str) -> str:
         cwd=Path(__file__).parents[2],
         check=False,
     )
-    return (done.stdout or done.stderr).strip().splitlines()[-1]
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -147,23 +153,21 @@ OUT_OF_REACH = {
 }
 
 
-@pytest.mark.parametrize(("name", "way"), [("one", "no-network"), ("org/two", "offline")])
-def test_a_cached_name_is_read_without_the_network(tmp_path, name, way):
-    cached(tmp_path, name, FILES)
-    assert printed(tmp_path, name, **OUT_OF_REACH[way]) == PRINTED
-
-
-def test_a_cache_with_a_part_of_the_files_serves_when_the_hub_is_out_of_reach(tmp_path):
-    cached(tmp_path, "org/part", {"tokenizer.json": FILES["tokenizer.json"]})
-    assert printed(tmp_path, "org/part", HF_HUB_OFFLINE="1") == "[0, 1] 2 None"
-
-
 @pytest.mark.parametrize("environment", OUT_OF_REACH.values(), ids=OUT_OF_REACH)
-def test_a_name_out_of_reach_is_one_clear_error_in_short_time(tmp_path, environment):
+def test_out_of_reach_what_is_cached_is_read_and_what_is_not_is_one_clear_error_soon(
+    tmp_path, environment
+):
+    for name in ("one", "org/two"):
+        cached(tmp_path, name, FILES)
+    cached(tmp_path, "org/part", {"tokenizer.json": FILES["tokenizer.json"]})
     begin = time.perf_counter()
-    message = printed(tmp_path, "org/none", **environment)
+    *whole, part, message = printed(
+        tmp_path, "one", "org/two", "org/part", "org/none", **environment
+    )
     assert time.perf_counter() - begin < 20
-    assert "TokenizerError: org/none: the tokenizer does not exist; got no such f" in message
+    assert whole == [PRINTED] * 2
+    assert part == "[0, 1] 2 None"
+    assert message.startswith("org/none: the tokenizer does not exist; got no such f")
     assert message.endswith("or a name on the HuggingFace hub")
 
 
@@ -171,23 +175,19 @@ def test_what_is_missing_is_fetched_once_and_weights_never(tmp_path, hub):
     address, server = hub
     with ThreadPoolExecutor(2) as ranks:
         both = [ranks.submit(printed, tmp_path, "org/whole", HF_ENDPOINT=address) for _ in "12"]
-        assert [rank.result() for rank in both] == [PRINTED] * 2
+        assert [rank.result() for rank in both] == [[PRINTED]] * 2
     assert not [path for path in server.asked if "safetensors" in path]
     server.asked.clear()
-    assert printed(tmp_path, "org/whole", HF_ENDPOINT=address) == PRINTED
-    assert server.asked == []
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"), [("org/weights", "there is no tokenizer in it"), ("org/none", "404")]
-)
-def test_the_hubs_answer_is_in_the_error(tmp_path, hub, name, reason):
-    message = printed(tmp_path, name, HF_ENDPOINT=hub[0])
-    assert (
-        f"TokenizerError: {name}: the tokenizer does not exist; got no such file or direc"
-        in message
+    again, *messages = printed(
+        tmp_path, "org/whole", "org/weights", "org/none", HF_ENDPOINT=address
     )
-    assert f"; the hub: {reason}" in message
+    assert again == PRINTED
+    assert not [path for path in server.asked if "org/whole" in path]
+    # The hub's answer is in the error.
+    reasons = {"org/weights": "there is no tokenizer in it", "org/none": "404"}
+    for message, (name, reason) in zip(messages, reasons.items(), strict=True):
+        assert message.startswith(f"{name}: the tokenizer does not exist; got no such file or dir")
+        assert f"; the hub: {reason}" in message
 
 
 def test_a_name_of_megatrons_comes_from_the_hub_or_names_the_files_to_pass(tmp_path, monkeypatch):

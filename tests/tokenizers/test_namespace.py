@@ -240,7 +240,7 @@ def test_the_flags_that_the_warning_names_give_the_same_tokenizer(
     assert by_flags.fingerprint() == by_type.fingerprint()
     assert by_flags.special_tokens_dict == by_type.special_tokens_dict
     assert by_flags.additional_special_tokens_ids == by_type.additional_special_tokens_ids
-    for text in ("1 2", " 2  1 "):
+    for text in ("1 2", " 2  1 ", *(["Naïve café, 12 345."] if by_type.library != "null" else [])):
         assert by_flags.tokenize(text) == by_type.tokenize(text)
 
 
@@ -398,25 +398,6 @@ def test_overrides_win_over_the_namespace(tokenizer_path: Callable[[str], Path])
 def test_a_model_alone_is_recognised(release: str, tokenizer_path: Callable[[str], Path]) -> None:
     args = parsed(release, tokenizer_model=str(tokenizer_path("sentencepiece-v1")))
     assert build_tokenizer(args).library == "sentencepiece"
-
-
-@pytest.mark.parametrize("name", ["json-rank-list", "huggingface-metaspace", "sentencepiece-v1"])
-def test_a_type_and_new_flags_give_the_same_ids(
-    name: str, tokenizer_path: Callable[[str], Path]
-) -> None:
-    library, old = {
-        "json-rank-list": ("tiktoken", "TikTokenizer"),
-        "huggingface-metaspace": ("huggingface", "HuggingFaceTokenizer"),
-        "sentencepiece-v1": ("sentencepiece", "GPTSentencePieceTokenizer"),
-    }[name]
-    model = str(tokenizer_path(name))
-    text = "Naïve café, 12 345."
-    by_type = build_tokenizer(parsed("0.16", tokenizer_type=old, tokenizer_model=model))
-    by_flags = build_tokenizer(
-        Namespace(tokenizer_library=library, tokenizer_model=model), engine="reference"
-    )
-    assert by_type.tokenize(text) == by_flags.tokenize(text)
-    assert by_type.vocab_size == by_flags.vocab_size
 
 
 def test_special_tokens_are_included_where_the_release_did(

@@ -4,6 +4,7 @@ import argparse
 import inspect
 import json
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
@@ -47,10 +48,15 @@ def mistral_file(name: str) -> Path:
 
 def json_rank_list(folder: Path) -> Path:
     """Megatron's JSON rank list: the first ranks of Tekken."""
-    tekken = json.loads(mistral_file("tekken_240911.json").read_text(encoding="utf-8"))
     file = folder / "ranks.json"
-    file.write_text(json.dumps(tekken["vocab"][:RANKS_IN_LIST]), encoding="utf-8")
+    file.write_text(_first_ranks(), encoding="utf-8")
     return file
+
+
+@cache
+def _first_ranks() -> str:
+    tekken = json.loads(mistral_file("tekken_240911.json").read_text(encoding="utf-8"))
+    return json.dumps(tekken["vocab"][:RANKS_IN_LIST])
 
 
 def rank_file(folder: Path) -> Path:

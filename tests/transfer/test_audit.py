@@ -2,7 +2,6 @@
 
 import json
 import os
-from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -11,22 +10,24 @@ from megatron_ext.cli.main import main
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.transfer.audit import audit_transfer
 from megatron_ext.transfer.digits import digit_pieces, digit_scheme, keep_digits
-from tests.conversation.shared_files import SHARED
+from tests.alignment.shared_text import SHARED, needs_shared, published
 
 NEW = ["tiny", *(("llama3_2", "qwen3", "gpt2") if os.environ.get("MEGATRON_EXT_ALL_TEXT") else ())]
 TEXTS = ["In 1984 there were 365 days.", "Ещё одна строка, и 12 чисел.", "日本語"]
 
 
+@needs_shared
 @pytest.mark.parametrize(
     ("name", "scheme"),
     [("gpt2", "by merges"), ("qwen3", "one by one"), ("llama3_2", "threes from the left")],
 )
 def test_the_digit_schemes_of_published_tokenizers(name, scheme):
-    assert digit_scheme(_published(name)) == scheme
+    assert digit_scheme(published(name)) == scheme
 
 
+@needs_shared
 def test_an_audit_counts_what_the_tokenizers_do(capsys):
-    old, new = _published("qwen3"), _published("llama3_2")
+    old, new = published("qwen3"), published("llama3_2")
     found = audit_transfer(old, new, TEXTS)
     assert found.digits == ("one by one", "threes from the left")
     assert found.numbers["1110"] == ([1, 1, 1, 1], [3, 1])
@@ -55,11 +56,12 @@ def test_the_command_prints_text_or_one_object(tmp_path, untied, new_tokenizer, 
     assert (row["new_ids"], row["copied_text"]) == (287, None)
 
 
+@needs_shared
 @pytest.mark.parametrize("old", ["llama3_2", "qwen3"])
 @pytest.mark.parametrize("new", NEW)
 def test_the_old_digits_are_kept_and_nothing_else_changes(tmp_path, new_tokenizer, old, new):
     source = new_tokenizer if new == "tiny" else Path(SHARED) / "tokenizers" / new
-    old, new = _published(old), build_tokenizer(TokenizerConfig(model=str(source)))
+    old, new = published(old), build_tokenizer(TokenizerConfig(model=str(source)))
     scheme = keep_digits(source, tmp_path, new=new, old=old)
     kept = build_tokenizer(TokenizerConfig(model=str(tmp_path)))
     assert digit_scheme(kept) == scheme == digit_scheme(old)
@@ -71,11 +73,3 @@ def test_the_old_digits_are_kept_and_nothing_else_changes(tmp_path, new_tokenize
     assert kept.detokenize(kept.text_to_ids(text)) == text
     digits = [t for i in kept.text_to_ids("98765") if (t := kept.token_bytes(i)) and t.isdigit()]
     assert b"".join(digits) == b"98765"
-
-
-@lru_cache(maxsize=2)
-def _published(name):
-    folder = Path(SHARED) / "tokenizers" / name
-    if not folder.is_dir():
-        pytest.skip(f"no {folder}: set MEGATRON_EXT_SHARED")
-    return build_tokenizer(TokenizerConfig(model=str(folder)))

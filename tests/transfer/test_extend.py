@@ -20,12 +20,13 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TOKENS = ["weather", " of the other", "日本語"]
 
 
-@pytest.fixture
-def extended(tmp_path, untied):
-    (tmp_path / "words.txt").write_text("".join(f"{token}\n" for token in TOKENS))
-    words = ["transfer", "extend", str(untied), "--tokens", str(tmp_path / "words.txt")]
-    main([*words, "--output", str(tmp_path / "new")])
-    return tmp_path / "new"
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory, untied):
+    folder = tmp_path_factory.mktemp("extended")
+    (folder / "words.txt").write_text("".join(f"{token}\n" for token in TOKENS))
+    words = ["transfer", "extend", str(untied), "--tokens", str(folder / "words.txt")]
+    main([*words, "--output", str(folder / "new")])
+    return folder / "new"
 
 
 def test_old_rows_stay_and_new_ones_are_the_mean_of_their_pieces(extended, untied):
@@ -48,6 +49,14 @@ def test_a_new_token_is_one_id_here_and_in_transformers(extended, untied):
         AutoTokenizer.from_pretrained(extended),
     )
     count = old.vocab_size
+    for token_id in range(count):
+        assert new.token_bytes(token_id) == old.token_bytes(token_id)
+    controls = {name: i for name, i in theirs.get_added_vocab().items() if i < count}
+    assert len(controls) >= 3
+    for name, token_id in controls.items():
+        assert new.token_to_id(name) == old.token_to_id(name) == token_id
+        # Text spells a control token as little as before.
+        assert new.text_to_ids(name) == old.text_to_ids(name)
     for place, token in enumerate(TOKENS):
         assert new.token_bytes(count + place) == token.encode()
     text = "the weather of the other 日本語 and then weathers"
@@ -87,9 +96,9 @@ def test_control_tokens_and_other_kinds_of_tokenizers_are_refused(tmp_path, unti
     assert not (tmp_path / "new").exists()
 
 
-PUBLISHED = [("tokens", "qwen2_5"), ("merges", "gpt2")]
+PUBLISHED = [("tokens", "gpt2"), ("merges", "gpt2")]
 if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
-    PUBLISHED += [("merges", "qwen2_5"), ("tokens", "llama3_2"), ("merges", "llama3_2")]
+    PUBLISHED += [(kind, name) for name in ("qwen2_5", "llama3_2") for kind in ("tokens", "merges")]
 
 
 @pytest.mark.parametrize(("kind", "name"), PUBLISHED)

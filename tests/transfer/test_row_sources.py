@@ -1,16 +1,15 @@
 """What each new token is made of: bytes first, control tokens by name and role, none twice."""
 
 import os
-from functools import cache
 from itertools import permutations
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.transfer.row_sources import NO_SOURCE, row_sources, turn_markers
-from tests.conversation.shared_files import SHARED
+from tests.alignment.shared_text import needs_shared, published
+
+pytestmark = needs_shared
 
 NAMES = (
     *("gemma3", "gpt2", "llama2_sp", "llama3_2", "mistral_7b_v1"),
@@ -22,7 +21,7 @@ SOME = [("gpt2", "llama2_sp")]
 
 @pytest.mark.parametrize(("new", "old"), PAIRS if os.environ.get("MEGATRON_EXT_ALL_TEXT") else SOME)
 def test_published_vocabularies_copy_by_bytes_and_no_control_token_twice(new, old):
-    new, old = _published(new), _published(old)
+    new, old = published(new), published(old)
     sources = row_sources(new, old)
     olds = [old.token_bytes(i) for i in range(old.vocab_size)]
     emitted = _emitted(old, olds)
@@ -48,14 +47,14 @@ def test_published_vocabularies_copy_by_bytes_and_no_control_token_twice(new, ol
 
 @pytest.mark.parametrize("name", ["llama2_sp", "qwen3"])
 def test_a_vocabulary_is_made_of_itself(name):
-    tokenizer = _published(name)
+    tokenizer = published(name)
     sources = row_sources(tokenizer, tokenizer)
     assert sources.is_identity
     assert sources.copied.tolist() == list(range(tokenizer.vocab_size))
 
 
 def test_tokens_of_turns_meet_by_what_templates_write_with_them():
-    new, old = _published("llama3_2"), _published("qwen3")
+    new, old = published("llama3_2"), published("qwen3")
     markers = {role: new.id_to_token(i) for role, i in turn_markers(new).items()}
     assert markers == {
         "end": "<|eot_id|>",
@@ -68,7 +67,7 @@ def test_tokens_of_turns_meet_by_what_templates_write_with_them():
         assert old.id_to_token(copied[new.token_to_id(name)]) == source
     # No token of Qwen's closes a header.
     assert copied[new.token_to_id("<|end_header_id|>")] == NO_SOURCE
-    assert turn_markers(_published("gpt2")) == {}
+    assert turn_markers(published("gpt2")) == {}
 
 
 def _emitted(tokenizer, tokens):
@@ -87,11 +86,3 @@ def _emitted(tokenizer, tokens):
             ids = [spelled] if spelled in ids else ids[:1]
         found.update(ids)
     return found
-
-
-@cache
-def _published(name):
-    folder = Path(SHARED) / "tokenizers" / name
-    if not folder.is_dir():
-        pytest.skip(f"no {folder}: set MEGATRON_EXT_SHARED")
-    return build_tokenizer(TokenizerConfig(model=str(folder)))

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -12,15 +13,23 @@ from megatron_ext.errors import LossError
 from megatron_ext.losses import LOSS_REGISTRY, TargetKind
 from megatron_ext.losses.checks import check_shard
 from megatron_ext.losses.diagnostics import FiniteCheck, check_finite
-from tests.losses.check_ranks import errors_of_poison, errors_of_shards, flags_of_poison
+from tests.losses.check_ranks import all_checks
 from tests.losses.microbatch import Microbatch
 from tests.losses.objective_cases import CASES, as_kind, inputs_of
 from tests.ops.kernel_case import EVERY_COMBINATION
 from tests.process_group import run_ranks
 
 
-def test_a_number_that_one_rank_alone_holds_is_an_error_on_both() -> None:
-    first, second = run_ranks(2, errors_of_poison)
+@pytest.fixture(scope="module")
+def checks_of_ranks() -> list[tuple[Any, ...]]:
+    """Of two ranks: errors of poison, flags of poison and errors of shards."""
+    return list(zip(*run_ranks(2, all_checks), strict=True))
+
+
+def test_a_number_that_one_rank_alone_holds_is_an_error_on_both(
+    checks_of_ranks: list[tuple[Any, ...]],
+) -> None:
+    first, second = checks_of_ranks[0]
     assert first == second
     assert first["nothing"] is None
     assert first["student"].startswith("iteration 7: the student's predictions hold NaN or inf")
@@ -28,8 +37,10 @@ def test_a_number_that_one_rank_alone_holds_is_an_error_on_both() -> None:
     assert "the student's and the teacher's predictions" in first["both"]
 
 
-def test_sums_of_rows_tell_every_rank_of_a_number_that_one_alone_holds() -> None:
-    for flags in run_ranks(2, flags_of_poison):
+def test_sums_of_rows_tell_every_rank_of_a_number_that_one_alone_holds(
+    checks_of_ranks: list[tuple[Any, ...]],
+) -> None:
+    for flags in checks_of_ranks[1]:
         for name, by_place in flags.items():
             for place, (read, told) in by_place.items():
                 expected = [place == "student", place == "teacher"]
@@ -163,8 +174,10 @@ def test_checks_of_several_microbatches_are_one_question() -> None:
         several.raise_if_bad()
 
 
-def test_shards_that_differ_or_leave_tokens_out_are_an_error_on_every_rank() -> None:
-    first, second = run_ranks(2, errors_of_shards)
+def test_shards_that_differ_or_leave_tokens_out_are_an_error_on_every_rank(
+    checks_of_ranks: list[tuple[Any, ...]],
+) -> None:
+    first, second = checks_of_ranks[2]
     assert (first["right"], first["padded"]) == (None, None)
     assert first["right, host alone"] is None
     for name in ("gap", "other widths", "both the first", "other vocabularies"):

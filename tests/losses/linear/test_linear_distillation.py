@@ -22,7 +22,7 @@ from tests.losses.linear.linear_case import (
     ordered,
     with_hidden,
 )
-from tests.losses.objective_cases import CASES, as_kind
+from tests.losses.objective_cases import CASES, CHOSEN, as_kind
 from tests.ops.kernel_case import assert_as_exact
 
 WHOLE_ONLY = {
@@ -32,7 +32,7 @@ WHOLE_ONLY = {
     or "merge" in case.options
     or case.options.get("alignment") == "position"
 }
-TILED = [name for name in CASES if name not in WHOLE_ONLY]
+TILED = [name for name in CHOSEN if name not in WHOLE_ONLY]
 WITH_CROSS_ENTROPY = (
     *("projected_kl", "partition_kl", "vocab_kl", "strict_topk", "gold"),
     # These read the row behind a chunk, which can be in the next tile.

@@ -1,8 +1,7 @@
 """``byte_prefix`` over texts tokenized two ways, against a target made token by token."""
 
-import os
 from dataclasses import replace
-from itertools import accumulate, product
+from itertools import accumulate
 from math import log
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from megatron_ext.losses import prefix_table as module
 from megatron_ext.tokenizers import MegatronTokenizer, MegatronTokenizerText
 from tests.losses.objective_cases import CASES
 from tests.losses.objectives.test_partition_kl_loss import divergence
-from tests.losses.toy_language import tokenize, toy_model
+from tests.losses.toy_language import TEXTS, read_in_turn, tokenize, toy_model
 
 Vocabulary = tuple[bytes, ...]
 
@@ -45,25 +44,6 @@ PAIRS = EXACT | {
     "several ids of a token": ((b"a", b"b", b"c", b"ab", b"a"), (b"b", b"a", b"ab", b"c", b"a")),
     "bytes that the student lacks": ((b"a", b"b", b"ca", b"cb", b"cc"), (b"a", b"b", b"c", b"ca")),
 }
-
-TEXTS = (b"caabb", b"aacbb", b"abbca", b"babca", b"cabac")
-
-
-OPTIONS: tuple[dict[str, Any], ...] = (
-    {"direction": "forward", "temperature": 1.0},
-    {"direction": "reverse", "temperature": 1.7},
-    {"direction": "jensen_shannon", "temperature": 0.8, "mixture": 0.3},
-)
-
-
-def _sampled(pairs: dict[str, Any]) -> list[tuple[str, bytes, dict[str, Any]]]:
-    """Every pair with every option, each over another text; over all under
-    MEGATRON_EXT_ALL_TEXT."""
-    cases = []
-    for number, (pair, options) in enumerate(product(pairs, OPTIONS)):
-        texts = TEXTS if os.environ.get("MEGATRON_EXT_ALL_TEXT") else [TEXTS[number % len(TEXTS)]]
-        cases += [(pair, text, options) for text in texts]
-    return cases
 
 
 class Reading:
@@ -156,7 +136,7 @@ def run(inputs: DistillationInputs, **options: Any) -> tuple[LossOutput, torch.T
     return output, grad
 
 
-@pytest.mark.parametrize(("pair", "text", "options"), _sampled(PAIRS), ids=str)
+@pytest.mark.parametrize(("pair", "text", "options"), read_in_turn(PAIRS), ids=str)
 def test_each_row_is_compared_with_the_target_of_the_definition(
     pair: str, text: bytes, options: dict[str, Any]
 ) -> None:
@@ -192,7 +172,7 @@ def test_the_toy_texts_have_starts_middles_and_labels_that_span_tokens_in_both()
     assert min(spans) >= 2
 
 
-@pytest.mark.parametrize(("pair", "text", "options"), _sampled(EXACT), ids=str)
+@pytest.mark.parametrize(("pair", "text", "options"), read_in_turn(EXACT), ids=str)
 def test_one_language_read_by_the_student_within_tokens_has_neither_loss_nor_gradient(
     pair: str, text: bytes, options: dict[str, Any]
 ) -> None:

@@ -24,7 +24,7 @@ from megatron_ext.losses import (
     VocabularyMatch,
 )
 from tests.losses.objective_cases import CASES
-from tests.losses.toy_language import Tokens, tokenize, toy_model
+from tests.losses.toy_language import TEXTS, Tokens, read_in_turn, tokenize, toy_model
 
 PREFIX_FREE = {
     "two codes": ((b"aa", b"ab", b"ac", b"b", b"c"), (b"a", b"ba", b"bb", b"bc", b"c")),
@@ -36,9 +36,6 @@ PREFIX_FREE = {
 VOCABULARIES = PREFIX_FREE | {
     "overlapping": ((b"a", b"b", b"c", b"ab", b"bab"), (b"a", b"b", b"c", b"aba", b"ba"))
 }
-
-TEXTS = (b"caabb", b"aacbb", b"abbca", b"babca", b"cabac")
-"""What is read; all texts that are enumerated go on behind it."""
 
 
 class Pair:
@@ -169,19 +166,9 @@ def run(inputs: DistillationInputs, **options: Any) -> tuple[LossOutput, torch.T
     return output, grad
 
 
-@pytest.mark.parametrize("vocabularies", VOCABULARIES)
-@pytest.mark.parametrize("text", TEXTS, ids=bytes.decode)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"direction": "forward", "temperature": 1.0},
-        {"direction": "reverse", "temperature": 1.7},
-        {"direction": "jensen_shannon", "temperature": 0.8, "mixture": 0.3},
-    ],
-    ids=lambda options: options["direction"],
-)
+@pytest.mark.parametrize(("vocabularies", "text", "options"), read_in_turn(VOCABULARIES), ids=str)
 def test_each_chunk_has_the_divergence_of_enumerated_texts(
-    options: dict[str, Any], text: bytes, vocabularies: str
+    vocabularies: str, text: bytes, options: dict[str, Any]
 ) -> None:
     pair = Pair(text, VOCABULARIES[vocabularies], seeds=(1, 2))
     output, _ = run(pair.inputs(), chain_weight=0.5, **options)
@@ -209,16 +196,14 @@ def test_the_toy_texts_have_chunks_of_every_kind_and_several_completions() -> No
     assert completions >= 3
 
 
-@pytest.mark.parametrize("direction", ["forward", "reverse", "jensen_shannon"])
-@pytest.mark.parametrize("vocabularies", PREFIX_FREE)
-@pytest.mark.parametrize("text", TEXTS, ids=bytes.decode)
+@pytest.mark.parametrize(("vocabularies", "text", "options"), read_in_turn(PREFIX_FREE), ids=str)
 def test_one_language_tokenized_two_ways_has_neither_loss_nor_gradient(
-    text: bytes, vocabularies: str, direction: str
+    vocabularies: str, text: bytes, options: dict[str, Any]
 ) -> None:
     pair = Pair(text, PREFIX_FREE[vocabularies], seeds=(1, 1))
     assert pair.streams[0] != pair.streams[1]
     for kind in ("logits", "topk"):
-        output, grad = run(pair.inputs(kind), direction=direction, temperature=1.5)
+        output, grad = run(pair.inputs(kind), **options)
         assert abs(output.loss_sum.item()) < 1e-12
         assert grad.abs().max().item() < 1e-12
 
