@@ -26,7 +26,7 @@ def load(models, parallel, **ensemble):
 
 
 def ask_common(rank, models, parallel, means):
-    """Of each kind of mean."""
+    """Of each kind of mean; draws of the last."""
     found = {}
     for mean in means:
         model = load(models, parallel, weight=WEIGHTS, mean=mean)
@@ -41,8 +41,8 @@ def ask_common(rank, models, parallel, means):
                     is_done=lambda new: False,
                 )
             ),
-            "drawn": model.generate(PROMPTS[:2], DRAWN),
         }
+    found["drawn"] = model.generate(PROMPTS[:2], DRAWN)
     return found
 
 

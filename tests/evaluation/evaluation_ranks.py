@@ -23,7 +23,7 @@ from megatron_ext.evaluation.language_model import (
 from megatron_ext.evaluation.megatron_language_model import ModelOptions, load_language_model
 from tests.evaluation.tiny_language_model import PAIRS, PROMPTS
 
-NEW_TOKENS = 8
+NEW_TOKENS = 5
 GREEDY = GenerationOptions(max_new_tokens=NEW_TOKENS)
 
 

@@ -41,6 +41,7 @@ from tests.training.tiny_run import (
     student_run,
     teacher_run,
 )
+from tests.training.weights_once import load_weights_once
 
 
 def train_alone(rank, folder):
@@ -162,7 +163,7 @@ def go_on(rank, folder, layouts):
 
 def _stretch(folder, iterations, parallel):
     config = changed(
-        student_run(folder, "run", micro_batch_size=1, **parallel),
+        student_run(folder, "run", **parallel),
         teacher=None,
         loss=LossConfig(objective="next_token"),
         training={"train_iters": iterations},
@@ -244,6 +245,9 @@ _tokenizer = cache(build_tokenizer)
 _ONCE = (
     partial(patch, "megatron_ext.training.inputs.build_tokenizer", _tokenizer),
     partial(patch, "megatron_ext.tokenizers.text_tokenizer.load_saved", _load_saved),
+    partial(
+        patch, "megatron_ext.training.megatron_models.first_weights.load_weights", load_weights_once
+    ),
     *(
         partial(patch.object, kind, "from_tokenizers", cache(kind.from_tokenizers))
         for kind in (SparseProjection, CompletionTable)
@@ -251,4 +255,5 @@ _ONCE = (
     # The same text, by libyaml.
     partial(patch, "yaml.SafeDumper", yaml.CSafeDumper),
 )
-"""What a rank that makes many runs does once: it reads each vocabulary, compares each pair."""
+"""What a rank that makes many runs does once: it reads each vocabulary and the weights that runs
+start from, and compares each pair."""

@@ -24,7 +24,7 @@ from tests.process_group import run_ranks
 from tests.training.rank_functions import _train_teacher, _trainer
 from tests.training.tiny_run import SENTENCES, TP2, changed, objective_run, student_run
 
-TILE_ROWS = 7
+TILE_ROWS = 31
 
 
 def leave_results(rank, folder):

@@ -6,9 +6,10 @@ import runpy
 from functools import cache
 
 import pytest
+from torch.distributed.run import main as torchrun
 
 from tests.fork_server import run_forked
-from tests.training.megatron_stand_in import LAYOUTS, make_checkout, report, run
+from tests.training.megatron_stand_in import LAYOUTS, REPOSITORY, make_checkout, report, run
 
 NULL = ("--tokenizer-library", "null", "--vocab-size", "100")
 
@@ -200,13 +201,18 @@ def _run_as_main(script):
     runpy.run_path(script, run_name="__main__")
 
 
+def _launch(words):
+    os.environ |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    torchrun(["--standalone", "--nproc-per-node", "2", *words])
+
+
 def test_torchrun_runs_a_script_on_every_rank(checkout):
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     words = ("-m", "megatron_ext", "run", "pretrain.py", *NULL)
-    finished = run(*launch, *words, cwd=checkout("main"), OMP_NUM_THREADS="1")
-    assert finished.returncode == 0, finished.stderr
+    # The launcher begins with torch imported; its ranks are programs.
+    code, printed, errors = run_forked(checkout("main"), _launch, words)
+    assert code == 0, errors
     # A rank may write between another's line and its end.
-    lines = finished.stdout.replace("}{", "}\n{").splitlines()
+    lines = printed.replace("}{", "}\n{").splitlines()
     got = [json.loads(line) for line in lines if line.startswith("{")]
     assert sorted(rank["args"]["rank"] for rank in got) == [0, 1]
     assert [rank["ids"] for rank in got] == [[1, 2, 3]] * 2
