@@ -15,10 +15,7 @@ from megatron_ext.losses import (
     DistillationInputs,
     LossPart,
     LossPlan,
-    NextTokenLoss,
-    ProjectedKLLoss,
 )
-from megatron_ext.ops.launch import Implementation
 from megatron_ext.ops.vocab_kl import vocab_kl_reference
 
 from .counted_bytes import Teacher
@@ -45,9 +42,6 @@ class Objective:
 
     same_vocabulary: bool = False
     needs_completions: bool = False
-    fused: Callable[[Implementation], Loss] | None = None
-    """All terms by one operation; else each has its own."""
-
     others: dict[str, Callable[[], Loss]] = field(default_factory=dict)
     """Implementations beside ``triton`` and ``torch`` by name; made before they are timed."""
 
@@ -64,9 +58,28 @@ class Objective:
         """
         if implementation in self.others:
             return self.others[implementation]()
-        if self.fused is not None:
-            return self.fused(implementation)  # type: ignore[arg-type]
-        return self.added(implementation)
+        return self.added(implementation) if len(self.terms) == 1 else self.planned(implementation)
+
+    def planned(self, implementation: str, *, in_place: bool = False) -> Loss:
+        """The sum of the terms, as a run computes it.
+
+        Raises:
+            NotThereError: One of them cannot be computed so.
+        """
+        objectives = {
+            name: _objective(name, options, implementation) for name, options in self.terms
+        }
+        weights = dict.fromkeys(objectives, 1.0)
+
+        def total(inputs: DistillationInputs) -> torch.Tensor:
+            parts = {
+                name: LossPart(objective=each, inputs=inputs, term=name, count_name="one")
+                for name, each in objectives.items()
+            }
+            plan = LossPlan(parts=parts, term_weights=weights)
+            return plan.loss({"one": 1}, in_place=in_place).total
+
+        return total
 
     def added(self, implementation: str) -> Loss:
         """The sum of the terms, each by an operation of its own.
@@ -154,20 +167,8 @@ def _eager_both(inputs: DistillationInputs) -> torch.Tensor:
     return eager_projected_kl(inputs) + eager_cross_entropy(inputs)
 
 
-def fused_projected_kl(implementation: Implementation, *, in_place: bool = False) -> Loss:
-    """Projected KL of every chunk plus the cross-entropy of every label, as a run computes them."""
-    objective = ProjectedKLLoss(implementation=implementation)
-    next_token = NextTokenLoss()
-
-    def loss(inputs: DistillationInputs) -> torch.Tensor:
-        parts = {
-            "kd": LossPart(objective=objective, inputs=inputs, term="kd", count_name="one"),
-            "ce": LossPart(objective=next_token, inputs=inputs, term="ce", count_name="one"),
-        }
-        plan = LossPlan(parts=parts, term_weights={"kd": 1.0, "ce": 1.0})
-        return plan.loss({"one": 1}, in_place=in_place).total
-
-    return loss
+def _in_place() -> Loss:
+    return OBJECTIVES[0].planned("triton", in_place=True)
 
 
 def _two_operations() -> Loss:
@@ -178,10 +179,9 @@ OBJECTIVES: Final = (
     Objective(
         name="projected_kl + next_token",
         terms=(("projected_kl", {}), ("next_token", {})),
-        fused=fused_projected_kl,
         others={
             "eager": lambda: _eager_both,
-            "triton, in place": lambda: fused_projected_kl("triton", in_place=True),
+            "triton, in place": _in_place,
             "triton, two operations": _two_operations,
         },
     ),
@@ -202,6 +202,11 @@ OBJECTIVES: Final = (
     Objective(name="uld", terms=(("uld", {}),)),
     Objective(name="strict_topk", terms=(("strict_topk", {}),)),
     Objective(name="alm", terms=(("alm", {}),), teacher="statistics"),
+    Objective(
+        name="alm + next_token",
+        terms=(("alm", {}), ("next_token", {})),
+        teacher="statistics",
+    ),
     Objective(
         name="next_token",
         terms=(("next_token", {}),),

@@ -134,6 +134,7 @@ LAUNCHES: Final[dict[str, Callable[[Shape, int], Launches]]] = {
     "gold": _gold,
     "uld": _uld,
     "alm": _alm,
+    "alm + next_token": _alm,
     "next_token": _next_token,
 }
 """Objectives whose kernels are counted. Cross-entropy is fused: it adds no sweep."""

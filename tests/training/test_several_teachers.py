@@ -69,6 +69,8 @@ if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
         ALONE += [Run(f"{name}-1", None, loss), Run(f"{name}-2", two, loss)]
         SHARDED += [f"{name}-1", f"{name}-2"]
     OF_LAYOUT = dict.fromkeys(LAYOUTS, SHARDED)
+    # States of the first of two stages are not at hand where they are compared.
+    OF_LAYOUT["pp2"] = [name for name in SHARDED if name != "latents"]
     # The linear form is not for parts of sequences.
     OF_LAYOUT["cp2"] = ["averaged", *(name for name in SHARDED if "linear" not in name)]
 CASES = [(name, layout) for layout, names in OF_LAYOUT.items() for name in names]
