@@ -23,9 +23,6 @@ NO_KEY: Final = torch.iinfo(torch.int64).min
 _BITS: Final = 32
 _LOW: Final = (1 << _BITS) - 1
 _HALF_BITS: Final = 16
-_NEIGHBOURS: Final = 4
-"""Columns that share a key of half the bits."""
-
 _NO_COARSE_KEY: Final = torch.iinfo(torch.int32).min
 
 
@@ -190,7 +187,7 @@ def _local_keys(
     ids = torch.arange(shard.start, shard.stop, device=logits.device)
     width = min(k, shard.width)
     local = torch.empty(len(logits), width, dtype=torch.int64, device=logits.device)
-    is_coarse = logits.element_size() == 2 and shard.width <= _NEIGHBOURS << _HALF_BITS
+    is_coarse = logits.element_size() == 2
     for rows in row_slices(*logits.shape, device=logits.device):
         values, its_ids, left_out = logits[rows], ids, excluded
         if is_coarse:
@@ -205,25 +202,28 @@ def _local_keys(
 
 
 def _near_largest(values: torch.Tensor, count: int, excluded: torch.Tensor | None) -> torch.Tensor:
-    """Columns int64 [T, count + 3] in any order, the largest ``count`` of ``sort_keys`` among them.
+    """Columns int64 [T, count + n - 1] in any order, the largest ``count`` of ``sort_keys`` among
+    them.
 
-    By keys int32 of a value of 16 bits and a group of four columns: on a GPU torch reads all keys
-    once for every few of their bits.
+    By keys int32 of a value of 16 bits and a group of n columns: on a GPU torch reads all keys once
+    for every few of their bits.
 
     Args:
-        values: [T, V] in a dtype of two bytes, V at most 2^18.
+        values: [T, V] in a dtype of two bytes; n is V over 2^16, rounded up.
         excluded: bool [V], columns that come last.
     """
     bits = values.detach().contiguous().view(torch.int16)
     # -0.0 is 0.
     bits = bits.masked_fill(bits == torch.iinfo(torch.int16).min, 0)
     ordered = bits.bitwise_xor_((bits >> 15).bitwise_and_(0x7FFF)).to(torch.int32)
-    group = torch.arange(values.shape[1], dtype=torch.int32, device=values.device) // _NEIGHBOURS
+    width = values.shape[1]
+    neighbours = max(1, -(-width >> _HALF_BITS))
+    group = torch.arange(width, dtype=torch.int32, device=values.device) // neighbours
     keys = ordered.bitwise_left_shift_(_HALF_BITS).bitwise_or_((1 << _HALF_BITS) - 1 - group)
     if excluded is not None:
         keys.masked_fill_(excluded, _NO_COARSE_KEY)
     # Of those that share a key with the last one, all are there.
-    count = min(count + _NEIGHBOURS - 1, values.shape[1])
+    count = min(count + neighbours - 1, width)
     return keys.topk(count, dim=-1, sorted=False).indices
 
 
