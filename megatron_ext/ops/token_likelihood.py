@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard, row_slices, scaled_logits
-from megatron_ext.ops.chunk_rows import ExpSums, local_column, merge_exp_sums, merge_top_columns
+from megatron_ext.ops.chunk_rows import ExpSums, merge_exp_sums, merge_top_columns
 from megatron_ext.ops.labels import label_losses, label_rows
 from megatron_ext.ops.launch import (
     Implementation,
@@ -261,13 +261,11 @@ def evaluate_token_likelihood(
 
 def write_likelihood_gradient(
     student: TokenRows,
-    whole: LogSumExp,
-    members: LogSumExp,
+    found: EvaluatedLikelihood,
     on_token: torch.Tensor,
     on_mass: torch.Tensor,
     gradient: torch.Tensor,
     *,
-    column: torch.Tensor | None = None,
     implementation: Implementation = "auto",
 ) -> None:
     """Write d(on_token . log_prob + on_mass . log_mass)/d logits into ``gradient`` [Ts, Vp].
@@ -276,17 +274,16 @@ def write_likelihood_gradient(
     whatever they hold. No collectives.
 
     Args:
-        whole: Field of ``EvaluatedLikelihood``, as is ``members``.
+        found: Of these rows.
         on_token: [Ts], ignored where the token is not asked.
         on_mass: [Ts], ignored where the set is not asked.
-        column: Field of ``EvaluatedLikelihood``; None: it is looked up.
     """
     arrives = RowGradient(
-        local_column(student.token_id, student.shard) if column is None else column,
+        found.column,
         on_token.masked_fill(student.token_id < 0, 0.0),
-        whole,
+        found.whole,
         None if student.members is None else on_mass,
-        None if student.members is None else members,
+        None if student.members is None else found.members,
     )
     write_token_gradient(
         student.logits.detach(),

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard
+from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.ops.chunk_rows import local_column
 from megatron_ext.ops.token_likelihood import (
     TokenRows,
     evaluate_token_likelihood,
@@ -147,15 +148,7 @@ def test_likelihoods_and_their_gradient_are_as_exact_as_torch(
     side = TokenRows(logits, token_id, members, shard)
     known = evaluate_token_likelihood(side, implementation=implementation)
     out, grad = known.student, logits if in_place else torch.empty_like(logits)
-    write_likelihood_gradient(
-        side,
-        known.whole,
-        known.members,
-        *weights,
-        grad,
-        column=known.column,
-        implementation=implementation,
-    )
+    write_likelihood_gradient(side, known, *weights, grad, implementation=implementation)
     assert_as_exact(out.log_prob, found[0][0], found[1][0], slack=1e-6)
     assert_as_exact(out.log_mass, found[0][1], found[1][1], slack=1e-6)
     # A share of the set by its probability is off by the rounding of a log-mass of 20.
@@ -177,9 +170,7 @@ def test_rows_of_a_chunk_that_gets_nothing_give_exactly_nothing(implementation):
     gradient = torch.empty_like(logits)
     on_token = torch.tensor([1.0, 5.0, 1.0, 0.0], device=DEVICE)
     on_mass = torch.tensor([-1.0, 0.0, 0.0, 0.0], device=DEVICE)
-    write_likelihood_gradient(
-        rows, out.whole, out.members, on_token, on_mass, gradient, implementation=implementation
-    )
+    write_likelihood_gradient(rows, out, on_token, on_mass, gradient, implementation=implementation)
     # The first row's two parts cancel in every column but the token's and the set's.
     assert (gradient[0] != 0).nonzero()[:, 0].tolist() == sorted({*range(9), int(token_id[0])})
     # Row 1 has no token: what arrives for it is not looked at.
@@ -197,12 +188,12 @@ def test_a_shard_writes_its_columns_of_the_gradient(implementation):
     rows = TokenRows(logits, token_id, members, shard)
     out = evaluate_token_likelihood(rows, implementation=implementation)
     weights = torch.rand(2, 4).to(DEVICE)
-    known = (LogSumExp(*out.whole), LogSumExp(*out.members))
-    write_likelihood_gradient(rows, *known, *weights, whole, implementation=implementation)
+    write_likelihood_gradient(rows, out, *weights, whole, implementation=implementation)
     for start in (0, 50):
         cut = slice(start, start + 50)
         part = VocabShard(start=start, stop=start + 50, vocab_size=95)
         own = TokenRows(logits[:, cut], token_id, members[cut], part)
+        known = out._replace(column=local_column(token_id, part))
         gradient = torch.empty_like(logits[:, cut])
-        write_likelihood_gradient(own, *known, *weights, gradient, implementation=implementation)
+        write_likelihood_gradient(own, known, *weights, gradient, implementation=implementation)
         assert torch.equal(gradient, whole[:, cut])

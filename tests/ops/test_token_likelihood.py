@@ -27,7 +27,7 @@ def rows_of(rows, vocab, padding, *, dtype):
 def gradient_of(rows, out, on_token, on_mass):
     gradient = torch.full_like(rows.logits, torch.nan)
     upstream = (part.to(out.whole.peak.dtype) for part in (on_token, on_mass))
-    write_likelihood_gradient(rows, out.whole, out.members, *upstream, gradient, column=out.column)
+    write_likelihood_gradient(rows, out, *upstream, gradient)
     return gradient
 
 

@@ -90,31 +90,27 @@ class LikelihoodObjective(FusedObjective):
         _, teacher = check_alignment(inputs, objective=self.name, kinds=kinds)
         labels = inputs.labels.flatten(), _teacher_labels(inputs, teacher, self.name).flatten()
         ids = counted_ids(inputs)
-        asked = tuple(
+        asked = [
             torch.where(its == NO_CHUNK, -1, side) for its, side in zip(ids, labels, strict=True)
-        )
-        columns = _columns(inputs, teacher, self.name) if self.reads_boundaries else None
+        ]
+        has_ce, columns = ce_scale is not None, None
+        if self.reads_boundaries:
+            columns = _columns(inputs, teacher, self.name)
         student = TokenRows(
             inputs.student_logits.flatten(0, 1),
-            asked[0] if ce_scale is None else labels[0],
+            labels[0] if has_ce else asked[0],
             None if columns is None else columns.student,
             inputs.student_shard,
         )
-        other = None
-        if teacher.kind != "label":
-            is_member = None if columns is None else columns.teacher
-            logits = teacher.to_logits().flatten(0, 1)
-            other = TokenRows(logits, asked[1], is_member, teacher.shard)
         found = evaluate_token_likelihood(
             student,
-            other,
-            with_top_column=ce_scale is not None,
+            _teacher_rows(teacher, asked[1], columns),
+            with_top_column=has_ce,
             implementation=self.implementation,
         )
         own, its = found.student, found.teacher
         if its is None:
-            has_boundary = columns is not None
-            its = _given(teacher, asked[1], own.log_prob.dtype, self.name, has_boundary)
+            its = _given(teacher, asked[1], own.log_prob.dtype, self.name, columns is not None)
         needs_gradient = gradient is not None
         on = [part.detach().requires_grad_(needs_gradient) for part in (own.log_prob, own.log_mass)]
         with torch.set_grad_enabled(needs_gradient):
@@ -129,21 +125,14 @@ class LikelihoodObjective(FusedObjective):
             if ce_scale is not None:
                 on_token = on_token - label_scales(inputs, ce_scale)
             write_likelihood_gradient(
-                student,
-                found.whole,
-                found.members,
-                on_token,
-                on_mass,
-                gradient,
-                column=found.column,
-                implementation=self.implementation,
+                student, found, on_token, on_mass, gradient, implementation=self.implementation
             )
         output = replace(output, loss_sum=output.loss_sum.detach())
         if self.tells_bad(inputs):
             assert own.log_sum is not None
             assert its.log_sum is not None
             output = replace(output, bad=partial(bad_flags, inputs, own.log_sum, its.log_sum))
-        return Evaluated(output, None if ce_scale is None else -own.log_prob, found.top_column)
+        return Evaluated(output, -own.log_prob if has_ce else None, found.top_column)
 
     def tells_bad(self, inputs: DistillationInputs) -> bool:
         """Whether likelihoods of both models are made of sums, which a row of NaN or +inf does not
@@ -199,6 +188,16 @@ def labelled_ahead(known: KnownAhead) -> torch.Tensor:
 
 def _sum_rows(values: torch.Tensor, chunk_id: torch.Tensor, count: int) -> torch.Tensor:
     return index_sum(values, chunk_slots(chunk_id, count), count + 1)[:-1]
+
+
+def _teacher_rows(
+    teacher: TeacherTargets, asked: torch.Tensor, columns: BoundaryColumns | None
+) -> TokenRows | None:
+    """The teacher's rows, asked for ``asked``; None where its likelihoods are given."""
+    if teacher.kind == "label":
+        return None
+    members = None if columns is None else columns.teacher
+    return TokenRows(teacher.to_logits().flatten(0, 1), asked, members, teacher.shard)
 
 
 def _given(
