@@ -147,7 +147,7 @@ class LogSumExp(NamedTuple):
     log_sum: torch.Tensor
     """Logarithm of the sum of ``exp(logit - peak)``."""
 
-    def normalise_(self, scaled: torch.Tensor, rows: slice) -> torch.Tensor:
+    def normalise_(self, scaled: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
         """Turn ``scaled`` [T', Vp], logits of these rows, into log-probabilities in place."""
         return scaled.sub_(self.peak[rows, None]).sub_(self.log_sum[rows, None])
 

@@ -121,6 +121,36 @@ def label_losses(
     return loss
 
 
+class LabelTerm(NamedTuple):
+    """Cross-entropy of rows' labels at temperature 1, as their gradient needs it."""
+
+    label: torch.Tensor
+    """int64 [T] over all shards, negative for none."""
+
+    column: torch.Tensor
+    """int64 [T]: this rank's column of the label, -1 where another rank has it."""
+
+    weight: torch.Tensor
+    """[T] upstream gradient, 0 where there is no label. A row at 0 gets none, whatever it holds."""
+
+    whole: LogSumExp
+    """[T] over all columns of all shards."""
+
+    numbers: torch.Tensor | None = None
+    """fp32 [3, T] of ``whole`` and ``weight``, where a kernel made them."""
+
+    def gradient(self, logits: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
+        """Gradient in this rank's columns ``logits`` [T', Vp] of ``rows``, which it overwrites.
+
+        Padding of ``logits`` is -inf. A row of weight 0 gets 0.
+        """
+        grad = self.whole.normalise_(logits, rows).exp_()
+        weight = self.weight[rows, None].to(grad.dtype)
+        grad.mul_(weight).masked_fill_(weight == 0, 0.0)
+        column = self.column[rows, None]
+        return grad.scatter_add_(-1, column.clamp(min=0), weight.neg().masked_fill(column < 0, 0.0))
+
+
 class LabelSums(NamedTuple):
     """Scalars of all rows, on the device."""
 

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 import torch
 
 from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard, scaled_logits
+from megatron_ext.ops.labels import LabelTerm
 from megatron_ext.ops.launch import ROW_CONFIGS, fitting_config
 from megatron_ext.ops.partition_kl.chain_masses import (
     IMPOSSIBLE,
@@ -28,7 +29,6 @@ from megatron_ext.ops.partition_kl.operands import (
     Chains,
     EventComparison,
     PartitionPlan,
-    TokenTerm,
 )
 from megatron_ext.ops.partition_kl.single_chunks import token_numbers
 from megatron_ext.ops.partition_kl.split_statistics import RowGroup, RowSplit
@@ -217,7 +217,7 @@ class ChainGradient(NamedTuple):
     picked: LogSumExp
     """[N] the chosen logits, over all shards."""
 
-    tokens: TokenTerm | None
+    tokens: LabelTerm | None
 
     rests: torch.Tensor | None = None
     """``ChainLogits.rests`` of the student, where a kernel made them."""

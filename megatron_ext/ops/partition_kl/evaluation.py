@@ -14,7 +14,7 @@ import torch
 from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.ops.chunk_rows import ExpSums, merge_exp_sums, merge_top_columns
-from megatron_ext.ops.labels import LabelRows, label_losses, label_rows
+from megatron_ext.ops.labels import LabelRows, LabelTerm, label_losses, label_rows
 from megatron_ext.ops.launch import Implementation, uses_compiled, uses_triton
 from megatron_ext.ops.partition_kl.chain_chunks import (
     ChainEdges,
@@ -39,7 +39,6 @@ from megatron_ext.ops.partition_kl.operands import (
     EventComparison,
     PartitionPlan,
     PartitionValues,
-    TokenTerm,
 )
 from megatron_ext.ops.partition_kl.single_chunks import (
     PartitionNorm,
@@ -170,7 +169,7 @@ def _chains(
     masses: RowMasses | None,
     plan: PartitionPlan,
     grad_scale: torch.Tensor | None,
-    tokens: TokenTerm | None,
+    tokens: LabelTerm | None,
     logits: torch.Tensor,
     gradient: torch.Tensor | None,
 ) -> EventComparison:
@@ -195,7 +194,7 @@ def _chains_by_kernel(
     masses: RowMasses | None,
     plan: PartitionPlan,
     grad_scale: torch.Tensor | None,
-    tokens: TokenTerm | None,
+    tokens: LabelTerm | None,
     logits: torch.Tensor,
     gradient: torch.Tensor | None,
 ) -> EventComparison:
@@ -412,7 +411,7 @@ def _token_term(
     labels: torch.Tensor | None,
     shard: VocabShard,
     by: Implementation,
-) -> tuple[TokenTerm | None, torch.Tensor | None]:
+) -> tuple[LabelTerm | None, torch.Tensor | None]:
     """Term of the labels in the gradient, and their cross-entropies [T]."""
     if labels is None:
         return None, None
@@ -423,9 +422,9 @@ def _token_term(
     if by == "triton":
         numbers = whole_rows(merged.unscaled or merged.members, merged.others, weight)
         whole = LogSumExp(numbers[0], numbers[1])
-        term = TokenTerm(labels, column, numbers[2], whole, numbers)
+        term = LabelTerm(labels, column, numbers[2], whole, numbers)
     else:
         whole = merged.whole()
-        term = TokenTerm(labels, column, weight, whole)
+        term = LabelTerm(labels, column, weight, whole)
     loss = label_losses(merged.label, whole, labels, None, shard, implementation=by)
     return term, loss

@@ -11,9 +11,10 @@ import torch
 
 from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard
 from megatron_ext.ops.chunk_rows import ExpSums
+from megatron_ext.ops.labels import LabelTerm
 from megatron_ext.ops.launch import small_block
 from megatron_ext.ops.partition_kl.chain_masses import ChosenColumns
-from megatron_ext.ops.partition_kl.operands import ChainRows, Chains, PartitionPlan, TokenTerm
+from megatron_ext.ops.partition_kl.operands import ChainRows, Chains, PartitionPlan
 from megatron_ext.ops.partition_kl.shared_columns import ColumnSet
 from megatron_ext.ops.partition_kl.split_statistics import RowSplit
 
@@ -287,7 +288,7 @@ def chain_gradients(
     grads: tuple[torch.Tensor, torch.Tensor],
     picked: LogSumExp,
     columns: ChosenColumns,
-    tokens: TokenTerm | None,
+    tokens: LabelTerm | None,
     rests: torch.Tensor,
 ) -> torch.Tensor:
     """Gradients [N] of the chosen logits, those of their labels' cross-entropy included, and those

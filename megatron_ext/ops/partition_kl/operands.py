@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard
+from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.ops.divergence import DivergenceOptions, divergence_reference
 from megatron_ext.ops.partition_kl.shared_columns import SharedColumns
 
@@ -90,38 +90,6 @@ class PartitionPlan(NamedTuple):
     student_shard: VocabShard
     teacher_shard: VocabShard
     options: DivergenceOptions = DivergenceOptions()
-
-
-class TokenTerm(NamedTuple):
-    """Cross-entropy of the student's labels at temperature 1, and its gradient's weights."""
-
-    label: torch.Tensor
-    """int64 [T] over all shards, negative for none."""
-
-    column: torch.Tensor
-    """int64 [T]: this rank's column of the label, -1 where another rank has it."""
-
-    weight: torch.Tensor
-    """fp32 [T], 0 where there is no label. A row at 0 gets no gradient, whatever it holds."""
-
-    whole: LogSumExp
-    """[T] over all columns."""
-
-    numbers: torch.Tensor | None = None
-    """fp32 [3, T] of ``whole`` and ``weight``, where a kernel made them."""
-
-    def gradient(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Gradient in this rank's columns ``logits`` [T', Vp] of ``rows``, which it overwrites.
-
-        Padding of ``logits`` is -inf. A row of weight 0 gets 0.
-        """
-        grad = LogSumExp(self.whole.peak[rows], self.whole.log_sum[rows]).normalise_(
-            logits, slice(None)
-        )
-        weight = self.weight[rows].to(grad.dtype)[:, None]
-        grad.exp_().mul_(weight).masked_fill_(weight == 0, 0.0)
-        column = self.column[rows, None]
-        return grad.scatter_add_(-1, column.clamp(min=0), weight.neg().masked_fill(column < 0, 0.0))
 
 
 class EventComparison(NamedTuple):

@@ -15,6 +15,7 @@ import torch
 from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.distributed.vocab_parallel import LogSumExp, row_slices, scaled_logits
 from megatron_ext.ops.divergence import divergence_terms
+from megatron_ext.ops.labels import LabelTerm
 from megatron_ext.ops.launch import (
     LANE_CONFIGS,
     LaunchConfig,
@@ -23,7 +24,7 @@ from megatron_ext.ops.launch import (
     small_block,
 )
 from megatron_ext.ops.partition_kl.kernel_numbers import SingleNorms, rest_terms_by_kernel
-from megatron_ext.ops.partition_kl.operands import PartitionPlan, TokenTerm
+from megatron_ext.ops.partition_kl.operands import PartitionPlan
 from megatron_ext.ops.partition_kl.shared_columns import crossing_logits
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class SingleChunks(NamedTuple):
     is_masked: torch.Tensor
     """bool [Ts]: rows in which the student masks a shared token of this rank."""
 
-    tokens: TokenTerm | None
+    tokens: LabelTerm | None
 
     norms: SingleNorms | None = None
     """The two normalisers where a kernel made them."""
@@ -418,7 +419,7 @@ class _SingleEvaluation:
         )
 
 
-def token_numbers(tokens: TokenTerm) -> torch.Tensor:
+def token_numbers(tokens: LabelTerm) -> torch.Tensor:
     """fp32 [3, T]: peak and logarithm of the sum of each row, and the weight of its label."""
     if tokens.numbers is not None:
         return tokens.numbers

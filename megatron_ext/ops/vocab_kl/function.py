@@ -13,10 +13,10 @@ from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard, accumulation_dtype
 from megatron_ext.ops.chunk_rows import ExpSums, merge_exp_sums, merge_top_columns
 from megatron_ext.ops.divergence import FORWARD_KL, DivergenceOptions, divergence_reference
-from megatron_ext.ops.labels import label_losses, label_rows
+from megatron_ext.ops.labels import LabelTerm, label_losses, label_rows
 from megatron_ext.ops.launch import Implementation, check_implementation, uses_compiled, uses_triton
 from megatron_ext.ops.unit_gradient import kept_gradient
-from megatron_ext.ops.vocab_kl.pair_evaluation import LabelTerm, PairEvaluation, pair_statistics
+from megatron_ext.ops.vocab_kl.pair_evaluation import PairEvaluation, pair_statistics
 
 
 class VocabKLValues(NamedTuple):
@@ -120,7 +120,7 @@ def evaluate_vocab_kl(
         cross_entropy = label_losses(
             LogSumExp(*labelled[0]), plain, labels, lookup.read, student_shard, implementation=by
         )
-        term = LabelTerm(lookup.column, lookup.weight, plain)
+        term = LabelTerm(labels, lookup.column, lookup.weight, plain)
     pair = PairEvaluation(student, teacher, own, other, weight, term, options, held_width)
     # The teacher's mass where the student has mass: minus the sum of the forward KL's slopes.
     centre = -torch.exp((shared.peak - other.peak) + (shared.log_sum - other.log_sum))

@@ -18,6 +18,7 @@ from megatron_ext.distributed.vocab_parallel import (
 )
 from megatron_ext.ops.chunk_rows import ExpSums
 from megatron_ext.ops.divergence import DivergenceOptions, divergence_terms
+from megatron_ext.ops.labels import LabelTerm
 from megatron_ext.ops.launch import (
     LANE_CONFIGS,
     Implementation,
@@ -185,19 +186,6 @@ def _by_kernel(
     return peak, total, column
 
 
-class LabelTerm(NamedTuple):
-    """The cross-entropy of the same rows, [T] each."""
-
-    column: torch.Tensor
-    """int64: this rank's column of the label, -1 where another rank has it."""
-
-    weight: torch.Tensor
-    """Gradient of the row's cross-entropy, 0 without a label."""
-
-    plain: LogSumExp
-    """The student's log-sum-exp at temperature 1."""
-
-
 class PairEvaluation(NamedTuple):
     """Two models' rows and their statistics over all shards, ready to be compared."""
 
@@ -271,7 +259,7 @@ class PairEvaluation(NamedTuple):
             direction=loops.DIRECTIONS[options.direction],
             mixture=np.float32(options.mixture),
             plain=flat_rows(self.student, width),
-            plain_lse=normaliser(self.own if label is None else label.plain),
+            plain_lse=normaliser(self.own if label is None else label.whole),
             label=(nothing.long() if label is None else label.column).numpy(),
             label_weight=(nothing if label is None else label.weight.float()).numpy(),
             gradient=flat_rows(self.student[:0] if gradient is None else gradient),
@@ -297,19 +285,14 @@ class PairEvaluation(NamedTuple):
             part = slope.sub_(log_q.exp_().mul_(centre[rows, None])).mul_(scale)
             part.masked_fill_(scale == 0, 0.0)
             if self.label is not None:
-                self._add_label_gradient(part, rows, self.label)
+                plain = scaled_logits(self.student[rows], 1.0, None)
+                part.add_(self.label.gradient(plain, rows))
             gradient[rows, :width] = part
             gradient[rows, width:] = 0.0
 
     def _scaled(self, logits: torch.Tensor, rows: slice) -> torch.Tensor:
         scaled = scaled_logits(logits[rows], self.options.temperature, None)
         return scaled.to(self.own.peak.dtype)
-
-    def _add_label_gradient(self, out: torch.Tensor, rows: slice, label: LabelTerm) -> None:
-        weight, column = label.weight[rows, None], label.column[rows, None]
-        plain = label.plain.normalise_(scaled_logits(self.student[rows], 1.0, None), rows)
-        out.add_(plain.exp_().mul_(weight).masked_fill_(weight == 0, 0.0))
-        out.scatter_add_(-1, column.clamp(min=0), weight.neg().masked_fill(column < 0, 0.0))
 
     def _by_kernel(
         self,
@@ -326,7 +309,7 @@ class PairEvaluation(NamedTuple):
         vectors = [*self.own, *self.other, self.weight if centre is None else centre]
         vectors.append(self.weight * temperature)
         if label is not None:
-            vectors += [*label.plain, label.weight]
+            vectors += [*label.whole, label.weight]
         packed = torch.stack([vector.float() for vector in vectors])
 
         def launch(config: LaunchConfig, out: torch.Tensor) -> None:
