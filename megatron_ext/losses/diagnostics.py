@@ -26,8 +26,7 @@ from megatron_ext.distributed.shard_collectives import all_reduce_max
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, LossOutput, SumCount
-from megatron_ext.ops.chunk_sums import ClassSums, CountedChunks, chunk_sums
-from megatron_ext.ops.labels import ReadRows, bad_rows
+from megatron_ext.ops.sums import ClassSums, CountedChunks, ReadRows, bad_rows, chunk_sums
 
 _CHUNK_CLASSES: Final = tuple(kind.name.lower() for kind in ChunkClass)
 

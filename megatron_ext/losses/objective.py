@@ -18,6 +18,7 @@ from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput, Over
 from megatron_ext.losses.diagnostics import chunk_mask
 from megatron_ext.losses.vocabulary_match import VocabularyMatch
+from megatron_ext.ops.labels import RowLabels
 from megatron_ext.ops.unit_gradient import kept_gradient
 from megatron_ext.projection.speller import ProjectionMethod
 from megatron_ext.registry import Registry
@@ -295,6 +296,13 @@ class FusedObjective(Objective):
     def compute(self, inputs: DistillationInputs) -> LossOutput:
         """The loss under autograd, of inputs that ``evaluate`` does not support."""
         raise NotImplementedError(f"{type(self).__name__} evaluates everything")
+
+
+def row_labels(inputs: DistillationInputs, scale: Scale | None) -> RowLabels | None:
+    """The labels [B Ts] of an operation that evaluates them, if ``scale`` is not None."""
+    if scale is None:
+        return None
+    return RowLabels(inputs.labels.flatten(), label_factors(inputs, scale))
 
 
 def label_factors(inputs: DistillationInputs, scale: Scale) -> Scale:

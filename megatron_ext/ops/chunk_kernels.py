@@ -33,6 +33,36 @@ def row_probabilities(
 
 
 @triton.jit
+def add_label_part(
+    out,
+    probabilities,
+    labels,
+    logits_ptr,
+    row,
+    row_stride,
+    columns,
+    held,
+    inside,
+    HAS_TEMPERATURE: tl.constexpr,
+):
+    """Add the gradient of a row's label to that of its chunk at ``columns``.
+
+    ``probabilities`` are the row's at the chunk's temperature; ``labels`` are pointers to the
+    column int64 [T] of each label, -1 where another rank has it, to its weight, and to the row's
+    peak and logarithm of the sum at temperature 1.
+    """
+    column_ptr, weight_ptr, peak_ptr, log_sum_ptr = labels
+    weight = tl.load(weight_ptr + row)
+    column = tl.load(column_ptr + row).to(tl.int32)
+    if HAS_TEMPERATURE:
+        probabilities = row_probabilities(
+            logits_ptr, row, row_stride, peak_ptr, log_sum_ptr, columns, held, inside, 1.0, False
+        )
+    out += tl.where(weight == 0.0, 0.0, probabilities * weight)
+    return out - tl.where(columns == column, weight, 0.0)
+
+
+@triton.jit
 def mean_probabilities(
     logits_ptr,
     order_ptr,
@@ -110,6 +140,7 @@ def token_gradient_kernel(
     members_ptr,
     vectors_ptr,
     column_ptr,
+    written_ptr,
     gradient_ptr,
     logits_stride,
     gradient_stride,
@@ -125,9 +156,13 @@ def token_gradient_kernel(
 
     ``vectors`` is fp32 [6, T]: peak and log-sum over all columns and over the members, and the
     gradients of the token's and the set's log-probability, over the temperature. ``column`` is
-    int64 [T], -1 where the token is not among these columns.
+    int64 [T], -1 where the token is not among these columns. Of ``written`` bool [T] only such rows
+    are written.
     """
     row = tl.program_id(0).to(tl.int64)
+    if written_ptr is not None:  # noqa: SIM102 - Triton evaluates both sides of "and"
+        if tl.load(written_ptr + row) == 0:
+            return
     vectors = vectors_ptr + row
     peak = tl.load(vectors)
     log_sum = tl.load(vectors + rows)

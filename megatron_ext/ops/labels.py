@@ -1,22 +1,29 @@
-"""Rows with a label: their columns, weights, sums and losses, and flags of rows with bad numbers.
+"""Labels of rows: their columns, weights, cross-entropy, and its part of a gradient.
 
 T rows, Vp local columns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import torch
 
-from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
 from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard, accumulation_dtype
-from megatron_ext.ops.chunk_rows import ExpSums, local_column, token_exp_sums, token_log_probs
+from megatron_ext.ops.chunk_rows import (
+    ChunkedLogits,
+    ExpSums,
+    local_column,
+    merge_top_columns,
+    token_exp_sums,
+    token_log_probs,
+)
 from megatron_ext.ops.launch import Implementation, small_block, uses_triton
+from megatron_ext.ops.softmax_statistics import row_statistics
 
 _BLOCK: Final = 1024
-_MOST_ROWS: Final = 4096
-"""Rows that a program looks up, and that one which sums them all reads at once."""
+"""Rows that a program looks up."""
 
 
 class LabelRows(NamedTuple):
@@ -151,98 +158,72 @@ class LabelTerm(NamedTuple):
         return grad.scatter_add_(-1, column.clamp(min=0), weight.neg().masked_fill(column < 0, 0.0))
 
 
-class LabelSums(NamedTuple):
-    """Scalars of all rows, on the device."""
+class RowLabels(NamedTuple):
+    """Labels whose cross-entropy at temperature 1 is evaluated with an operation."""
+
+    labels: torch.Tensor
+    """int64 [T] over all shards, negative for none. One beyond the vocabulary has a loss of NaN."""
+
+    grad_scale: torch.Tensor | float = 1.0
+    """[T], the upstream gradient of each label's loss, or that of all."""
+
+    def sums(self, temperature: float) -> int:
+        """Number of sums [T] that ``look_up`` fills beside an operation at this temperature."""
+        return 1 if temperature == 1.0 else 2
+
+    def look_up(
+        self, side: ChunkedLogits, into: Sequence[ExpSums], *, implementation: Implementation
+    ) -> LabelRows:
+        """Look the labels up, and fill the logits of labels and, where it is asked for, the sums
+        of rows at temperature 1, which reads them. No collectives."""
+        logits = side.logits.detach()
+        for place in into[1:]:
+            row_statistics(
+                logits, side.shard, with_column=False, into=place, implementation=implementation
+            )
+        return label_rows(
+            logits,
+            self.labels,
+            side.shard,
+            self.grad_scale,
+            into[0],
+            implementation=implementation,
+        )
+
+
+class LabelledRows(NamedTuple):
+    """Cross-entropy of a model's labels, the same on every rank but for ``term.column``."""
+
+    term: LabelTerm
 
     loss: torch.Tensor
+    """[T], 0 where there is no label or it has no weight."""
 
-    hits: torch.Tensor
-    """Number of rows whose label is the largest logit, in the dtype of the loss."""
+    top_column: torch.Tensor
+    """int64 [T]: global column of the largest logit, the first of equals."""
 
-    number: torch.Tensor
-    """int64: number of labels."""
+    @classmethod
+    def of(
+        cls,
+        side: ChunkedLogits,
+        labels: torch.Tensor,
+        found: LabelRows,
+        local: tuple[torch.Tensor, ExpSums],
+        merged: Sequence[LogSumExp],
+        *,
+        implementation: Implementation,
+    ) -> LabelledRows:
+        """Evaluate labels that were looked up. One all-reduce of int64 [T].
 
-
-def label_sums(
-    row_loss: torch.Tensor,
-    top_column: torch.Tensor,
-    labels: torch.Tensor,
-    *,
-    implementation: Implementation = "auto",
-) -> LabelSums:
-    """Add up the loss of labels, their number and that of hits; by kernel one launch. No graph.
-
-    Args:
-        row_loss: [T], 0 where there is no label.
-        top_column: int64 [T] of each row's largest logit.
-        labels: int64 [T], ``IGNORE_INDEX`` where there is none.
-    """
-    if not uses_triton(implementation, row_loss):
-        # No column is ``IGNORE_INDEX``.
-        hits = (top_column == labels).sum(dtype=row_loss.dtype)
-        return LabelSums(row_loss.sum(), hits, (labels != IGNORE_INDEX).sum())
-    from megatron_ext.ops.sum_kernels import label_sums_kernel
-
-    rows = len(labels)
-    sums = row_loss.new_empty(2, dtype=torch.float32)
-    count = labels.new_empty((), dtype=torch.int64)
-    label_sums_kernel[(1,)](
-        row_loss,
-        top_column,
-        labels,
-        rows,
-        sums,
-        count,
-        NO_LABEL=IGNORE_INDEX,
-        BLOCK=small_block(rows, _MOST_ROWS),
-        num_warps=8,
-    )
-    return LabelSums(sums[0], sums[1], count)
-
-
-class ReadRows(NamedTuple):
-    """One model's rows: what tells of bad numbers in them, and which of them are read."""
-
-    told: torch.Tensor
-    """[T]: bool, True where a row has bad numbers; or sums of rows, NaN where it has."""
-
-    labels: torch.Tensor | None = None
-    """int64 [T]: a row with a label is read, too."""
-
-    chunk_id: torch.Tensor | None = None
-    """int64 [T]: a row of a chunk is read. All are read where both are None."""
-
-
-def bad_rows(
-    student: ReadRows, teacher: ReadRows, *, implementation: Implementation = "auto"
-) -> torch.Tensor:
-    """int32 [2]: whether a row of the student that is read has bad numbers, and of the teacher.
-    By kernel one launch."""
-    fits = all(side.told.dtype in (torch.bool, torch.float32) for side in (student, teacher))
-    if not fits or not uses_triton(implementation, torch.empty(0, device=student.told.device)):
-        found = [_is_bad(side).any() for side in (student, teacher)]
-        return torch.stack(found).to(torch.int32)
-    from megatron_ext.ops.sum_kernels import bad_rows_kernel
-
-    flags = torch.empty(2, dtype=torch.int32, device=student.told.device)
-    bad_rows_kernel[(2,)](
-        *student,
-        len(student.told),
-        *teacher,
-        len(teacher.told),
-        flags,
-        NO_LABEL=IGNORE_INDEX,
-        NO_CHUNK=NO_CHUNK,
-        BLOCK=small_block(max(len(student.told), len(teacher.told)), _MOST_ROWS),
-        num_warps=8,
-    )
-    return flags
-
-
-def _is_bad(side: ReadRows) -> torch.Tensor:
-    """bool [T]: rows that are read, with bad numbers."""
-    is_bad = side.told if side.told.dtype == torch.bool else side.told.isnan()
-    masks = [] if side.labels is None else [side.labels != IGNORE_INDEX]
-    if side.chunk_id is not None:
-        masks.append(side.chunk_id != NO_CHUNK)
-    return is_bad & torch.stack(masks).any(dim=0) if masks else is_bad
+        Args:
+            local: This rank's columns of the largest logits, and the sums of all its columns.
+            merged: Sums of all columns over all shards at the operation's temperature, logits of
+                labels and, where the temperature is not 1, sums at temperature 1.
+        """
+        column, sums = local
+        (top_column,) = merge_top_columns([column], [sums], merged[:1], [side.shard])
+        whole = merged[2] if len(merged) > 2 else merged[0]
+        loss = label_losses(
+            merged[1], whole, labels, found.read, side.shard, implementation=implementation
+        )
+        return cls(LabelTerm(labels, found.column, found.weight, whole), loss, top_column)

@@ -19,13 +19,15 @@ from megatron_ext.distributed.vocab_parallel import (
     row_slices,
     scaled_logits,
 )
-from megatron_ext.ops.chunk_rows import ChunkedLogits, ChunkRows
+from megatron_ext.ops.chunk_rows import ChunkedLogits, ChunkRows, ExpSums
+from megatron_ext.ops.labels import LabelledRows, RowLabels
 from megatron_ext.ops.launch import Implementation, uses_compiled
 from megatron_ext.ops.softmax_statistics import row_statistics
+from megatron_ext.ops.token_likelihood import RowGradient, write_token_gradient
 from megatron_ext.ops.unit_gradient import scale_rows_
 
 if TYPE_CHECKING:
-    from megatron_ext.ops.row_loops import FlatRows, Normaliser
+    from megatron_ext.ops.row_loops import FlatRows, LabelPart, Normaliser
 
 
 class ModelRows(NamedTuple):
@@ -49,6 +51,9 @@ class ModelRows(NamedTuple):
     by_loops: bool = False
     """Whether compiled loops read the logits."""
 
+    labelled: LabelledRows | None = None
+    """The cross-entropy beside, whose gradient is written with that of the chunks."""
+
     @property
     def member_mass(self) -> torch.Tensor:
         """[T]: probability of the members."""
@@ -61,6 +66,32 @@ class ModelRows(NamedTuple):
 
         rows = loops.flat_rows(self.logits, self.shard.valid_width, self.temperature)
         return rows, loops.normaliser(self.lse)
+
+    def label_vectors(self) -> tuple[torch.Tensor | None, ...]:
+        """Arguments of kernels that write gradients: columns, weights, peaks and sums of the rows
+        with labels, None without."""
+        if self.labelled is None:
+            return None, None, None, None
+        term = self.labelled.term
+        return term.column, term.weight, *term.whole
+
+    def labels_for_loops(self) -> LabelPart:
+        """``labelled`` for compiled loops."""
+        from megatron_ext.ops import row_loops as loops
+
+        plain = loops.flat_rows(self.logits, self.shard.valid_width)
+        if self.labelled is None:
+            nothing = self.lse.peak[:0].float()
+            return loops.LabelPart(
+                nothing.long().numpy(), nothing.numpy(), plain, loops.normaliser(self.lse)
+            )
+        term = self.labelled.term
+        return loops.LabelPart(
+            term.column.numpy(),
+            term.weight.float().numpy(),
+            plain,
+            loops.normaliser(term.whole),
+        )
 
     def probabilities(self, row: torch.Tensor) -> torch.Tensor:
         """``softmax(logits / temperature)`` [T', Vp] of rows int64 [T'], 0 in padding."""
@@ -75,35 +106,49 @@ def pair_of_models(
     *,
     temperature: float,
     members: tuple[torch.Tensor, torch.Tensor] | None = None,
+    labels: RowLabels | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[ModelRows, ModelRows]:
-    """The student's and the teacher's rows; each model's logits are read once.
+    """The student's and the teacher's rows; each model's logits are read once, the student's twice
+    for ``labels`` at another temperature than 1.
 
     Args:
         members: bool [Vps] and [Vpt], columns whose probability is summed.
+        labels: Of the student's rows, whose cross-entropy is evaluated, too.
 
-    Two all-reduces of [Ts + Tt], twice as long with ``members``.
+    Two all-reduces of [Ts + Tt], twice as long with ``members``; with ``labels`` longer by [Ts],
+    or [2 Ts] at another temperature than 1, and one of int64 [Ts] in addition.
     """
     pair = (student, teacher)
     sums = 1 if members is None else 2
     lengths = [sums * len(model.logits) for model in pair]
+    if labels is not None:
+        lengths += [len(student.logits)] * labels.sums(temperature)
     dtypes = [accumulation_dtype(model.logits.dtype) for model in pair]
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     peak, total = student.logits.new_empty(2, sum(lengths), dtype=dtype)
-    places = zip(peak.split(lengths), total.split(lengths), strict=True)
-    for number, (model, place) in enumerate(zip(pair, places, strict=True)):
+    places = [
+        ExpSums(*both) for both in zip(peak.split(lengths), total.split(lengths), strict=True)
+    ]
+    statistics = [
         row_statistics(
             model.logits.detach(),
             model.shard,
             temperature=temperature,
             members=None if members is None else members[number],
-            with_column=False,
-            into=place,
+            with_column=labels is not None and number == 0,
+            into=places[number],
             implementation=implementation,
         )
+        for number, model in enumerate(pair)
+    ]
+    found = None
+    if labels is not None:
+        found = labels.look_up(student, places[2:], implementation=implementation)
     merged = merge_log_sum_exp(peak, total, student.shard.group)
+    wholes = [LogSumExp(*both) for both in zip(*(x.split(lengths) for x in merged), strict=True)]
     models = []
-    for model, *lse in zip(pair, *(part.split(lengths) for part in merged), strict=True):
+    for model, lse in zip(pair, wholes, strict=False):
         peaks, log_sums = (part.view(sums, -1) for part in lse)
         inside, whole = LogSumExp(peaks[-1], log_sums[-1]), LogSumExp(peaks[0], log_sums[0])
         logits = model.logits.detach()
@@ -111,7 +156,18 @@ def pair_of_models(
         models.append(
             ModelRows(logits, model.rows, model.shard, temperature, whole, inside, by_loops)
         )
-    return models[0], models[1]
+    if labels is None or found is None:
+        return models[0], models[1]
+    rows = len(student.logits)
+    labelled = LabelledRows.of(
+        student,
+        labels.labels,
+        found,
+        (statistics[0].column, ExpSums(*(part[:rows] for part in places[0]))),
+        [models[0].lse, *wholes[2:]],
+        implementation=implementation,
+    )
+    return models[0]._replace(labelled=labelled), models[1]
 
 
 def host_offsets(*models: ModelRows) -> list[list[int]]:
@@ -191,7 +247,8 @@ def _write_by_loops(
     centre = torch.empty(len(order))
     loops.in_threads(lambda a, b: loops.slope_products(a, b, *places, centre.numpy()), len(order))
     centre = all_reduce_sum(centre, model.shard.group)
-    last = (centre.numpy(), scale[slot].float().numpy()), loops.flat_rows(gradient)
+    factors = centre.numpy(), scale[slot].float().numpy()
+    last = factors, model.labels_for_loops(), loops.flat_rows(gradient)
     loops.in_threads(lambda a, b: loops.slope_gradients(a, b, *places, *last), len(order))
 
 
@@ -233,11 +290,11 @@ def write_row_gradients(
     scale: torch.Tensor,
     gradient: torch.Tensor,
 ) -> None:
-    """Write the gradient, README 3, into the rows of these chunks.
+    """Write the gradient, README 3, into the rows of these chunks, with that of their labels.
 
     Args:
         slope: [C', Vp], dL/dQ of the chunks.
-        scale: [C] from ``row_scale``; rows of a chunk at 0 get exactly 0.
+        scale: [C] from ``row_scale``; rows of a chunk at 0 get exactly 0, but for their labels.
         gradient: [T, Vp], may be the logits.
 
     One all-reduce of [T'] a slice of T' rows.
@@ -251,13 +308,37 @@ def write_row_gradients(
         row_slope = slope[slot - chunks.start]
         centre = all_reduce_sum((probs * row_slope).sum(dim=-1, keepdim=True), model.shard.group)
         out = probs.mul_(row_slope.sub_(centre)).mul_(factor).masked_fill_(factor == 0, 0.0)
+        if model.labelled is not None:
+            excluded = model.shard.excluded_columns(model.logits.device)
+            plain = scaled_logits(model.logits[row], 1.0, excluded)
+            out.add_(model.labelled.term.gradient(plain, row))
         gradient[row] = out.to(gradient.dtype)
 
 
-def clear_rows_of_no_chunk_(gradient: torch.Tensor, model: ModelRows, *, by_kernel: bool) -> None:
-    """Set these rows to exactly 0, whatever they hold."""
-    used = (model.rows.chunk_id >= 0).to(model.lse.peak.dtype)
-    scale_rows_(gradient, used, "triton" if by_kernel else "torch")
+def write_rows_of_no_chunk(gradient: torch.Tensor, model: ModelRows, *, by_kernel: bool) -> None:
+    """Write the gradient of these rows' labels, exactly 0 where they have none.
+
+    Args:
+        gradient: [T, Vp], may be the logits.
+    """
+    outside = model.rows.chunk_id < 0
+    if model.labelled is None:
+        used = (~outside).to(model.lse.peak.dtype)
+        scale_rows_(gradient, used, "triton" if by_kernel else "torch")
+        return
+    term = model.labelled.term
+    by: Implementation = "triton" if by_kernel else "torch"
+    if model.by_loops and gradient.stride(-1) == 1:
+        by = "cpu"
+    write_token_gradient(
+        model.logits,
+        None,
+        RowGradient(term.column, -term.weight, term.whole),
+        model.shard,
+        gradient,
+        written=outside,
+        implementation=by,
+    )
 
 
 def chunk_mean_softmax_reference(

@@ -378,7 +378,7 @@ def _scaled_probs(out, values, count, peak, log_sum, weight):
 
 
 @entry_point
-def token_gradient(first, stop, rows, whole, members, arrives, gradient):
+def token_gradient(first, stop, rows, whole, members, arrives, written, gradient):
     """Equation 3 of ``ops/token_likelihood`` for rows ``first`` to ``stop``.
 
     Args:
@@ -386,12 +386,15 @@ def token_gradient(first, stop, rows, whole, members, arrives, gradient):
         members: The set's columns bool [width], [0] without a set, and its ``Normaliser``.
         arrives: Column int64 [T] of each token, -1 for none, and fp32 [T] gradients of its
             log-probability and of the set's log-mass, both over tau.
+        written: bool [T], rows that are written; [0]: all.
         gradient: Rows that are written, 0 without an upstream gradient.
     """
     is_member, inside = members
     column, on_token, on_mass = arrives
     values, out = np.empty(BLOCK, dtype=np.float32), np.empty(BLOCK, dtype=np.float32)
     for row in range(first, stop):
+        if written.size and not written[row]:
+            continue
         total = on_token[row] + on_mass[row]
         unused = on_token[row] == 0 and on_mass[row] == 0
         for start in range(0, rows.width, BLOCK):
@@ -472,25 +475,70 @@ def slope_products(first, stop, rows, whole, order, slots, slope, out):
         out[place] = total
 
 
+class LabelPart(NamedTuple):
+    """Cross-entropy of rows' labels, whose gradient is written with that of their chunks."""
+
+    column: Any
+    """int64 [T], -1 where another rank has the label; [0] without labels."""
+
+    weight: Any
+    """fp32 [T] upstream gradient, 0 where there is no label."""
+
+    plain: FlatRows
+    """The rows at temperature 1."""
+
+    whole: Normaliser
+    """Of these."""
+
+
+@loop_part()
+def label_weights(labels, row, rows, scale):
+    """A row's weight in both parts of its gradient that hold probabilities: with the chunk's, whose
+    temperature is 1, and of its own; the two are the label's weight."""
+    weight = labels.weight[row] if labels.weight.size else float32(0)
+    is_shared = scale != 0 and rows.temperature == labels.plain.temperature
+    return (weight, float32(0)) if is_shared else (float32(0), weight)
+
+
+@loop_part()
+def add_label_part(out, values, labels, row, start, count, apart):
+    """Add the gradient of a row's label to a block from column ``start`` on, but for probabilities
+    that are in it: those of weight ``apart`` are added.
+
+    Args:
+        values: Memory for a block.
+    """
+    if apart != 0:
+        load_block(values, labels.plain, row, start, count)
+        add_softmax(out, values, count, labels.whole.peak[row], labels.whole.log_sum[row], apart)
+    if labels.weight.size:
+        place = labels.column[row] - start
+        if 0 <= place < count:
+            out[place] -= labels.weight[row]
+
+
 @loop_part(fastmath=EACH)
-def _centred(values, slope, count, peak, log_sum, centre, scale):
+def _centred(values, slope, count, peak, log_sum, centre, scale, shared):
     for i in range(count):
         q = exp(values[i] - peak - log_sum)
-        values[i] = q * (slope[i] - centre) * scale
+        values[i] = q * ((slope[i] - centre) * scale + shared)
 
 
 @entry_point
-def slope_gradients(first, stop, rows, whole, order, slots, slope, factors, gradient):
-    """``q_i (slope_c - centre_i) scale_i`` of the same rows; exactly 0 where ``scale`` is 0.
+def slope_gradients(first, stop, rows, whole, order, slots, slope, factors, labels, gradient):
+    """``q_i (slope_c - centre_i) scale_i`` of the same rows, 0 where ``scale`` is 0, and the
+    gradient of their labels.
 
     Args:
         factors: ``centre`` and ``scale`` [T'] at each place.
+        labels: ``LabelPart``
     """
     centre, scale = factors
-    values = np.empty(BLOCK, dtype=np.float32)
+    values, plain = np.empty(BLOCK, dtype=np.float32), np.empty(BLOCK, dtype=np.float32)
     for place in range(first, stop):
         row, of_chunk = order[place], slope[slots[place]]
         peak, log_sum = whole.peak[row], whole.log_sum[row]
+        shared, apart = label_weights(labels, row, rows, scale[place])
         for column in range(0, rows.width, BLOCK):
             count = min(BLOCK, rows.width - column)
             if scale[place] == 0:
@@ -498,6 +546,7 @@ def slope_gradients(first, stop, rows, whole, order, slots, slope, factors, grad
             else:
                 load_block(values, rows, row, column, count)
                 part = of_chunk[column : column + count]
-                _centred(values, part, count, peak, log_sum, centre[place], scale[place])
+                _centred(values, part, count, peak, log_sum, centre[place], scale[place], shared)
+            add_label_part(values, plain, labels, row, column, count, apart)
             store_block(gradient, row, column, values, count)
         clear_padding(gradient, row, rows.width)

@@ -21,10 +21,12 @@ from megatron_ext.ops.row_loops import (
     EACH,
     MINUS_INFINITY,
     SUMS,
+    add_label_part,
     clear_padding,
     entry_point,
     fill,
     gather_block,
+    label_weights,
     load_block,
     peak_of,
     store_block,
@@ -425,22 +427,28 @@ def sign_products(first, stop, rows, whole, order, slots, chosen, out):
 
 
 @entry_point
-def sign_gradients(first, stop, rows, whole, order, slots, chosen, factors, gradient):
-    """``q_i (s_c - centre_i) scale_i`` of the same rows; exactly 0 where ``scale`` is 0.
+def sign_gradients(first, stop, rows, whole, order, slots, chosen, factors, labels, gradient):
+    """``q_i (s_c - centre_i) scale_i`` of the same rows, 0 where ``scale`` is 0, and the gradient
+    of their labels.
 
     Args:
         factors: ``centre`` and ``scale`` [T'] at each place.
+        labels: ``LabelPart``
     """
     (columns, signs), (centre, scale) = chosen, factors
     chosen_count = columns.shape[1]
     picked = np.empty(chosen_count, dtype=np.float32)
+    plain = np.empty(chosen_count, dtype=np.float32)
     values, out = np.empty(BLOCK, dtype=np.float32), np.empty(BLOCK, dtype=np.float32)
     for place in range(first, stop):
         row, chunk = order[place], slots[place]
         peak, log_sum = whole.peak[row], whole.log_sum[row]
         # The gradient may take the place of the logits.
         gather_block(picked, rows, row, columns[chunk], chosen_count)
-        weight = -centre[place] * scale[place]
+        shared, apart = label_weights(labels, row, rows, scale[place])
+        if apart != 0:
+            gather_block(plain, labels.plain, row, columns[chunk], chosen_count)
+        weight = -centre[place] * scale[place] + shared
         for start in range(0, rows.width, BLOCK):
             count = min(BLOCK, rows.width - start)
             if scale[place] == 0:
@@ -448,10 +456,18 @@ def sign_gradients(first, stop, rows, whole, order, slots, chosen, factors, grad
             else:
                 load_block(values, rows, row, start, count)
                 _weighted_probs(out, values, count, peak, log_sum, weight)
+            add_label_part(out, values, labels, row, start, count, apart)
             store_block(gradient, row, start, out, count)
         for i in range(chosen_count if scale[place] != 0 else 0):
             if signs[chunk, i] != 0:
                 q = exp(picked[i] - peak - log_sum)
-                out[0] = q * (float32(signs[chunk, i]) - centre[place]) * scale[place]
+                slope = (float32(signs[chunk, i]) - centre[place]) * scale[place]
+                out[0] = q * (slope + shared)
+                if apart != 0:
+                    out[0] += apart * exp(
+                        plain[i] - labels.whole.peak[row] - labels.whole.log_sum[row]
+                    )
+                if labels.weight.size and labels.column[row] == columns[chunk, i]:
+                    out[0] -= labels.weight[row]
                 store_block(gradient, row, columns[chunk, i], out, 1)
         clear_padding(gradient, row, rows.width)

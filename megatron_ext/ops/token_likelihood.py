@@ -13,9 +13,11 @@ from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard, row_s
 from megatron_ext.ops.chunk_rows import ExpSums, merge_exp_sums, merge_top_columns
 from megatron_ext.ops.labels import label_losses, label_rows
 from megatron_ext.ops.launch import (
+    ROW_CONFIGS,
     Implementation,
     LaunchConfig,
     check_implementation,
+    fitting_config,
     launch_rows,
     uses_compiled,
     uses_triton,
@@ -50,6 +52,7 @@ def write_token_gradient(
     gradient: torch.Tensor,
     *,
     temperature: float = 1.0,
+    written: torch.Tensor | None = None,
     implementation: Implementation = "auto",
 ) -> None:
     """Write equation (3) of the README into ``gradient`` [T, Vp], which may be ``logits``.
@@ -60,13 +63,15 @@ def write_token_gradient(
     Args:
         logits: [T, Vp], any float dtype, contiguous in its columns.
         members: bool [Vp], the set's columns; None: there is no set.
+        written: bool [T]; the gradient of other rows stays as it is. None: all.
     """
     if uses_triton(implementation, logits):
-        _by_kernel(logits, members, row, shard, gradient, temperature)
+        by = _by_kernel
     elif uses_compiled(implementation, logits, gradient):
-        _by_loops(logits, members, row, shard, gradient, temperature)
+        by = _by_loops
     else:
-        _by_torch(logits, members, row, shard, gradient, temperature)
+        by = _by_torch
+    by(logits, members, row, shard, gradient, temperature, written)
 
 
 def _by_torch(
@@ -76,6 +81,7 @@ def _by_torch(
     shard: VocabShard,
     gradient: torch.Tensor,
     temperature: float,
+    written: torch.Tensor | None,
 ) -> None:
     excluded = shard.excluded_columns(logits.device)
     on_token = row.on_token / temperature
@@ -92,7 +98,11 @@ def _by_torch(
             shares = row.members.normalise_(inside, rows).exp_().mul_(on_mass[rows, None])
             part.add_(shares.masked_fill_(on_mass[rows, None] == 0, 0.0))
         part.scatter_add_(-1, row.column[rows, None].clamp(min=0), picked[rows])
-        gradient[rows] = part.masked_fill_(unused[rows], 0.0)
+        part.masked_fill_(unused[rows], 0.0)
+        if written is not None:
+            # Cast first: what another dtype holds stays to the bit.
+            part = torch.where(written[rows, None], part.to(gradient.dtype), gradient[rows])
+        gradient[rows] = part
 
 
 def _by_loops(
@@ -102,6 +112,7 @@ def _by_loops(
     shard: VocabShard,
     gradient: torch.Tensor,
     temperature: float,
+    written: torch.Tensor | None,
 ) -> None:
     from megatron_ext.ops import row_loops as loops
 
@@ -116,6 +127,7 @@ def _by_loops(
         loops.normaliser(row.whole),
         (is_member.numpy(), loops.normaliser(inside)),
         (row.column.numpy(), on_token.float().numpy(), on_mass.float().numpy()),
+        logits.new_zeros(0, dtype=torch.bool).numpy() if written is None else written.numpy(),
         loops.flat_rows(gradient),
     )
     loops.in_threads(lambda a, b: loops.token_gradient(a, b, *arguments), len(logits))
@@ -128,6 +140,7 @@ def _by_kernel(
     shard: VocabShard,
     gradient: torch.Tensor,
     temperature: float,
+    written: torch.Tensor | None,
 ) -> None:
     from megatron_ext.ops.chunk_kernels import token_gradient_kernel
 
@@ -145,6 +158,7 @@ def _by_kernel(
             members,
             packed,
             row.column,
+            written,
             out,
             logits.stride(0),
             out.stride(0),
@@ -158,6 +172,11 @@ def _by_kernel(
             num_warps=config.num_warps,
         )
 
+    if written is not None:
+        # Few as a rule, whose time says nothing of a configuration.
+        if logits.numel():
+            launch(fitting_config(ROW_CONFIGS[0], padded_width), gradient)
+        return
     launch_rows(("token_gradient", logits.dtype, has_members, temperature != 1.0), launch, gradient)
 
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from megatron_ext.constants import IGNORE_INDEX
-from megatron_ext.ops.chunk_sums import CountedChunks, chunk_sums
-from megatron_ext.ops.labels import ReadRows, bad_rows, label_sums
+from megatron_ext.ops.sums import CountedChunks, ReadRows, bad_rows, chunk_sums, label_sums
 from tests.ops.kernel_case import BOTH, DEVICE
 
 pytest.importorskip("triton")

@@ -26,16 +26,24 @@ from megatron_ext.losses.matched_columns import (
     counted_rows,
     matched_columns,
 )
-from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, Objective
+from megatron_ext.losses.objective import (
+    LOSS_REGISTRY,
+    Evaluated,
+    FusedObjective,
+    Needs,
+    Scale,
+    chunk_scales,
+    row_labels,
+)
 from megatron_ext.losses.objectives.nemo import nemo_gold
 from megatron_ext.losses.targets import TeacherTargets
 from megatron_ext.ops.divergence import Divergence, check_divergence
 from megatron_ext.ops.launch import Implementation, check_implementation
-from megatron_ext.ops.matched_divergence import MatchedOptions, matched_divergence
+from megatron_ext.ops.matched_divergence import MatchedOptions, evaluate_matched_divergence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GoldLoss(Objective):
+class GoldLoss(FusedObjective):
     """``tau^2 * sum_c ( D(P_c, Q_c) + w * L1(P_c, Q_c) )`` over chunks.
 
     ``Q_c`` and ``P_c`` are the means of the student's and the teacher's distributions over the rows
@@ -65,6 +73,7 @@ class GoldLoss(Objective):
     """
 
     name: ClassVar[str] = "gold"
+    gives_top_column: ClassVar[bool] = True
     summary: ClassVar[str] = "tokens that both vocabularies have, and the rest sorted"
 
     temperature: float = 1.0
@@ -106,13 +115,13 @@ class GoldLoss(Objective):
                 expected="0 or above",
             )
 
+    def fuses(self, inputs: DistillationInputs) -> bool:
+        """False with nemo numerics."""
+        return self.numerics == "proper"
+
     def compute(self, inputs: DistillationInputs) -> LossOutput:
-        """See ``Objective``."""
-        check_student(inputs)
-        _, teacher = check_alignment(inputs, objective=self.name)
-        columns = matched_columns(inputs, teacher, objective=self.name)
-        if self.numerics == "proper":
-            return self._proper(inputs, teacher, columns)
+        """The loss under autograd: with nemo numerics."""
+        teacher, columns = self._check(inputs)
         return nemo_gold(
             inputs,
             teacher,
@@ -127,13 +136,18 @@ class GoldLoss(Objective):
         """True with proper numerics, which normalise rows: one of NaN or +inf has no sum."""
         return self.numerics == "proper"
 
-    def _proper(
-        self, inputs: DistillationInputs, teacher: TeacherTargets, columns: MatchedColumns
-    ) -> LossOutput:
-        assert inputs.alignment is not None
-        count, weight = inputs.alignment.chunk_count, self.temperature**2
-        scale = inputs.grad_scale
-        values = matched_divergence(
+    def evaluate(
+        self,
+        inputs: DistillationInputs,
+        *,
+        scale: Scale = 1.0,
+        ce_scale: Scale | None = None,
+        gradient: torch.Tensor | None = None,
+    ) -> Evaluated:
+        """``evaluate_matched_divergence``; its collectives."""
+        teacher, columns = self._check(inputs)
+        weight = self.temperature**2
+        values = evaluate_matched_divergence(
             *chunked_pair(inputs, teacher, counted_rows(inputs)),
             columns.matching,
             MatchedOptions(
@@ -143,11 +157,9 @@ class GoldLoss(Objective):
                 uncommon_weight=self.uncommon_weight,
                 top_u=self.uncommon_topk,
             ),
-            # So that the gradient is rounded once.
-            grad_scale=torch.full((count,), weight * scale, device=inputs.student_logits.device)
-            if isinstance(scale, (float, int))
-            else (weight * scale).float().expand(count),
-            in_place=inputs.in_place,
+            labels=row_labels(inputs, ce_scale),
+            grad_scale=chunk_scales(inputs, weight * scale),
+            gradient=gradient,
             implementation=self.implementation,
         )
         output = chunk_output(
@@ -163,7 +175,13 @@ class GoldLoss(Objective):
             },
         )
         bad = values.student_log_sum, values.teacher_log_sum
-        return replace(output, bad=partial(bad_flags, inputs, *bad))
+        output = replace(output, bad=partial(bad_flags, inputs, *bad))
+        return Evaluated(output, values.cross_entropy, values.top_column)
+
+    def _check(self, inputs: DistillationInputs) -> tuple[TeacherTargets, MatchedColumns]:
+        check_student(inputs)
+        _, teacher = check_alignment(inputs, objective=self.name)
+        return teacher, matched_columns(inputs, teacher, objective=self.name)
 
     @property
     def needs(self) -> Needs:

@@ -18,8 +18,8 @@ from megatron_ext.losses.objective import (
     Scale,
     label_factors,
 )
-from megatron_ext.ops.labels import label_sums
 from megatron_ext.ops.launch import Implementation, check_implementation
+from megatron_ext.ops.sums import label_sums
 from megatron_ext.ops.token_log_prob import evaluate_cross_entropy
 
 

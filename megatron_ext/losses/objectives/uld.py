@@ -5,7 +5,6 @@ B batch, Ts Tt tokens, C chunks, P pairs of positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Literal, NamedTuple, get_args
@@ -26,18 +25,25 @@ from megatron_ext.losses.checks import (
 )
 from megatron_ext.losses.diagnostics import bad_flags, chunk_output
 from megatron_ext.losses.matched_columns import chunked_pair, counted_rows
-from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, Objective
+from megatron_ext.losses.objective import (
+    LOSS_REGISTRY,
+    Evaluated,
+    FusedObjective,
+    Needs,
+    Scale,
+    row_labels,
+)
 from megatron_ext.losses.targets import TeacherTargets
 from megatron_ext.losses.vocabulary_match import row_samples
 from megatron_ext.ops.chunk_rows import ChunkRows
 from megatron_ext.ops.launch import Implementation, check_implementation
-from megatron_ext.ops.sorted_l1 import ChunkSortedL1, chunk_sorted_l1
+from megatron_ext.ops.sorted_l1 import evaluate_sorted_l1
 
 PairedBy = Literal["chunks", "position"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ULDLoss(Objective):
+class ULDLoss(FusedObjective):
     """``tau^2 * sum_c sum_i |sort(Q_c)_i - sort(P_c)_i|`` over the ``top_u`` largest places.
 
     ``Q_c`` and ``P_c`` are the means of the student's and the teacher's distributions over the rows
@@ -65,6 +71,7 @@ class ULDLoss(Objective):
     """
 
     name: ClassVar[str] = "uld"
+    gives_top_column: ClassVar[bool] = True
     summary: ClassVar[str] = (
         "sorted probabilities, whatever the tokens; for vocabularies without common tokens"
     )
@@ -87,19 +94,42 @@ class ULDLoss(Objective):
         check_choice("uld", "alignment", self.alignment, get_args(PairedBy))
         check_implementation("uld", self.implementation)
 
-    def compute(self, inputs: DistillationInputs) -> LossOutput:
-        """See ``Objective``."""
+    def evaluate(
+        self,
+        inputs: DistillationInputs,
+        *,
+        scale: Scale = 1.0,
+        ce_scale: Scale | None = None,
+        gradient: torch.Tensor | None = None,
+    ) -> Evaluated:
+        """``evaluate_sorted_l1``; its collectives."""
         check_student(inputs)
         if self.alignment == "position":
-            return self._over_positions(inputs)
-        _, teacher = check_alignment(inputs, objective="uld")
-        l1 = self._compare(inputs, teacher, counted_rows(inputs))
-        output = chunk_output(
-            inputs,
-            self.temperature**2 * l1.chunk_loss,
-            means={"discarded_mass": l1.discarded_mass},
+            teacher, rows, count = _paired_rows(inputs)
+        else:
+            _, teacher = check_alignment(inputs, objective="uld")
+            rows, count = counted_rows(inputs), None
+        weight = self.temperature**2
+        each = torch.ones(rows[0].chunk_count, device=inputs.student_logits.device)
+        l1 = evaluate_sorted_l1(
+            *chunked_pair(inputs, teacher, rows),
+            temperature=self.temperature,
+            top_u=self.top_u,
+            labels=row_labels(inputs, ce_scale),
+            grad_scale=each * (weight * scale),
+            gradient=gradient,
+            implementation=self.implementation,
         )
-        return replace(output, bad=_bad(inputs, l1))
+        loss, discarded = weight * l1.chunk_loss, l1.discarded_mass
+        if count is None:
+            output = chunk_output(inputs, loss, means={"discarded_mass": discarded})
+        else:
+            metrics: dict[str, SumCount] = {"discarded_mass": (discarded.sum(), count)}
+            output = LossOutput(loss_sum=loss.sum(), count=count, metrics=metrics)
+        assert l1.student_log_sum is not None
+        assert l1.teacher_log_sum is not None
+        bad = partial(bad_flags, inputs, l1.student_log_sum, l1.teacher_log_sum)
+        return Evaluated(replace(output, bad=bad), l1.cross_entropy, l1.top_column)
 
     def tells_bad(self, inputs: DistillationInputs) -> bool:
         """True: rows are normalised, and one of NaN or +inf has no sum."""
@@ -113,40 +143,6 @@ class ULDLoss(Objective):
         if known.teacher_labels is None:
             return (known.labels != IGNORE_INDEX).sum()
         return _pairs(known.alignment, known.labels, known.teacher_labels)[1]
-
-    def _over_positions(self, inputs: DistillationInputs) -> LossOutput:
-        teacher, labels = _check_positions(inputs)
-        ids, count = _pairs(inputs.alignment, inputs.labels, labels)
-        pair_count = min(inputs.labels.numel(), labels.numel())
-        rows = ChunkRows.of(ids[0], pair_count), ChunkRows.of(ids[1], pair_count)
-        l1 = self._compare(inputs, teacher, rows)
-        discarded: SumCount = (l1.discarded_mass.sum(), count)
-        return LossOutput(
-            loss_sum=self.temperature**2 * l1.chunk_loss.sum(),
-            count=count,
-            metrics={"discarded_mass": discarded},
-            bad=_bad(inputs, l1),
-        )
-
-    def _compare(
-        self,
-        inputs: DistillationInputs,
-        teacher: TeacherTargets,
-        rows: tuple[ChunkRows, ChunkRows],
-    ) -> ChunkSortedL1:
-        count = rows[0].chunk_count
-        return chunk_sorted_l1(
-            *chunked_pair(inputs, teacher, rows),
-            temperature=self.temperature,
-            top_u=self.top_u,
-            # So that the gradient is rounded once.
-            grad_scale=torch.full(
-                (count,), self.temperature**2, device=inputs.student_logits.device
-            )
-            * inputs.grad_scale,
-            in_place=inputs.in_place,
-            implementation=self.implementation,
-        )
 
     @property
     def needs(self) -> Needs:
@@ -171,11 +167,14 @@ class ULDLoss(Objective):
         return self.why_no_context_parallel
 
 
-def _bad(inputs: DistillationInputs, l1: ChunkSortedL1) -> Callable[[], torch.Tensor]:
-    """``LossOutput.bad``."""
-    assert l1.student_log_sum is not None
-    assert l1.teacher_log_sum is not None
-    return partial(bad_flags, inputs, l1.student_log_sum, l1.teacher_log_sum)
+def _paired_rows(
+    inputs: DistillationInputs,
+) -> tuple[TeacherTargets, tuple[ChunkRows, ChunkRows], torch.Tensor]:
+    """Targets, rows of both sides by pair, as many as there could be, and the number of pairs."""
+    teacher, labels = _check_positions(inputs)
+    ids, count = _pairs(inputs.alignment, inputs.labels, labels)
+    most = min(inputs.labels.numel(), labels.numel())
+    return teacher, (ChunkRows.of(ids[0], most), ChunkRows.of(ids[1], most)), count
 
 
 def _pairs(

@@ -28,9 +28,9 @@ from megatron_ext.losses.objective import (
     label_scales,
 )
 from megatron_ext.losses.targets import TeacherTargets, check_tail_temperature, topk_log_probs
-from megatron_ext.ops.chunk_sums import CountedChunks, chunk_sums
 from megatron_ext.ops.divergence import Divergence, DivergenceOptions, check_divergence, divergence
 from megatron_ext.ops.launch import Implementation, check_implementation
+from megatron_ext.ops.sums import CountedChunks, chunk_sums
 from megatron_ext.ops.token_log_prob import selected_log_prob
 from megatron_ext.ops.vocab_kl import evaluate_vocab_kl
 

@@ -18,6 +18,7 @@ from megatron_ext.distributed.vocab_parallel import (
 )
 from megatron_ext.ops.chunk_rows import ChunkedLogits
 from megatron_ext.ops.divergence import divergence_reference, divergence_slope
+from megatron_ext.ops.labels import RowLabels
 from megatron_ext.ops.launch import (
     Implementation,
     check_implementation,
@@ -37,11 +38,11 @@ from megatron_ext.ops.matched_divergence.matching import (
 from megatron_ext.ops.model_rows import (
     ModelRows,
     chunk_means,
-    clear_rows_of_no_chunk_,
     host_offsets,
     pair_of_models,
     row_scale,
     write_row_gradients,
+    write_rows_of_no_chunk,
 )
 from megatron_ext.ops.sorted_l1.comparison import (
     Candidates,
@@ -61,6 +62,7 @@ def evaluate_matched_divergence(
     matching: Matching,
     options: MatchedOptions,
     *,
+    labels: RowLabels | None = None,
     grad_scale: torch.Tensor | None = None,
     gradient: torch.Tensor | None = None,
     implementation: Implementation = "auto",
@@ -68,16 +70,19 @@ def evaluate_matched_divergence(
     """Divergence of the chunk distributions, and the gradient of the student's logits.
 
     Args:
+        labels: Of the student's rows, whose cross-entropy is evaluated, too; None: it is not.
         grad_scale: [C], the upstream gradient of each chunk's loss; None: 1.
         gradient: [Ts, Vps] in the student's dtype, which receives the gradient of ``sum_c
-            grad_scale_c chunk_loss_c``, rounded once; it may be the logits themselves. Rows of
-            no chunk and of chunks of scale 0 get exactly 0. None: no gradient is computed.
+            grad_scale_c chunk_loss_c``, and of the labels, rounded once; it may be the logits
+            themselves. Rows of no chunk and of chunks of scale 0 that have no label get exactly 0.
+            None: no gradient is computed.
 
     Temporaries over a vocabulary are slices of chunks in torch. By kernel there is one only if
     pairs cross, and [Ts, 5 U / 4] logits where a gradient is asked for. ``top_u=None`` is a sort,
     in torch whatever the ``implementation``. In torch the host waits for the device once.
 
-    Collectives on the shards' group: two all-reduces of [2 Ts + 2 Tt] and two of [2, C]. A slice of
+    Collectives on the shards' group: those of ``model_rows.pair_of_models`` with members, and two
+    all-reduces of [2, C]. A slice of
     C' chunks adds a reduce-scatter of [C', Vs] if pairs cross, an all-gather of
     [C', U_s + U_t + 2] (a quarter more by kernel), and an all-reduce: by kernel of [C' + 2 Ts], in
     torch of [2, C'] and, for the gradient, one of [T'] a slice of its rows.
@@ -93,6 +98,7 @@ def evaluate_matched_divergence(
         teacher,
         temperature=options.temperature,
         members=matching.members(),
+        labels=labels,
         implementation="triton" if by_kernel else without_kernels(implementation),
     )
     row_mass = None
@@ -109,9 +115,9 @@ def evaluate_matched_divergence(
     )
     values = evaluate_by_kernels(task) if by_kernel else evaluate_by_torch(task)
     if gradient is not None:
-        clear_rows_of_no_chunk_(gradient, student_rows, by_kernel=by_kernel)
+        write_rows_of_no_chunk(gradient, student_rows, by_kernel=by_kernel)
     p_top, q_top = merge_argmax(values.best, values.column, student.shard.group)
-    common = values.value + rest.value
+    common, labelled = values.value + rest.value, student_rows.labelled
     return MatchedDivergence(
         common + options.uncommon_weight * values.uncommon,
         common,
@@ -121,6 +127,8 @@ def evaluate_matched_divergence(
         (p_top == q_top).to(common.dtype),
         student_rows.lse.log_sum,
         teacher_rows.lse.log_sum,
+        None if labelled is None else labelled.loss,
+        None if labelled is None else labelled.top_column,
     )
 
 

@@ -160,7 +160,7 @@ def write_gradient(
     centre: torch.Tensor,
     scale: torch.Tensor,
 ) -> None:
-    """Write the gradient of these chunks' rows.
+    """Write the gradient of these chunks' rows, with that of their labels.
 
     Args:
         base: [C], slope of every column without a match.
@@ -171,6 +171,7 @@ def write_gradient(
     from megatron_ext.ops.matched_divergence.triton_kernels import gradient_kernel
 
     shard = pair.student.shard
+    labels = ("label_ptr", "label_weight_ptr", "plain_peak_ptr", "plain_log_sum_ptr")
     config = fitting_config(LANE_CONFIGS[0], shard.width)
     if chunks.stop > chunks.start:
         gradient_kernel[(2 * (chunks.stop - chunks.start),)](
@@ -180,6 +181,7 @@ def write_gradient(
             shift_ptr=shift,
             centre_ptr=centre,
             scale_ptr=scale,
+            **dict(zip(labels, pair.student.label_vectors(), strict=True)),
             first_chunk=chunks.start,
             width=shard.width,
             valid_width=shard.valid_width,

@@ -182,7 +182,13 @@ class MatchedDivergence(NamedTuple):
     """[Ts] logarithm of the row's sum, NaN where it has NaN or +inf."""
 
     teacher_log_sum: torch.Tensor
-    """bool [Tt]"""
+    """[Tt]"""
+
+    cross_entropy: torch.Tensor | None = None
+    """[Ts] of each label at temperature 1, 0 where there is none; None without labels."""
+
+    top_column: torch.Tensor | None = None
+    """int64 [Ts]: global column of the student's largest logit, with labels."""
 
 
 class RestMasses(NamedTuple):

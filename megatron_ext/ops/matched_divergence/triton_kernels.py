@@ -2,7 +2,7 @@
 
 import triton.language as tl
 
-from megatron_ext.ops.chunk_kernels import row_probabilities
+from megatron_ext.ops.chunk_kernels import add_label_part, row_probabilities
 from megatron_ext.ops.kernel import kernel
 from megatron_ext.ops.matched_divergence.pair_blocks import (
     both_sides,
@@ -284,6 +284,10 @@ def gradient_kernel(
     shift_ptr,
     centre_ptr,
     scale_ptr,
+    label_ptr,
+    label_weight_ptr,
+    plain_peak_ptr,
+    plain_log_sum_ptr,
     first_chunk,
     aligned,
     paired,
@@ -302,7 +306,8 @@ def gradient_kernel(
 ):
     """``q_i (g_c - centre_i) scale_c`` in a chunk's rows, 0 in padding; programs as above.
 
-    ``g_c`` is that of the matched columns, and ``base_c`` elsewhere.
+    ``g_c`` is that of the matched columns, and ``base_c`` elsewhere. The gradient of the rows'
+    labels is added.
     """
     chunks = tl.num_programs(0) // 2
     program = (tl.program_id(0) % chunks).to(tl.int64)
@@ -342,6 +347,20 @@ def gradient_kernel(
         # Q^ is the row's probability over the used mass.
         on_common = -(shift + centre) * student_used * scale
         on_others = (base - centre) * student_used * scale
+        label = -1
+        label_weight = 0.0
+        plain_peak = 0.0
+        plain_log_sum = 0.0
+        if label_ptr is not None:
+            label = tl.load(label_ptr + own_row).to(tl.int32)
+            label_weight = tl.load(label_weight_ptr + own_row)
+            if HAS_TEMPERATURE:
+                plain_peak = tl.load(plain_peak_ptr + own_row)
+                plain_log_sum = tl.load(plain_log_sum_ptr + own_row) * LOG2_E
+            else:
+                on_common += label_weight * student_used
+                on_others += label_weight * student_used
+        labels = label, label_weight, plain_peak, plain_log_sum
         block = tl.arange(0, LANES)[:, None] * K + tl.arange(0, K)[None, :]
         for start in tl.range(0, aligned_end, BLOCK, num_stages=3):
             write_block(
@@ -357,11 +376,13 @@ def gradient_kernel(
                 on_common,
                 on_others,
                 scale,
+                labels,
                 temperature,
                 mixture,
                 True,
                 DIRECTION,
                 HAS_TEMPERATURE,
+                label_ptr is not None,
             )
         for start in tl.range(aligned_end, whole_end, BLOCK, num_stages=3):
             write_block(
@@ -377,11 +398,13 @@ def gradient_kernel(
                 on_common,
                 on_others,
                 scale,
+                labels,
                 temperature,
                 mixture,
                 False,
                 DIRECTION,
                 HAS_TEMPERATURE,
+                label_ptr is not None,
             )
     # Chunks without rows have nothing to write.
     for start in range(whole_end, tl.where(end > begin, width, 0), BLOCK):
@@ -434,6 +457,19 @@ def gradient_kernel(
             out = own * (slope - tl.load(centre_ptr + row)) * scale
             out = tl.where(valid, out, 0.0)
             out = tl.where(scale == 0.0, 0.0, out)
+            if label_ptr is not None:
+                out = add_label_part(
+                    out,
+                    own,
+                    (label_ptr, label_weight_ptr, plain_peak_ptr, plain_log_sum_ptr),
+                    student_ptr,
+                    row,
+                    student_stride,
+                    columns,
+                    held,
+                    valid,
+                    HAS_TEMPERATURE,
+                )
             # The gradient may be the logits, which other threads may still be reading.
             tl.debug_barrier()
             place_of = gradient_ptr + row * gradient_stride + columns

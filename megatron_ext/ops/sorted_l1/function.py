@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from megatron_ext.distributed.shard_collectives import all_reduce_sum, group_size
 from megatron_ext.distributed.vocab_parallel import row_slices
 from megatron_ext.ops.chunk_rows import ChunkedLogits
+from megatron_ext.ops.labels import RowLabels
 from megatron_ext.ops.launch import (
     Implementation,
     check_implementation,
@@ -23,11 +24,11 @@ from megatron_ext.ops.launch import (
 from megatron_ext.ops.model_rows import (
     ModelRows,
     chunk_means,
-    clear_rows_of_no_chunk_,
     host_offsets,
     pair_of_models,
     row_scale,
     write_row_gradients,
+    write_rows_of_no_chunk,
 )
 from megatron_ext.ops.sorted_l1.comparison import (
     Candidates,
@@ -63,7 +64,13 @@ class ChunkSortedL1(NamedTuple):
     """[Ts] logarithm of the row's sum, NaN where it has NaN or +inf."""
 
     teacher_log_sum: torch.Tensor | None = None
-    """bool [Tt]"""
+    """[Tt]"""
+
+    cross_entropy: torch.Tensor | None = None
+    """[Ts] of each label at temperature 1, 0 where there is none; None without labels."""
+
+    top_column: torch.Tensor | None = None
+    """int64 [Ts]: global column of the student's largest logit, with labels."""
 
 
 @torch.no_grad()
@@ -73,6 +80,7 @@ def evaluate_sorted_l1(
     *,
     temperature: float = 1.0,
     top_u: int | None = None,
+    labels: RowLabels | None = None,
     grad_scale: torch.Tensor | None = None,
     gradient: torch.Tensor | None = None,
     implementation: Implementation = "auto",
@@ -82,17 +90,19 @@ def evaluate_sorted_l1(
     Args:
         top_u: U, places compared, of the largest probabilities; None: all, which is exact. That is
             a sort of slices of chunks, in torch whatever the ``implementation``.
+        labels: Of the student's rows, whose cross-entropy is evaluated, too; None: it is not.
         grad_scale: [C], the upstream gradient of each chunk's loss; None: 1.
         gradient: [Ts, Vps] in the student's dtype, which receives the gradient of ``sum_c
-            grad_scale_c chunk_loss_c``, rounded once; it may be the logits themselves. Rows of
-            no chunk and of chunks of scale 0 get exactly 0. None: no gradient is computed.
+            grad_scale_c chunk_loss_c``, and of the labels, rounded once; it may be the logits
+            themselves. Rows of no chunk and of chunks of scale 0 that have no label get exactly 0.
+            None: no gradient is computed.
 
     Temporaries over a vocabulary are slices of chunks in torch; by kernel there are none, but
     [Ts, 5 U / 4] logits where a gradient is asked for. In torch the host waits for the device once.
 
-    Collectives on the shards' group: two all-reduces of [Ts + Tt]; a slice of C' chunks adds an
-    all-gather of [C', U_s + U_t + 2] (a quarter more by kernel), and for the gradient an all-reduce
-    of [Ts] by kernel, in torch one of [T'] a slice of its rows.
+    Collectives on the shards' group: those of ``model_rows.pair_of_models``; a slice of C' chunks
+    adds an all-gather of [C', U_s + U_t + 2] (a quarter more by kernel), and for the gradient an
+    all-reduce of [Ts] by kernel, in torch one of [T'] a slice of its rows.
 
     Raises:
         LossError: ``triton`` was asked for and cannot run.
@@ -101,7 +111,7 @@ def evaluate_sorted_l1(
     by_kernel = uses_triton(implementation, student.logits, teacher.logits) and top_u is not None
     by: Implementation = "triton" if by_kernel else without_kernels(implementation)
     student_rows, teacher_rows = pair_of_models(
-        student, teacher, temperature=temperature, implementation=by
+        student, teacher, temperature=temperature, labels=labels, implementation=by
     )
     scale = row_scale(student_rows, grad_scale)
     if by_kernel:
@@ -110,9 +120,13 @@ def evaluate_sorted_l1(
     else:
         out = _by_torch(student_rows, teacher_rows, top_u, scale, gradient)
     if gradient is not None:
-        clear_rows_of_no_chunk_(gradient, student_rows, by_kernel=by_kernel)
+        write_rows_of_no_chunk(gradient, student_rows, by_kernel=by_kernel)
+    labelled = student_rows.labelled
     return out._replace(
-        student_log_sum=student_rows.lse.log_sum, teacher_log_sum=teacher_rows.lse.log_sum
+        student_log_sum=student_rows.lse.log_sum,
+        teacher_log_sum=teacher_rows.lse.log_sum,
+        cross_entropy=None if labelled is None else labelled.loss,
+        top_column=None if labelled is None else labelled.top_column,
     )
 
 
@@ -183,7 +197,8 @@ def _write_by_loops(
         lambda a, b: loops.sign_products(a, b, *places, centre.numpy()), len(order)
     )
     centre = all_reduce_sum(centre, model.shard.group)
-    last = (centre.numpy(), scale[slot].float().numpy()), row_loops.flat_rows(gradient)
+    factors = centre.numpy(), scale[slot].float().numpy()
+    last = factors, model.labels_for_loops(), row_loops.flat_rows(gradient)
     row_loops.in_threads(lambda a, b: loops.sign_gradients(a, b, *places, *last), len(order))
 
 

@@ -120,7 +120,8 @@ def spread_centre(
     scale: torch.Tensor,
     gradient: torch.Tensor,
 ) -> None:
-    """Write ``-q_i centre_i scale_c``, the part of all columns, into the rows of these chunks."""
+    """Write ``-q_i centre_i scale_c``, the part of all columns, into the rows of these chunks,
+    with the gradient of their labels."""
     from megatron_ext.ops.sorted_l1.triton_kernels import spread_kernel
 
     if chunks.stop > chunks.start:
@@ -132,6 +133,7 @@ def spread_centre(
             *model.lse,
             centre,
             scale,
+            *model.label_vectors(),
             chunks.start,
             model.logits.stride(0),
             gradient.stride(0),
@@ -157,7 +159,8 @@ def write_chosen(
     weight: float = 1.0,
     base: torch.Tensor | None = None,
 ) -> None:
-    """Write ``q_i (base_c + weight sign - centre_i) scale_c`` where a candidate has a sign.
+    """Write ``q_i (base_c + weight sign - centre_i) scale_c`` where a candidate has a sign, with
+    the gradient of the rows' labels.
 
     Args:
         base: [C], slope of every column that is a candidate; None: 0.
@@ -176,6 +179,7 @@ def write_chosen(
             centre,
             base,
             scale,
+            *model.label_vectors(),
             chunks.start,
             gradient.stride(0),
             columns.shape[1],

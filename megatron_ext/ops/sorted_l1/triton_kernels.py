@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from megatron_ext.ops.chunk_kernels import row_probabilities
+from megatron_ext.ops.chunk_kernels import add_label_part, row_probabilities
 from megatron_ext.ops.kernel import kernel
 from megatron_ext.ops.triton_math import scaled
 
@@ -173,6 +173,10 @@ def spread_kernel(
     log_sum_ptr,
     centre_ptr,
     scale_ptr,
+    label_ptr,
+    label_weight_ptr,
+    plain_peak_ptr,
+    plain_log_sum_ptr,
     first_chunk,
     row_stride,
     gradient_stride,
@@ -182,7 +186,8 @@ def spread_kernel(
     HAS_TEMPERATURE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program for each chunk: ``-q_i centre_i scale_c`` in its rows, 0 in padding."""
+    """One program for each chunk: ``-q_i centre_i scale_c`` in its rows, 0 in padding, and the
+    gradient of the rows' labels, if there are any."""
     chunk = first_chunk + tl.program_id(0).to(tl.int64)
     begin = tl.load(offsets_ptr + chunk)
     end = tl.load(offsets_ptr + chunk + 1)
@@ -208,6 +213,19 @@ def spread_kernel(
             )
             slope = tl.where(valid, -probabilities * centre * scale, 0.0)
             slope = tl.where(scale == 0.0, 0.0, slope)
+            if label_ptr is not None:
+                slope = add_label_part(
+                    slope,
+                    probabilities,
+                    (label_ptr, label_weight_ptr, plain_peak_ptr, plain_log_sum_ptr),
+                    logits_ptr,
+                    row,
+                    row_stride,
+                    columns,
+                    held,
+                    valid,
+                    HAS_TEMPERATURE,
+                )
             # The gradient may be the logits, which other threads may still be reading.
             tl.debug_barrier()
             place_of = gradient_ptr + row * gradient_stride + columns
@@ -227,6 +245,10 @@ def write_chosen_kernel(
     centre_ptr,
     base_ptr,
     scale_ptr,
+    label_ptr,
+    label_weight_ptr,
+    plain_peak_ptr,
+    plain_log_sum_ptr,
     first_chunk,
     gradient_stride,
     capacity,
@@ -236,7 +258,8 @@ def write_chosen_kernel(
     HAS_TEMPERATURE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write ``q_i (base_c + weight sign - centre_i) scale_c`` at the candidates, by chunk."""
+    """Write ``q_i (base_c + weight sign - centre_i) scale_c`` at the candidates, by chunk, with the
+    gradient of the rows' labels."""
     program = tl.program_id(0).to(tl.int64)
     chunk = first_chunk + program
     begin = tl.load(offsets_ptr + chunk)
@@ -258,8 +281,16 @@ def write_chosen_kernel(
             loaded = tl.load(kept_ptr + row * capacity + slots, mask=used, other=-float("inf"))
             values = scaled(loaded, temperature, HAS_TEMPERATURE)
             slope = base + weight * sign.to(tl.float32) - centre
-            slope = tl.exp(values - peak - log_sum) * slope * scale
+            probabilities = tl.exp(values - peak - log_sum)
+            slope = probabilities * slope * scale
             slope = tl.where(scale == 0.0, 0.0, slope)
+            if label_ptr is not None:
+                label_weight = tl.load(label_weight_ptr + row)
+                if HAS_TEMPERATURE:
+                    of_row = tl.load(plain_peak_ptr + row), tl.load(plain_log_sum_ptr + row)
+                    probabilities = tl.exp(loaded.to(tl.float32) - of_row[0] - of_row[1])
+                slope += tl.where(label_weight == 0.0, 0.0, probabilities * label_weight)
+                slope -= tl.where(column == tl.load(label_ptr + row), label_weight, 0.0)
             tl.store(
                 gradient_ptr + row * gradient_stride + column,
                 slope.to(gradient_ptr.dtype.element_ty),

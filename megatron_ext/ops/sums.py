@@ -1,4 +1,7 @@
-"""Sums over the chunks of a microbatch, for its loss and its metrics. C chunks, K columns."""
+"""Sums over a microbatch's chunks and labels, for its loss and its metrics, and flags of bad rows.
+
+T rows, C chunks, K columns.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,12 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
 from megatron_ext.ops.launch import Implementation, small_block, uses_triton
 
 _BLOCK: Final = 1024
+_MOST_ROWS: Final = 4096
+"""Rows that a program which sums them all reads at once."""
 
 
 class ClassSums(NamedTuple):
@@ -156,3 +162,100 @@ def _by_kernel(values: torch.Tensor, chunks: CountedChunks) -> ChunkSums:
     (used_count, rows), of_used, of_all = counts.split([2, classes, classes])
     by_class = ClassSums(used, loss, of_used, of_all)
     return ChunkSums(of_columns[0], of_columns[1:], used_count, rows, by_class)
+
+
+class LabelSums(NamedTuple):
+    """Scalars of all rows, on the device."""
+
+    loss: torch.Tensor
+
+    hits: torch.Tensor
+    """Number of rows whose label is the largest logit, in the dtype of the loss."""
+
+    number: torch.Tensor
+    """int64: number of labels."""
+
+
+def label_sums(
+    row_loss: torch.Tensor,
+    top_column: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    implementation: Implementation = "auto",
+) -> LabelSums:
+    """Add up the loss of labels, their number and that of hits; by kernel one launch. No graph.
+
+    Args:
+        row_loss: [T], 0 where there is no label.
+        top_column: int64 [T] of each row's largest logit.
+        labels: int64 [T], ``IGNORE_INDEX`` where there is none.
+    """
+    if not uses_triton(implementation, row_loss):
+        # No column is ``IGNORE_INDEX``.
+        hits = (top_column == labels).sum(dtype=row_loss.dtype)
+        return LabelSums(row_loss.sum(), hits, (labels != IGNORE_INDEX).sum())
+    from megatron_ext.ops.sum_kernels import label_sums_kernel
+
+    rows = len(labels)
+    sums = row_loss.new_empty(2, dtype=torch.float32)
+    count = labels.new_empty((), dtype=torch.int64)
+    label_sums_kernel[(1,)](
+        row_loss,
+        top_column,
+        labels,
+        rows,
+        sums,
+        count,
+        NO_LABEL=IGNORE_INDEX,
+        BLOCK=small_block(rows, _MOST_ROWS),
+        num_warps=8,
+    )
+    return LabelSums(sums[0], sums[1], count)
+
+
+class ReadRows(NamedTuple):
+    """One model's rows: what tells of bad numbers in them, and which of them are read."""
+
+    told: torch.Tensor
+    """[T]: bool, True where a row has bad numbers; or sums of rows, NaN where it has."""
+
+    labels: torch.Tensor | None = None
+    """int64 [T]: a row with a label is read, too."""
+
+    chunk_id: torch.Tensor | None = None
+    """int64 [T]: a row of a chunk is read. All are read where both are None."""
+
+
+def bad_rows(
+    student: ReadRows, teacher: ReadRows, *, implementation: Implementation = "auto"
+) -> torch.Tensor:
+    """int32 [2]: whether a row of the student that is read has bad numbers, and of the teacher.
+    By kernel one launch."""
+    fits = all(side.told.dtype in (torch.bool, torch.float32) for side in (student, teacher))
+    if not fits or not uses_triton(implementation, torch.empty(0, device=student.told.device)):
+        found = [_is_bad(side).any() for side in (student, teacher)]
+        return torch.stack(found).to(torch.int32)
+    from megatron_ext.ops.sum_kernels import bad_rows_kernel
+
+    flags = torch.empty(2, dtype=torch.int32, device=student.told.device)
+    bad_rows_kernel[(2,)](
+        *student,
+        len(student.told),
+        *teacher,
+        len(teacher.told),
+        flags,
+        NO_LABEL=IGNORE_INDEX,
+        NO_CHUNK=NO_CHUNK,
+        BLOCK=small_block(max(len(student.told), len(teacher.told)), _MOST_ROWS),
+        num_warps=8,
+    )
+    return flags
+
+
+def _is_bad(side: ReadRows) -> torch.Tensor:
+    """bool [T]: rows that are read, with bad numbers."""
+    is_bad = side.told if side.told.dtype == torch.bool else side.told.isnan()
+    masks = [] if side.labels is None else [side.labels != IGNORE_INDEX]
+    if side.chunk_id is not None:
+        masks.append(side.chunk_id != NO_CHUNK)
+    return is_bad & torch.stack(masks).any(dim=0) if masks else is_bad
