@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from megatron_ext.ops.launch import HALF_FULL, LANE_CONFIGS, ROW_CONFIGS, LaunchConfig
 from megatron_ext.ops.partition_kl.single_chunks import SINGLE_CONFIGS
-from megatron_ext.ops.sorted_l1.kernel_steps import SELECTING
+from megatron_ext.ops.sorted_l1.kernel_steps import SELECTING, WRITING
 
 _POINTERS: Final = {
     "*bf16": "logits student teacher gradient kept",
@@ -106,6 +106,11 @@ _PROJECTED: Final = {"HAS_DOTS": True, **_WHOLE}
 _SINGLE: Final = {"STORES_SUMS": True, "STORES_GRADIENT": True, "HAS_LABELS": True, **_PLAIN}
 _MATCHED: Final = {"moved_ptr": None, "MOVED": False, "DIRECTION": "forward", **_PLAIN}
 
+_NO_TERM: Final = dict.fromkeys(
+    ("label_ptr", "label_weight_ptr", "plain_peak_ptr", "plain_log_sum_ptr")
+)
+"""Without the cross-entropy."""
+
 _SINGLE_CHUNK: Final = {"PARTS": 16, **_WHOLE}
 _ONE: Final = (LaunchConfig(512, 2),)
 _GROUP: Final = 32 * 32
@@ -201,7 +206,7 @@ _ROWS: Final[tuple[tuple[str, str, str, dict[str, Any], tuple[LaunchConfig, ...]
         "chunk_kernels",
         "token_gradient_kernel",
         "plain",
-        {"members_ptr": None, "HAS_MEMBERS": False, **_PLAIN},
+        {"members_ptr": None, "written_ptr": None, "HAS_MEMBERS": False, **_PLAIN},
         ROW_CONFIGS,
     ),
     (
@@ -274,9 +279,17 @@ _ROWS: Final[tuple[tuple[str, str, str, dict[str, Any], tuple[LaunchConfig, ...]
         {"STUDENT_STEPS": 12, "TEACHER_STEPS": 12},
         (LaunchConfig(1024, 8),),
     ),
-    ("sorted_l1.triton_kernels", "spread_kernel", "plain", _PLAIN, ROW_CONFIGS),
+    ("sorted_l1.triton_kernels", "spread_kernel", "plain", _PLAIN | _NO_TERM, (WRITING,)),
+    ("sorted_l1.triton_kernels", "spread_kernel", "labels", _PLAIN, (WRITING,)),
     ("matched_divergence.triton_kernels", "compare_kernel", "forward", _MATCHED, LANE_CONFIGS),
-    ("matched_divergence.triton_kernels", "gradient_kernel", "forward", _MATCHED, LANE_CONFIGS[:1]),
+    (
+        "matched_divergence.triton_kernels",
+        "gradient_kernel",
+        "forward",
+        _MATCHED | _NO_TERM,
+        LANE_CONFIGS[:1],
+    ),
+    ("matched_divergence.triton_kernels", "gradient_kernel", "labels", _MATCHED, LANE_CONFIGS[:1]),
     ("chunk_kernels", "chunk_means_kernel", "plain", _PLAIN, ROW_CONFIGS),
 )
 """Module, kernel, launch, constants besides the block, and candidate configurations."""

@@ -16,6 +16,9 @@ from tests.ops.wide_load_variants import wide_variants
 
 LOGITS = ("*bf16", "*fp32")
 TEMPERED = {"HAS_TEMPERATURE": True, "BLOCK": 4096}
+LABELS = arguments("label: *i64; label_weight plain_peak plain_log_sum: *fp32")
+"""Of a kernel that writes the cross-entropy's part of a gradient, too."""
+NO_LABELS = dict.fromkeys(LABELS)
 
 
 def test_softmax_statistics():
@@ -122,9 +125,14 @@ def test_sorted_l1():
         selections.append(("select_kernel", select, TEMPERED | {"HAS_EXCLUDED": True}))
         variants += [
             ("keep_chosen_kernel", keep | candidates, flags),
-            ("spread_kernel", spread, TEMPERED),
-            ("write_chosen_kernel", write | candidates, flags | {"HAS_BASE": True}),
+            ("spread_kernel", spread | LABELS, TEMPERED),
+            ("write_chosen_kernel", write | candidates | LABELS, flags | {"HAS_BASE": True}),
         ]
+    plain = flags | NO_LABELS | {"HAS_TEMPERATURE": False}
+    variants.append(("spread_kernel", spread, plain))
+    variants.append(
+        ("write_chosen_kernel", write | candidates, plain | {"base_ptr": None, "HAS_BASE": False})
+    )
     compiles("sorted_l1.selection_kernel", selections)
     compiles("sorted_l1.triton_kernels", variants)
     places = arguments(
@@ -143,9 +151,11 @@ def test_token_likelihood():
     )
     flags = {"HAS_MEMBERS": True, **TEMPERED}
     pairs = [arguments(f"logits gradient: {kind}") | types for kind in LOGITS]
-    variants = [("token_gradient_kernel", {**pair, "members_ptr": "*i1"}, flags) for pair in pairs]
-    alone = {"members_ptr": None, "HAS_MEMBERS": False, "HAS_TEMPERATURE": False, "BLOCK": 4096}
-    variants.append(("token_gradient_kernel", pairs[-1], alone))
+    with_set = arguments("members written: *i1")
+    variants = [("token_gradient_kernel", pair | with_set, flags) for pair in pairs]
+    alone = {"members_ptr": None, "written_ptr": None, "HAS_MEMBERS": False}
+    plain = alone | {"HAS_TEMPERATURE": False, "BLOCK": 4096}
+    variants.append(("token_gradient_kernel", pairs[-1], plain))
     compiles("chunk_kernels", variants)
 
 
@@ -340,7 +350,9 @@ def test_matched_divergence():
         else:
             flags["moved_ptr"] = None
         variants.append(("compare_kernel", compared | both, flags))
-        variants.append(("gradient_kernel", written | both | {"gradient_ptr": kind}, flags))
+        labels = NO_LABELS if direction == "reverse" else {}
+        every = written | both | {"gradient_ptr": kind} | ({} if labels else LABELS)
+        variants.append(("gradient_kernel", every, flags | labels))
     compiles("matched_divergence.triton_kernels", variants)
 
 

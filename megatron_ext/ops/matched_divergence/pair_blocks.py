@@ -145,8 +145,7 @@ def compared_block(
 
 
 @triton.jit
-def write_block(
-    start_of_gradient,
+def block_gradient(
     columns,
     start_of_own,
     start_of_other,
@@ -158,19 +157,18 @@ def write_block(
     on_common,
     on_others,
     scale,
-    labels,
+    label,
     temperature,
     mixture,
     IS_ALIGNED: tl.constexpr,
     DIRECTION: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
-    HAS_LABELS: tl.constexpr,
+    HAS_LABEL: tl.constexpr,
 ):
-    """Write the gradient of a chunk's only row at a block of columns.
+    """Gradient of a chunk's only row at ``columns``, but for that of its label's logit.
 
-    ``labels`` are the label's column and weight, and the row's peak and logarithm to base 2 of the
-    sum at temperature 1. At that temperature ``on_common`` and ``on_others`` hold the weight of all
-    probabilities.
+    ``label`` is the weight of its cross-entropy, and the row's peak and logarithm to base 2 of the
+    sum at temperature 1. At that temperature ``on_common`` and ``on_others`` hold the weight.
     """
     log_p, log_q, common = single_pair(
         start_of_own,
@@ -188,13 +186,11 @@ def write_block(
     _, slope, q = _single_terms(log_p, log_q, common, mixture, DIRECTION)
     factor = on_common if IS_ALIGNED else tl.where(common, on_common, on_others)
     out = q * factor + slope * scale
-    if HAS_LABELS:
-        label, label_weight, plain_peak, plain_log_sum = labels
-        if HAS_TEMPERATURE:
-            plain = tl.load(start_of_own + columns).to(tl.float32)
-            out += tl.exp2(_bits(plain, plain_peak, plain_log_sum)) * label_weight
-        out -= tl.where(columns == label, label_weight, 0.0)
-    tl.store(start_of_gradient + columns, out.to(start_of_gradient.dtype.element_ty))
+    if HAS_LABEL and HAS_TEMPERATURE:
+        weight, plain_peak, plain_log_sum = label
+        plain = tl.load(start_of_own + columns).to(tl.float32)
+        out += tl.exp2(_bits(plain, plain_peak, plain_log_sum)) * weight
+    return out
 
 
 @triton.jit

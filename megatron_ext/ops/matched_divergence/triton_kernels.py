@@ -5,11 +5,11 @@ import triton.language as tl
 from megatron_ext.ops.chunk_kernels import add_label_part, row_probabilities
 from megatron_ext.ops.kernel import kernel
 from megatron_ext.ops.matched_divergence.pair_blocks import (
+    block_gradient,
     both_sides,
     compared_block,
     pair_terms,
     single_pair,
-    write_block,
 )
 from megatron_ext.ops.triton_math import LN_2, LOG2_E, LOWEST
 
@@ -347,24 +347,45 @@ def gradient_kernel(
         # Q^ is the row's probability over the used mass.
         on_common = -(shift + centre) * student_used * scale
         on_others = (base - centre) * student_used * scale
-        label = -1
+        block = tl.arange(0, LANES)[:, None] * K + tl.arange(0, K)[None, :]
+        label_column = -1
         label_weight = 0.0
         plain_peak = 0.0
         plain_log_sum = 0.0
+        at_label = 0.0
         if label_ptr is not None:
-            label = tl.load(label_ptr + own_row).to(tl.int32)
+            label_column = tl.load(label_ptr + own_row).to(tl.int32)
             label_weight = tl.load(label_weight_ptr + own_row)
-            if HAS_TEMPERATURE:
-                plain_peak = tl.load(plain_peak_ptr + own_row)
-                plain_log_sum = tl.load(plain_log_sum_ptr + own_row) * LOG2_E
-            else:
+            plain_peak = tl.load(plain_peak_ptr + own_row)
+            plain_log_sum = tl.load(plain_log_sum_ptr + own_row) * LOG2_E
+            if not HAS_TEMPERATURE:
                 on_common += label_weight * student_used
                 on_others += label_weight * student_used
-        labels = label, label_weight, plain_peak, plain_log_sum
-        block = tl.arange(0, LANES)[:, None] * K + tl.arange(0, K)[None, :]
+            if whole_end > 0:
+                at_label = block_gradient(
+                    tl.maximum(label_column, 0),
+                    start_of_own,
+                    start_of_other,
+                    pairs_ptr,
+                    own_peak,
+                    own_log_sum,
+                    other_peak,
+                    other_log_sum,
+                    on_common,
+                    on_others,
+                    scale,
+                    (label_weight, plain_peak, plain_log_sum),
+                    temperature,
+                    mixture,
+                    False,
+                    DIRECTION,
+                    HAS_TEMPERATURE,
+                    True,
+                )
+                # All threads have read the label's logit before one writes the gradient over it.
+                tl.debug_barrier()
         for start in tl.range(0, aligned_end, BLOCK, num_stages=3):
-            write_block(
-                start_of_gradient,
+            out = block_gradient(
                 start + block,
                 start_of_own,
                 start_of_other,
@@ -376,7 +397,7 @@ def gradient_kernel(
                 on_common,
                 on_others,
                 scale,
-                labels,
+                (label_weight, plain_peak, plain_log_sum),
                 temperature,
                 mixture,
                 True,
@@ -384,9 +405,9 @@ def gradient_kernel(
                 HAS_TEMPERATURE,
                 label_ptr is not None,
             )
+            tl.store(start_of_gradient + start + block, out.to(gradient_ptr.dtype.element_ty))
         for start in tl.range(aligned_end, whole_end, BLOCK, num_stages=3):
-            write_block(
-                start_of_gradient,
+            out = block_gradient(
                 start + block,
                 start_of_own,
                 start_of_other,
@@ -398,7 +419,7 @@ def gradient_kernel(
                 on_common,
                 on_others,
                 scale,
-                labels,
+                (label_weight, plain_peak, plain_log_sum),
                 temperature,
                 mixture,
                 False,
@@ -406,6 +427,15 @@ def gradient_kernel(
                 HAS_TEMPERATURE,
                 label_ptr is not None,
             )
+            tl.store(start_of_gradient + start + block, out.to(gradient_ptr.dtype.element_ty))
+        if label_ptr is not None:
+            tl.debug_barrier()
+            # Loaded again, not kept in registers.
+            label_column = tl.load(label_ptr + own_row).to(tl.int32)
+            at_label -= tl.load(label_weight_ptr + own_row)
+            is_written = (label_column >= 0) & (label_column < whole_end)
+            at_label = at_label.to(gradient_ptr.dtype.element_ty)
+            tl.store(start_of_gradient + label_column, at_label, mask=is_written)
     # Chunks without rows have nothing to write.
     for start in range(whole_end, tl.where(end > begin, width, 0), BLOCK):
         columns = start + tl.arange(0, BLOCK)

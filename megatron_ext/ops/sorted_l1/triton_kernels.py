@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from megatron_ext.ops.chunk_kernels import add_label_part, row_probabilities
+from megatron_ext.ops.chunk_kernels import row_probabilities
 from megatron_ext.ops.kernel import kernel
 from megatron_ext.ops.triton_math import scaled
 
@@ -194,7 +194,17 @@ def spread_kernel(
     scale = tl.load(scale_ptr + chunk)
     for place in range(begin, end):
         row = tl.load(order_ptr + place).to(tl.int64)
-        centre = tl.load(centre_ptr + row)
+        factor = tl.where(scale == 0.0, 0.0, -tl.load(centre_ptr + row) * scale)
+        label_column = -1
+        label_weight = 0.0
+        label_logit = 0.0
+        if label_ptr is not None:
+            label_column = tl.load(label_ptr + row).to(tl.int32)
+            label_weight = tl.load(label_weight_ptr + row)
+            at_label = logits_ptr + row * row_stride + label_column
+            label_logit = tl.load(at_label, mask=label_column >= 0, other=0.0).to(tl.float32)
+            if not HAS_TEMPERATURE:
+                factor += label_weight
         for start in range(0, width, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             held = columns < width
@@ -211,25 +221,38 @@ def spread_kernel(
                 temperature,
                 HAS_TEMPERATURE,
             )
-            slope = tl.where(valid, -probabilities * centre * scale, 0.0)
-            slope = tl.where(scale == 0.0, 0.0, slope)
-            if label_ptr is not None:
-                slope = add_label_part(
-                    slope,
-                    probabilities,
-                    (label_ptr, label_weight_ptr, plain_peak_ptr, plain_log_sum_ptr),
+            slope = tl.where(factor == 0.0, 0.0, probabilities * factor)
+            if HAS_TEMPERATURE and label_ptr is not None:
+                probabilities = row_probabilities(
                     logits_ptr,
                     row,
                     row_stride,
+                    plain_peak_ptr,
+                    plain_log_sum_ptr,
                     columns,
                     held,
                     valid,
-                    HAS_TEMPERATURE,
+                    1.0,
+                    False,
                 )
+                slope += tl.where(label_weight == 0.0, 0.0, probabilities * label_weight)
             # The gradient may be the logits, which other threads may still be reading.
             tl.debug_barrier()
             place_of = gradient_ptr + row * gradient_stride + columns
             tl.store(place_of, slope.to(gradient_ptr.dtype.element_ty), mask=held)
+        if label_ptr is not None:
+            value = scaled(label_logit, temperature, HAS_TEMPERATURE)
+            share = tl.exp(value - tl.load(peak_ptr + row) - tl.load(log_sum_ptr + row))
+            slope = tl.where(factor == 0.0, 0.0, share * factor)
+            if HAS_TEMPERATURE:
+                peak = tl.load(plain_peak_ptr + row)
+                share = tl.exp(label_logit - peak - tl.load(plain_log_sum_ptr + row))
+                slope += tl.where(label_weight == 0.0, 0.0, share * label_weight)
+            slope = (slope - label_weight).to(gradient_ptr.dtype.element_ty)
+            at_label = gradient_ptr + row * gradient_stride + label_column
+            # Behind the store of the whole row.
+            tl.debug_barrier()
+            tl.store(at_label, slope, mask=(label_column >= 0) & (label_weight != 0.0))
 
 
 @kernel(do_not_specialize=["first_chunk"])
