@@ -118,14 +118,19 @@ def _in_one_pass(
         return None, None
     if not others:
         return labelled[0], None
-    if not fuses(objectives[others[0]], inputs):
+    main = objectives[others[0]]
+    if not isinstance(main, FusedObjective) or not main.fuses(inputs):
         return None, None
-    return others[0], labelled[0] if labelled else None
+    if not labelled:
+        return others[0], None
+    return (others[0], labelled[0]) if main.takes_labels else (None, None)
 
 
 def fuses(objective: Objective, inputs: DistillationInputs) -> bool:
     """Whether an objective evaluates the cross-entropy in its own pass over ``inputs``."""
-    return isinstance(objective, FusedObjective) and objective.fuses(inputs)
+    if not isinstance(objective, FusedObjective):
+        return False
+    return objective.takes_labels and objective.fuses(inputs)
 
 
 def _under_autograd(

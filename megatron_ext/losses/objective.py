@@ -243,6 +243,11 @@ class FusedObjective(Objective):
 
     __slots__ = ()
 
+    @property
+    def takes_labels(self) -> bool:
+        """Whether ``evaluate`` computes the cross-entropy, too, at these options."""
+        return True
+
     @abstractmethod
     def evaluate(
         self,

@@ -366,7 +366,7 @@ def _weighted_probs(out, values, count, peak, log_sum, weight):
 
 @entry_point
 def selected_gradient(first, stop, rows, columns, whole, rest, grad, gradient):
-    """Gradient of ``selected_log_prob`` for rows ``first`` to ``stop``.
+    """``token_log_prob.write_selected_gradient`` for rows ``first`` to ``stop``.
 
     Args:
         columns: As of ``selected_logits``.
@@ -375,7 +375,12 @@ def selected_gradient(first, stop, rows, columns, whole, rest, grad, gradient):
         gradient: Rows that are written.
     """
     values, out = np.empty(BLOCK, dtype=np.float32), np.empty(BLOCK, dtype=np.float32)
+    picked = np.empty(columns.shape[1], dtype=np.float32)
     for row in range(first, stop):
+        # The gradient may take the place of the logits.
+        for i in range(columns.shape[1]):
+            if columns[row, i] >= 0:
+                load_block(picked[i:], rows, row, columns[row, i], 1)
         total, used = _ZERO, False
         for i in range(grad.shape[1]):
             total += grad[row, i]
@@ -393,8 +398,7 @@ def selected_gradient(first, stop, rows, columns, whole, rest, grad, gradient):
         for i in range(columns.shape[1] if used else 0):
             column = columns[row, i]
             if column >= 0:
-                load_block(values, rows, row, column, 1)
-                q = exp(values[0] - whole.peak[row] - whole.log_sum[row])
+                q = exp(picked[i] - whole.peak[row] - whole.log_sum[row])
                 out[0] = grad[row, i] - total * q
                 store_block(gradient, row, column, out, 1)
         clear_padding(gradient, row, rows.width)

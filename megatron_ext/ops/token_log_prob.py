@@ -5,10 +5,9 @@ T rows, K tokens, Vp local columns. Equations are in ``ops/README.md``.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.distributed.vocab_parallel import (
@@ -24,7 +23,7 @@ from megatron_ext.ops.labels import label_losses, label_rows
 from megatron_ext.ops.launch import Implementation, check_implementation, uses_compiled
 from megatron_ext.ops.softmax_statistics import row_statistics
 from megatron_ext.ops.token_likelihood import RowGradient, write_token_gradient
-from megatron_ext.ops.unit_gradient import kept_gradient, new_rows
+from megatron_ext.ops.unit_gradient import kept_gradient
 
 
 class CrossEntropy(NamedTuple):
@@ -191,44 +190,26 @@ def token_log_prob_reference(
     return torch.where(token_id >= 0, picked, 0.0)
 
 
-def selected_log_prob(
-    logits: torch.Tensor,
-    token_id: torch.Tensor,
-    shard: VocabShard,
-    *,
-    temperature: float = 1.0,
-    implementation: Implementation = "auto",
-) -> torch.Tensor:
-    """``log_softmax(logits / temperature)`` at ``token_id``, and the logarithm of the rest's mass.
-
-    Args:
-        logits: [T, Vp], any float dtype; neither copied whole nor overwritten.
-        token_id: int64 [T, K], global and each once in a row; a negative id is no token and gives
-            -inf. The same on every rank.
-        implementation: Loops or torch; there is no kernel.
-
-    Returns:
-        [T, K + 1] fp32 (fp64 for fp64 logits), replicated over the group, the rest last. The rest
-        is summed from its own columns, so it is exact where the selected ones hold nearly all.
-        Forward: two all-reduces of [T] and one of [T, K]. Backward: none; keeps ``logits``, four
-        vectors and two tensors [T, K]. A row that gets no gradient gives none.
-    """
-    return selected_tokens(
-        logits, token_id, shard, temperature=temperature, implementation=implementation
-    ).log_prob
-
-
 class SelectedTokens(NamedTuple):
-    """Log-probabilities of several tokens of each row."""
+    """Log-probabilities of several tokens of each row, replicated over the group. No graph."""
 
     log_prob: torch.Tensor
-    """[T, K + 1] of ``selected_log_prob``, with a graph."""
+    """[T, K + 1] of the tokens, -inf for none, and of all others together. These are summed from
+    their own columns, so that they are exact where the selected ones hold nearly all."""
 
-    log_sum: torch.Tensor
-    """[T] logarithm of the row's sum, NaN where the row has NaN or +inf."""
+    token_id: torch.Tensor
+    """int64 [T, K]"""
+
+    whole: LogSumExp
+    """[T] of ``logits / temperature`` over all columns; the logarithm is NaN where the row has NaN
+    or +inf."""
+
+    rest: LogSumExp
+    """[T] over the columns that are not selected."""
 
 
-def selected_tokens(
+@torch.no_grad()
+def evaluate_selected_tokens(
     logits: torch.Tensor,
     token_id: torch.Tensor,
     shard: VocabShard,
@@ -236,71 +217,82 @@ def selected_tokens(
     temperature: float = 1.0,
     implementation: Implementation = "auto",
 ) -> SelectedTokens:
-    """As ``selected_log_prob``, which is its first field."""
-    by_loops = uses_compiled(implementation, logits)
-    values = _SelectedLogProb.apply(logits, token_id, shard, temperature, by_loops)
-    return SelectedTokens(*values)
+    """``log_softmax(logits / temperature)`` at ``token_id``, and the logarithm of the rest's mass.
+
+    In fp32, fp64 for fp64 logits. Two all-reduces of [T] and one of [T, K].
+
+    Args:
+        logits: [T, Vp], any float dtype; not copied whole.
+        token_id: int64 [T, K], global and each once in a row; a negative id is no token. The same
+            on every rank.
+        implementation: Loops or torch; there is no kernel.
+    """
+    local = _local_by_loops if uses_compiled(implementation, logits) else _local
+    picked, peak, total = local(logits.detach(), token_id, shard, temperature)
+    rest = merge_log_sum_exp(peak, total, shard.group)
+    picked = all_reduce_sum(picked, shard.group).masked_fill(token_id < 0, -torch.inf)
+
+    entries = torch.cat([picked, (rest.peak + rest.log_sum)[:, None]], dim=-1)
+    top = entries.amax(dim=-1)
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    # Peaks first: the difference of two large numbers is exact, their sums are not.
+    of_rest = (rest.peak - top) + rest.log_sum
+    entries = torch.cat([picked - top[:, None], of_rest[:, None]], dim=-1)
+    log_total = entries.exp().sum(dim=-1).log()
+    return SelectedTokens(
+        entries - log_total[:, None], token_id, LogSumExp(top, log_total), LogSumExp(*rest)
+    )
 
 
-class _SelectedLogProb(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        token_id: torch.Tensor,
-        shard: VocabShard,
-        temperature: float,
-        by_loops: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        local = _local_by_loops if by_loops else _local
-        picked, peak, total = local(logits.detach(), token_id, shard, temperature)
-        rest = merge_log_sum_exp(peak, total, shard.group)
-        picked = all_reduce_sum(picked, shard.group).masked_fill(token_id < 0, -torch.inf)
+@torch.no_grad()
+def write_selected_gradient(
+    logits: torch.Tensor,
+    found: SelectedTokens,
+    on_log_prob: torch.Tensor,
+    shard: VocabShard,
+    gradient: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    implementation: Implementation = "auto",
+) -> None:
+    """Write d(on_log_prob . log_prob)/d logits into ``gradient`` [T, Vp], which may be the logits.
 
-        entries = torch.cat([picked, (rest.peak + rest.log_sum)[:, None]], dim=-1)
-        top = entries.amax(dim=-1)
-        top = top.masked_fill(top == -torch.inf, 0.0)
-        # Peaks first: the difference of two large numbers is exact, their sums are not.
-        entries = torch.cat(
-            [picked - top[:, None], ((rest.peak - top) + rest.log_sum)[:, None]], dim=-1
-        )
-        log_total = entries.exp().sum(dim=-1).log()
-        log_prob = entries - log_total[:, None]
+    A row that gets no gradient gives exactly 0, whatever it holds. No collectives.
 
-        ctx.save_for_backward(logits, token_id, *rest, top, log_total, log_prob)
-        ctx.shard, ctx.temperature, ctx.by_loops = shard, temperature, by_loops
-        ctx.mark_non_differentiable(log_total)
-        return log_prob, log_total
+    Args:
+        found: Of these logits.
+        on_log_prob: [T, K + 1], ignored where a token has no mass.
+    """
+    log_sum = found.rest.log_sum
+    # An empty rest has no columns with mass: any finite number will do.
+    rest = LogSumExp(found.rest.peak, log_sum.masked_fill(log_sum == -torch.inf, 0.0))
+    found = found._replace(rest=rest)
+    on_log_prob = on_log_prob.masked_fill(found.log_prob == -torch.inf, 0.0).div(temperature)
+    by_loops = uses_compiled(implementation, logits, gradient)
+    write = _write_by_loops if by_loops else _write_by_torch
+    write(logits.detach(), found, on_log_prob, shard, gradient, temperature)
 
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, grad: torch.Tensor, _: torch.Tensor
-    ) -> tuple[torch.Tensor, None, None, None, None]:
-        logits, token_id, rest_peak, rest_log_sum, top, log_total, log_prob = ctx.saved_tensors
-        shard, temperature = ctx.shard, ctx.temperature
-        # Tokens without mass get no gradient.
-        grad = grad.masked_fill(log_prob == -torch.inf, 0.0).div(temperature)
-        whole, rest = LogSumExp(top, log_total), LogSumExp(rest_peak, rest_log_sum)
-        # An empty rest has no columns with mass: any finite number will do.
-        rest = rest._replace(log_sum=rest_log_sum.masked_fill(rest_log_sum == -torch.inf, 0.0))
-        if ctx.by_loops:
-            out = _gradient_by_loops(logits, token_id, shard, temperature, grad, whole, rest)
-            return out, None, None, None, None
-        total, of_rest = grad.sum(dim=-1, keepdim=True), grad[:, -1:]
-        unused = (grad == 0).all(dim=-1, keepdim=True)
-        excluded = shard.excluded_columns(logits.device)
-        out = torch.empty_like(logits)
-        for rows in row_slices(*logits.shape, device=logits.device):
-            scaled = scaled_logits(logits[rows], temperature, excluded)
-            column, here = _columns(token_id[rows], shard)
-            selected = _is_selected(column, here, scaled)
-            shares = rest.normalise_(scaled.masked_fill(selected, -torch.inf), rows).exp_()
-            part = whole.normalise_(scaled, rows).exp_().mul_(-total[rows])
-            part.add_(shares.mul_(of_rest[rows]))
-            part.scatter_add_(-1, column, torch.where(here, grad[rows, :-1], 0.0))
-            out[rows] = part.masked_fill_(unused[rows], 0.0)
-        return out, None, None, None, None
+
+def _write_by_torch(
+    logits: torch.Tensor,
+    found: SelectedTokens,
+    grad: torch.Tensor,
+    shard: VocabShard,
+    gradient: torch.Tensor,
+    temperature: float,
+) -> None:
+    total, of_rest = grad.sum(dim=-1, keepdim=True), grad[:, -1:]
+    unused = (grad == 0).all(dim=-1, keepdim=True)
+    excluded = shard.excluded_columns(logits.device)
+    for rows in row_slices(*logits.shape, device=logits.device):
+        scaled = scaled_logits(logits[rows], temperature, excluded)
+        column, here = _columns(found.token_id[rows], shard)
+        selected = _is_selected(column, here, scaled)
+        shares = found.rest.normalise_(scaled.masked_fill(selected, -torch.inf), rows).exp_()
+        part = found.whole.normalise_(scaled, rows).exp_().mul_(-total[rows])
+        part.add_(shares.mul_(of_rest[rows]))
+        part.scatter_add_(-1, column, torch.where(here, grad[rows, :-1], 0.0))
+        gradient[rows] = part.masked_fill_(unused[rows], 0.0)
 
 
 def _local_by_loops(
@@ -319,29 +311,26 @@ def _local_by_loops(
     return picked, peak, total
 
 
-def _gradient_by_loops(
+def _write_by_loops(
     logits: torch.Tensor,
-    token_id: torch.Tensor,
-    shard: VocabShard,
-    temperature: float,
+    found: SelectedTokens,
     grad: torch.Tensor,
-    whole: LogSumExp,
-    rest: LogSumExp,
-) -> torch.Tensor:
+    shard: VocabShard,
+    gradient: torch.Tensor,
+    temperature: float,
+) -> None:
     from megatron_ext.ops import selection_loops as loops
     from megatron_ext.ops.row_loops import flat_rows, in_threads, normaliser
 
-    out = new_rows(logits)
     arguments = (
         flat_rows(logits, shard.valid_width, temperature),
-        _own_columns(token_id, shard).numpy(),
-        normaliser(whole),
-        normaliser(rest),
-        grad.contiguous().numpy(),
-        flat_rows(out),
+        _own_columns(found.token_id, shard).numpy(),
+        normaliser(found.whole),
+        normaliser(found.rest),
+        grad.float().contiguous().numpy(),
+        flat_rows(gradient),
     )
     in_threads(lambda a, b: loops.selected_gradient(a, b, *arguments), len(logits))
-    return out
 
 
 def _own_columns(token_id: torch.Tensor, shard: VocabShard) -> torch.Tensor:

@@ -6,10 +6,11 @@ import torch
 from megatron_ext.distributed import vocab_parallel
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.ops.token_log_prob import (
-    selected_log_prob,
+    evaluate_selected_tokens,
     selected_log_prob_reference,
     token_log_prob,
     token_log_prob_reference,
+    write_selected_gradient,
 )
 from megatron_ext.ops.top_columns import top_columns
 from tests.ops.kernel_case import EVERY_COMBINATION
@@ -100,6 +101,17 @@ def _selection(rows=9, vocab=37, k=5):
     return logits, ids
 
 
+def _selected(logits, ids, shard, weights=None, *, in_place=False, **options):
+    """Log-probabilities [T, K + 1], and the gradient of their weighted sum."""
+    logits = logits.clone()
+    found = evaluate_selected_tokens(logits, ids, shard, **options)
+    if weights is None:
+        return found.log_prob
+    gradient = logits if in_place else torch.full_like(logits, torch.nan)
+    write_selected_gradient(logits, found, weights, shard, gradient, **options)
+    return found.log_prob, gradient
+
+
 def _shard(vocab, padding=0):
     return VocabShard(start=0, stop=vocab + padding, vocab_size=vocab)
 
@@ -113,10 +125,9 @@ def test_selected_values_and_gradient_equal_the_references(vocab, k, temperature
     truth = selected_log_prob_reference(reference, ids, temperature=temperature)
     named = truth > -torch.inf
     (true_grad,) = torch.autograd.grad(truth[named], reference, weights[named])
-    padded = torch.nn.functional.pad(logits, (0, 3), value=80.0).requires_grad_()
-    value = selected_log_prob(padded, ids, _shard(vocab, 3), temperature=temperature)
+    padded = torch.nn.functional.pad(logits, (0, 3), value=80.0)
     # What is not there gets a weight, too, and gives nothing for it.
-    (grad,) = torch.autograd.grad(value, padded, weights)
+    value, grad = _selected(padded, ids, _shard(vocab, 3), weights, temperature=temperature)
     torch.testing.assert_close(value, truth.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(grad[:, :vocab], true_grad, rtol=1e-11, atol=1e-13)
     assert not grad[:, vocab:].any()
@@ -125,17 +136,15 @@ def test_selected_values_and_gradient_equal_the_references(vocab, k, temperature
 def test_with_every_token_selected_nothing_is_left():
     logits, _ = _selection(vocab=4)
     ids = torch.arange(4).expand(9, 4)
-    logits.requires_grad_()
-    value = selected_log_prob(logits, ids, _shard(4))
+    value, grad = _selected(logits, ids, _shard(4), torch.ones(9, 5, dtype=torch.float64))
     torch.testing.assert_close(value[:, :4], torch.log_softmax(logits, dim=-1))
     assert (value[:, 4] == -torch.inf).all()
-    (grad,) = torch.autograd.grad(value, logits, torch.ones(9, 5, dtype=torch.float64))
     assert grad.isfinite().all()
 
 
 def test_a_tiny_rest_keeps_its_digits_in_fp32():
     logits = torch.tensor([[0.0, -30.0, -31.0, -40.0], [9e3, -1e3, -torch.inf, 8.9e3]])
-    value = selected_log_prob(logits, torch.tensor([[0], [0]]), _shard(4))
+    value = _selected(logits, torch.tensor([[0], [0]]), _shard(4))
     truth = torch.logsumexp(torch.tensor([-30.0, -31.0, -40.0]).double(), dim=0).item()
     assert value[0, 1].item() == pytest.approx(truth, rel=1e-6)
     assert value[1].tolist() == pytest.approx([0.0, -100.0])
@@ -144,21 +153,20 @@ def test_a_tiny_rest_keeps_its_digits_in_fp32():
 def test_a_row_that_gets_no_gradient_is_not_looked_at():
     logits, ids = _selection()
     logits[3] = torch.nan
-    value = selected_log_prob(logits.requires_grad_(), ids, _shard(37))
-    weights = torch.ones_like(value)
+    weights = torch.ones(9, 6, dtype=torch.float64)
     weights[3] = 0.0
-    (grad,) = torch.autograd.grad(value, logits, weights)
+    _, grad = _selected(logits, ids, _shard(37), weights, in_place=True)
     assert grad.isfinite().all()
     assert not grad[3].any()
 
 
 def test_slices_of_rows_change_no_selected_value(monkeypatch):
     logits, ids = _selection()
-    logits.requires_grad_()
-    whole = selected_log_prob(logits, ids, _shard(37))
+    weights = torch.rand(9, 6, dtype=torch.float64)
+    whole = _selected(logits, ids, _shard(37), weights)
     monkeypatch.setitem(vocab_parallel.SLICE_ELEMENTS, "cpu", 80)
-    sliced = selected_log_prob(logits, ids, _shard(37))
-    assert torch.equal(whole, sliced)
+    sliced = _selected(logits, ids, _shard(37), weights, in_place=True)
+    assert all(map(torch.equal, whole, sliced))
     assert top_columns(logits, 7, _shard(37)).tolist() == (
         torch.topk(logits.detach().float(), 7, dim=-1).indices.tolist()
     )
@@ -192,10 +200,11 @@ def test_loops_select_with_the_values_and_gradient_of_the_reference(name, vocab,
     truth = selected_log_prob_reference(reference, ids, temperature=temperature)
     named = truth > -torch.inf
     (true_grad,) = torch.autograd.grad(truth[named], reference, weights[named])
-    padded = torch.nn.functional.pad(logits, (0, 3), value=80.0).to(dtype).requires_grad_()
-    shard = _shard(vocab, 3)
-    value = selected_log_prob(padded, ids, shard, temperature=temperature, implementation="cpu")
-    (grad,) = torch.autograd.grad(value, padded, weights.float())
+    padded, shard = torch.nn.functional.pad(logits, (0, 3), value=80.0).to(dtype), _shard(vocab, 3)
+    options = {"temperature": temperature, "implementation": "cpu"}
+    value, grad = _selected(padded, ids, shard, weights.float(), **options)
+    _, over = _selected(padded, ids, shard, weights.float(), in_place=True, **options)
+    assert torch.equal(over, grad)
     torch.testing.assert_close(value.double(), truth.detach(), rtol=2e-6, atol=2e-6)
     largest = true_grad.abs().max().item()
     # A gradient is rounded once, and is a difference of numbers of the size of its largest.
@@ -208,15 +217,14 @@ def test_loops_select_with_the_values_and_gradient_of_the_reference(name, vocab,
 
 def test_loops_do_not_look_at_a_row_without_a_gradient_and_leave_nothing_of_an_empty_rest():
     pytest.importorskip("numba")
-    logits = torch.randn(2, 4).requires_grad_()
-    with torch.no_grad():
-        logits[1] = torch.nan
+    logits = torch.randn(2, 4)
+    logits[1] = torch.nan
     ids = torch.arange(4).expand(2, 4)
-    value = selected_log_prob(logits, ids, _shard(4), implementation="cpu")
+    weights = torch.tensor([[1.0] * 5, [0.0] * 5])
+    value, grad = _selected(logits, ids, _shard(4), weights, implementation="cpu")
     assert value[0, 4] == -torch.inf
-    torch.testing.assert_close(value[0, :4], torch.log_softmax(logits[0].detach(), dim=-1))
-    (grad,) = torch.autograd.grad(value, logits, torch.tensor([[1.0] * 5, [0.0] * 5]))
-    torch.testing.assert_close(grad[0], 1 - 4 * torch.softmax(logits[0].detach(), dim=-1))
+    torch.testing.assert_close(value[0, :4], torch.log_softmax(logits[0], dim=-1))
+    torch.testing.assert_close(grad[0], 1 - 4 * torch.softmax(logits[0], dim=-1))
     assert not grad[1].any()
 
 

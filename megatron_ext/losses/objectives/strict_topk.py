@@ -17,19 +17,27 @@ from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
 from megatron_ext.losses.checks import check_alignment, check_match, check_student
 from megatron_ext.losses.diagnostics import bad_flags, chunk_output
-from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, Objective, TargetForm
+from megatron_ext.losses.objective import (
+    LOSS_REGISTRY,
+    Evaluated,
+    FusedObjective,
+    Needs,
+    Scale,
+    TargetForm,
+)
+from megatron_ext.losses.objectives.selected_likelihood import evaluate_selected
 from megatron_ext.losses.targets import TeacherTargets, check_tail_temperature, topk_log_probs
 from megatron_ext.losses.vocabulary_match import VocabularyMatch
 from megatron_ext.ops.divergence import Divergence, check_divergence, divergence
 from megatron_ext.ops.launch import Implementation, check_implementation
-from megatron_ext.ops.token_log_prob import SelectedTokens, selected_tokens
+from megatron_ext.ops.token_log_prob import evaluate_selected_tokens
 from megatron_ext.ops.top_columns import sort_keys, top_columns
 
 Tail = Literal["renormalise", "bucket"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StrictTopKLoss(Objective):
+class StrictTopKLoss(FusedObjective):
     """``tau^2 * sum_c D(P_c || Q_c)`` over the chunks of one student and one teacher token.
 
     In such chunks both models predict the same bytes after the same bytes, so their distributions
@@ -98,24 +106,54 @@ class StrictTopKLoss(Objective):
                 expected=f"one of {', '.join(get_args(Tail))}",
             )
 
-    def compute(self, inputs: DistillationInputs) -> LossOutput:
-        """See ``Objective``."""
+    @property
+    def takes_labels(self) -> bool:
+        """At temperature 1, at which the cross-entropy is."""
+        return self.temperature == 1.0
+
+    def evaluate(
+        self,
+        inputs: DistillationInputs,
+        *,
+        scale: Scale = 1.0,
+        ce_scale: Scale | None = None,
+        gradient: torch.Tensor | None = None,
+    ) -> Evaluated:
+        """``evaluate_selected``; its collectives."""
         check_student(inputs)
         alignment, teacher = check_alignment(
             inputs, objective="strict_topk", kinds=("logits", "hidden", "topk")
         )
         match = check_match(inputs, objective="strict_topk")
         top = self._top_tokens(teacher, match)
-        teacher_row = alignment.teacher_spans[:, 0]
-        ids, log_p = top.student_id[teacher_row], top.log_prob[teacher_row]
-        student = self._student(inputs, alignment, ids)
-        log_q = student.log_prob[alignment.student_spans[:, 0]]
-        log_p = log_p.to(log_q.dtype)
+        ids = top.student_id[alignment.teacher_spans[:, 0]]
+        return evaluate_selected(
+            inputs,
+            _of_rows(ids, alignment),
+            partial(self._compare, inputs, alignment, top),
+            temperature=self.temperature,
+            scale=scale,
+            ce_scale=ce_scale,
+            gradient=gradient,
+            implementation=self.implementation,
+        )
+
+    def _compare(
+        self,
+        inputs: DistillationInputs,
+        alignment: AlignmentBatch,
+        top: _TopTokens,
+        log_prob: torch.Tensor,
+        log_sum: torch.Tensor,
+    ) -> LossOutput:
+        """The loss from the student's log-probabilities [T, K + 1]."""
+        log_q = log_prob[alignment.student_spans[:, 0]]
+        log_p = top.log_prob[alignment.teacher_spans[:, 0]].to(log_q.dtype)
         rest_mass = log_p[:, -1].exp()
+        named = slice(0, log_p.shape[1] - 1)
         if self.tail == "renormalise":
             log_p, log_q = _renormalised(log_p[:, :-1]), _renormalised(log_q[:, :-1])
         chunk_loss = self.temperature**2 * divergence(log_p, log_q, self.direction, self.mixture)
-        named = slice(0, ids.shape[1])
         agreement = log_p[:, named].argmax(dim=-1) == log_q[:, named].argmax(dim=-1)
         output = chunk_output(
             inputs,
@@ -125,7 +163,7 @@ class StrictTopKLoss(Objective):
         )
         if top.log_sum is None:
             return output
-        return replace(output, bad=partial(bad_flags, inputs, student.log_sum, top.log_sum))
+        return replace(output, bad=partial(bad_flags, inputs, log_sum, top.log_sum))
 
     def tells_bad(self, inputs: DistillationInputs) -> bool:
         """True with all of the teacher's logits: a row of NaN or +inf has no sum."""
@@ -146,15 +184,15 @@ class StrictTopKLoss(Objective):
             student_of[shard.start : shard.start + shard.valid_width] >= 0
         )
         ids = top_columns(logits, self.top_k, shard, allowed, implementation=self.implementation)
-        log_prob, log_sum = selected_tokens(
-            logits.detach(),
+        found = evaluate_selected_tokens(
+            logits,
             ids,
             shard,
             temperature=self.temperature,
             implementation=self.implementation,
         )
         student_id = torch.where(ids >= 0, student_of[ids.clamp(min=0)], -1)
-        return _TopTokens(student_id, log_prob, log_sum)
+        return _TopTokens(student_id, found.log_prob, found.whole.log_sum)
 
     def _top_of_topk(self, teacher: TeacherTargets, student_of: torch.Tensor) -> _TopTokens:
         """Top tokens of a ``topk`` teacher, all [Tt, K]; those not taken have no student token."""
@@ -172,24 +210,6 @@ class StrictTopKLoss(Objective):
             # Only proportions are used; the rest stays that of temperature 1.
             log_prob[:, :-1] /= self.temperature
         return _TopTokens(torch.where(taken, student_id, -1), log_prob)
-
-    def _student(
-        self, inputs: DistillationInputs, alignment: AlignmentBatch, ids: torch.Tensor
-    ) -> SelectedTokens:
-        """The student at ``ids`` [C, K] of the chunks' first rows.
-
-        Computed at all rows, since gathering the chunks' rows would copy the logits.
-        """
-        logits = inputs.student_logits.flatten(0, 1)
-        rows = alignment.student_spans[:, 0]
-        of_row = ids.new_full((logits.shape[0], ids.shape[1]), -1).index_copy_(0, rows, ids)
-        return selected_tokens(
-            logits,
-            of_row,
-            inputs.student_shard,
-            temperature=self.temperature,
-            implementation=self.implementation,
-        )
 
     @property
     def needs(self) -> Needs:
@@ -219,7 +239,16 @@ class _TopTokens(NamedTuple):
     """[Tt, K + 1] the teacher's log-probabilities, the rest last."""
 
     log_sum: torch.Tensor | None = None
-    """[Tt] ``SelectedTokens.log_sum``; None of a ``topk`` teacher."""
+    """[Tt] logarithm of the row's sum, NaN where it has NaN or +inf; None of a ``topk`` teacher."""
+
+
+def _of_rows(ids: torch.Tensor, alignment: AlignmentBatch) -> torch.Tensor:
+    """``ids`` [C, K] at the chunks' first rows of all of the student's [T, K], -1 elsewhere.
+
+    All rows are read, since gathering the chunks' would copy the logits.
+    """
+    count, rows = alignment.student_chunk_id.numel(), alignment.student_spans[:, 0]
+    return ids.new_full((count, ids.shape[1]), -1).index_copy_(0, rows, ids)
 
 
 def _renormalised(log_prob: torch.Tensor) -> torch.Tensor:

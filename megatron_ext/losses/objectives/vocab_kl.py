@@ -27,11 +27,11 @@ from megatron_ext.losses.objective import (
     label_factors,
     label_scales,
 )
+from megatron_ext.losses.objectives.selected_likelihood import evaluate_selected
 from megatron_ext.losses.targets import TeacherTargets, check_tail_temperature, topk_log_probs
 from megatron_ext.ops.divergence import Divergence, DivergenceOptions, check_divergence, divergence
 from megatron_ext.ops.launch import Implementation, check_implementation
 from megatron_ext.ops.sums import CountedChunks, chunk_sums
-from megatron_ext.ops.token_log_prob import selected_log_prob
 from megatron_ext.ops.vocab_kl import evaluate_vocab_kl
 
 
@@ -94,8 +94,11 @@ class VocabKLLoss(FusedObjective):
         ce_scale: Scale | None = None,
         gradient: torch.Tensor | None = None,
     ) -> Evaluated:
-        """``evaluate_vocab_kl``; its collectives."""
+        """``evaluate_vocab_kl``, or ``evaluate_selected`` of a teacher's top tokens; its
+        collectives."""
         teacher = self._teacher(inputs)
+        if teacher.kind == "topk":
+            return self._on_top_tokens(inputs, teacher, scale, ce_scale, gradient)
         values = evaluate_vocab_kl(
             inputs.student_logits.flatten(0, 1),
             teacher.logits_over(inputs.student_shard).flatten(0, 1),
@@ -121,15 +124,7 @@ class VocabKLLoss(FusedObjective):
     def tells_bad(self, inputs: DistillationInputs) -> bool:
         """True with all of the teacher's logits: rows with a label, which alone are read, are
         normalised, and one of NaN or +inf has no sum."""
-        return self.fuses(inputs)
-
-    def fuses(self, inputs: DistillationInputs) -> bool:
-        """False for a teacher's top tokens."""
         return inputs.teacher is None or inputs.teacher.kind != "topk"
-
-    def compute(self, inputs: DistillationInputs) -> LossOutput:
-        """The loss under autograd: on a teacher's top tokens."""
-        return self._output(inputs, *self._on_top_tokens(inputs, self._teacher(inputs)))
 
     def _teacher(self, inputs: DistillationInputs) -> TeacherTargets:
         check_student(inputs)
@@ -158,24 +153,51 @@ class VocabKLLoss(FusedObjective):
         )
 
     def _on_top_tokens(
-        self, inputs: DistillationInputs, teacher: TeacherTargets
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        self,
+        inputs: DistillationInputs,
+        teacher: TeacherTargets,
+        scale: Scale,
+        ce_scale: Scale | None,
+        gradient: torch.Tensor | None,
+    ) -> Evaluated:
         check_tail_temperature(self.temperature, objective="vocab_kl")
-        logits, shard = inputs.student_logits.flatten(0, 1), inputs.student_shard
         assert teacher.topk_ids is not None
         ids = teacher.topk_ids.flatten(0, 1)
-        log_q = selected_log_prob(logits, ids, shard, implementation=self.implementation)
+        # Read before the gradient is written over the logits.
+        top_column = vocab_argmax(inputs.student_logits.flatten(0, 1), inputs.student_shard)
+        evaluated = evaluate_selected(
+            inputs,
+            ids,
+            partial(self._compare, inputs, teacher, ids, top_column),
+            temperature=1.0,
+            scale=scale,
+            ce_scale=ce_scale,
+            gradient=gradient,
+            implementation=self.implementation,
+        )
+        return evaluated._replace(top_column=top_column)
+
+    def _compare(
+        self,
+        inputs: DistillationInputs,
+        teacher: TeacherTargets,
+        ids: torch.Tensor,
+        top_column: torch.Tensor,
+        log_q: torch.Tensor,
+        _: torch.Tensor,
+    ) -> LossOutput:
+        """The loss from the student's log-probabilities [T, K + 1]."""
         log_p = topk_log_probs(teacher).to(log_q.dtype)
         row_loss = divergence(log_p, log_q, self.direction, self.mixture)
         p = log_p.exp()
         entropy = -(p * log_p.masked_fill(p == 0, 0.0)).sum(dim=-1)
         teacher_top = ids.gather(-1, log_p[:, :-1].argmax(dim=-1, keepdim=True))[:, 0]
-        agreement = vocab_argmax(logits, shard) == teacher_top
-        return row_loss, {
+        means = {
             "teacher_entropy": entropy,
-            "top1_agreement": agreement,
+            "top1_agreement": top_column == teacher_top,
             "rest_mass": p[:, -1],
         }
+        return self._output(inputs, row_loss, means)
 
     @property
     def needs(self) -> Needs:
