@@ -9,13 +9,24 @@ import torch
 from megatron_ext.losses import DistillationInputs, LossOutput, LossPart, LossPlan, NextTokenLoss
 from megatron_ext.losses.fused_evaluation import evaluate_together
 from megatron_ext.ops.unit_gradient import scale_rows_
-from tests.losses.objective_cases import CASES, CHOSEN
+from tests.losses.objective_cases import CASES, CHOSEN, as_kind
 
 PADDING = (3, 2)
 TERMS = {"kd": 0.7, "ce": 0.3}
 COUNTS: dict[str, torch.Tensor | int] = {"kd/a": 11, "kd/b": 0, "ce": torch.tensor(23)}
 WITH_TEACHER = [name for name in CHOSEN if CASES[name].kinds]
-SWEPT = ["vocab_kl", "partition_kl", "projected_kl", "projected_kl on the teacher's top tokens"]
+SWEPT = [
+    "vocab_kl",
+    "partition_kl",
+    "projected_kl",
+    "projected_kl on the teacher's top tokens",
+    "gold",
+    "hybrid_kl",
+    "uld",
+    "uld by position",
+    "strict_topk",
+    "alm",
+]
 
 
 def leaf(inputs: DistillationInputs) -> DistillationInputs:
@@ -142,6 +153,49 @@ def test_tiles_have_the_gradient_in_place_of_their_logits(name: str) -> None:
     assert torch.equal(place, beside)
     for part, output in expected.items():
         assert_same(found[part], output)
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])
+@pytest.mark.parametrize("name", ["strict_topk", "vocab_kl reverse"])
+def test_a_label_is_one_more_token_beside_those_that_a_teacher_gave(
+    name: str, in_place: bool
+) -> None:
+    inputs = as_kind(CASES[name].build(CASES[name].batch(), PADDING), "topk", top_k=9)
+    labels, vocab = inputs.labels.clone(), inputs.student_shard.vocab_size
+    # Labels among the tokens that are compared, and apart from them.
+    labels[labels >= 0] = torch.arange(int((labels >= 0).sum())) % vocab
+    logits = inputs.student_logits.detach()
+    inputs = replace(inputs, labels=labels, student_logits=logits)
+    objectives = {"kd": CASES[name].objective(), "ce": NextTokenLoss()}
+    scales = {"kd": 0.5, "ce": 2.0}
+    gradient, alone = torch.zeros_like(logits.flatten(0, 1)), {}
+    for part, objective in objectives.items():
+        own = torch.empty_like(gradient)
+        alone |= evaluate_together({part: objective}, scales, inputs, gradient=own)
+        gradient += own
+    logits = logits.clone()
+    place = logits.flatten(0, 1) if in_place else torch.empty_like(gradient)
+    inputs = replace(inputs, student_logits=logits)
+    found = evaluate_together(objectives, scales, inputs, gradient=place)
+    torch.testing.assert_close(place, gradient, rtol=2e-6, atol=1e-7)
+    for part, output in alone.items():
+        assert_same(found[part], output)
+
+
+@pytest.mark.parametrize("name", ["strict_topk", "vocab_kl reverse"])
+def test_a_label_beyond_the_vocabulary_is_nan_and_reaches_no_other_row(name: str) -> None:
+    inputs = as_kind(CASES[name].build(CASES[name].batch(), PADDING), "topk", top_k=9)
+    labels, logits = inputs.labels.clone(), inputs.student_logits.detach()
+    row = int((labels.flatten() >= 0).nonzero()[0])
+    labels.view(-1)[row] = inputs.student_shard.vocab_size
+    inputs = replace(inputs, labels=labels, student_logits=logits)
+    gradient = torch.empty_like(logits.flatten(0, 1))
+    objectives = {"kd": CASES[name].objective(), "ce": NextTokenLoss()}
+    found = evaluate_together(objectives, {"kd": 1.0, "ce": 1.0}, inputs, gradient=gradient)
+    assert found["ce"].loss_sum.isnan()
+    assert found["kd"].loss_sum.isfinite()
+    others = torch.arange(len(gradient)) != row
+    assert gradient[others].isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["projected_kl", "alm", "gold"])
