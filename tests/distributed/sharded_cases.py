@@ -12,7 +12,14 @@ import torch.distributed as dist
 
 from megatron_ext.distributed import shard_collectives as collectives
 from megatron_ext.distributed import vocab_parallel as vp
-from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs, TargetKind
+from megatron_ext.losses import (
+    LOSS_REGISTRY,
+    DistillationInputs,
+    NextTokenLoss,
+    Objective,
+    TargetKind,
+)
+from megatron_ext.losses.fused_evaluation import evaluate_together, fuses
 from megatron_ext.losses.multi_teacher import averaged_inputs
 from megatron_ext.ops.top_columns import top_columns, top_log_probs
 from tests.distributed.sharded_inputs import (
@@ -101,9 +108,11 @@ def _objective(
     kind: TargetKind = "logits",
     slice_elements: int | None = None,
     more: Callable[[Microbatch, DistillationInputs], DistillationInputs] | None = None,
+    has_labels: bool = False,
     **options: Any,
 ) -> Case:
-    """An objective with ``options``; ``more`` adds to the inputs that are made of a batch."""
+    """An objective with ``options``, and with ``has_labels`` the cross-entropy in its pass;
+    ``more`` adds to the inputs that are made of a batch."""
 
     def run(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
         sizes = ONE_TOKENIZER if same_tokenizer else {}
@@ -119,12 +128,30 @@ def _objective(
             whole = as_kind(batch.inputs(), kind, top_k=9).teacher
             inputs = replace(inputs, teacher=replace(whole, shard=inputs.teacher.shard))
         elements = slice_elements or vp.SLICE_ELEMENTS["cpu"]
+        objective = LOSS_REGISTRY[name](**options)
         with patch.dict(vp.SLICE_ELEMENTS, cpu=elements):
-            output = LOSS_REGISTRY[name](**options)(inputs)
+            if has_labels:
+                return _with_labels(objective, inputs)
+            output = objective(inputs)
             (grad,) = torch.autograd.grad(output.loss_sum, inputs.student_logits)
         return replicated(output), grad
 
     return run
+
+
+def _with_labels(
+    objective: Objective, inputs: DistillationInputs
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    logits = inputs.student_logits.detach()
+    assert fuses(objective, inputs)
+    gradient = torch.empty_like(logits).flatten(0, 1)
+    found = evaluate_together(
+        {"kd": objective, "ce": NextTokenLoss()},
+        {"kd": 0.7, "ce": 0.3},
+        replace(inputs, student_logits=logits),
+        gradient=gradient,
+    )
+    return replicated(found["kd"]) + replicated(found["ce"]), gradient.view_as(logits)
 
 
 _likelihoods = partial(_objective, "alm", more=with_boundaries)
@@ -213,6 +240,10 @@ CASES: dict[str, Case] = {
     "Jensen-Shannon gold": _objective("gold", direction="jensen_shannon"),
     "gold without chunks": _objective("gold", chunks=0),
     "gold in slices": _objective("gold", uncommon_topk=4, slice_elements=160),
+    "gold with labels": _objective("gold", has_labels=True),
+    "gold with labels at another temperature": _objective(
+        "gold", direction="reverse", temperature=1.4, has_labels=True
+    ),
     "gold as nemo": _objective("gold", numerics="nemo", uncommon_topk=4),
     # Its gradient is a difference of larger terms, in fp32 by autograd; less so when softened.
     "reverse hybrid KL as nemo": _objective(
@@ -223,7 +254,14 @@ CASES: dict[str, Case] = {
     # Many equal probabilities, in different shards.
     "uld of tied logits": _objective("uld", top_u=9, is_rounded=True),
     "uld by position": _objective("uld", alignment="position"),
+    "uld by position with labels": _objective("uld", alignment="position", has_labels=True),
+    "uld with labels": _objective("uld", temperature=1.4, has_labels=True),
+    "strict top-k with labels": _objective("strict_topk", top_k=4, has_labels=True),
+    "vocabulary KL to top-k targets with labels": _objective(
+        "vocab_kl", same_tokenizer=True, kind="topk", has_labels=True
+    ),
     "alm": _likelihoods(),
+    "alm with labels": _likelihoods(has_labels=True),
     "alm without chunks": _likelihoods(chunks=0),
     "alm merged up to words": _likelihoods(merge="words", difference="reverse_binary_kl"),
     "alm merged up to likely boundaries": _likelihoods(
