@@ -198,9 +198,12 @@ OBJECTIVES: Final = (
         others={"eager": lambda: eager_vocab_kl, "compiled": _compiled(plain_vocab_kl)},
     ),
     Objective(name="hybrid_kl", terms=(("hybrid_kl", {}),)),
+    Objective(name="hybrid_kl + next_token", terms=(("hybrid_kl", {}), ("next_token", {}))),
     Objective(name="gold", terms=(("gold", {}),)),
     Objective(name="uld", terms=(("uld", {}),)),
+    Objective(name="uld + next_token", terms=(("uld", {}), ("next_token", {}))),
     Objective(name="strict_topk", terms=(("strict_topk", {}),)),
+    Objective(name="strict_topk + next_token", terms=(("strict_topk", {}), ("next_token", {}))),
     Objective(name="alm", terms=(("alm", {}),), teacher="statistics"),
     Objective(
         name="alm + next_token",
