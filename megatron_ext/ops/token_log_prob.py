@@ -18,7 +18,7 @@ from megatron_ext.distributed.vocab_parallel import (
     row_slices,
     scaled_logits,
 )
-from megatron_ext.ops.chunk_rows import ExpSums, merge_top_columns
+from megatron_ext.ops.chunk_rows import ExpSums, local_column, merge_top_columns
 from megatron_ext.ops.labels import label_losses, label_rows
 from megatron_ext.ops.launch import Implementation, check_implementation, uses_compiled
 from megatron_ext.ops.softmax_statistics import row_statistics
@@ -197,8 +197,8 @@ class SelectedTokens(NamedTuple):
     """[T, K + 1] of the tokens, -inf for none, and of all others together. These are summed from
     their own columns, so that they are exact where the selected ones hold nearly all."""
 
-    token_id: torch.Tensor
-    """int64 [T, K]"""
+    column: torch.Tensor
+    """int64 [T, K]: this rank's column of each token, -1 where it has none."""
 
     whole: LogSumExp
     """[T] of ``logits / temperature`` over all columns; the logarithm is NaN where the row has NaN
@@ -228,7 +228,8 @@ def evaluate_selected_tokens(
         implementation: Loops or torch; there is no kernel.
     """
     local = _local_by_loops if uses_compiled(implementation, logits) else _local
-    picked, peak, total = local(logits.detach(), token_id, shard, temperature)
+    column = local_column(token_id, shard).contiguous()
+    picked, peak, total = local(logits.detach(), column, shard, temperature)
     rest = merge_log_sum_exp(peak, total, shard.group)
     picked = all_reduce_sum(picked, shard.group).masked_fill(token_id < 0, -torch.inf)
 
@@ -240,7 +241,7 @@ def evaluate_selected_tokens(
     entries = torch.cat([picked - top[:, None], of_rest[:, None]], dim=-1)
     log_total = entries.exp().sum(dim=-1).log()
     return SelectedTokens(
-        entries - log_total[:, None], token_id, LogSumExp(top, log_total), LogSumExp(*rest)
+        entries - log_total[:, None], column, LogSumExp(top, log_total), LogSumExp(*rest)
     )
 
 
@@ -286,8 +287,7 @@ def _write_by_torch(
     excluded = shard.excluded_columns(logits.device)
     for rows in row_slices(*logits.shape, device=logits.device):
         scaled = scaled_logits(logits[rows], temperature, excluded)
-        column, here = _columns(found.token_id[rows], shard)
-        selected = _is_selected(column, here, scaled)
+        column, here, selected = _selected(found.column[rows], scaled)
         shares = found.rest.normalise_(scaled.masked_fill(selected, -torch.inf), rows).exp_()
         part = found.whole.normalise_(scaled, rows).exp_().mul_(-total[rows])
         part.add_(shares.mul_(of_rest[rows]))
@@ -296,13 +296,12 @@ def _write_by_torch(
 
 
 def _local_by_loops(
-    logits: torch.Tensor, token_id: torch.Tensor, shard: VocabShard, temperature: float
+    logits: torch.Tensor, column: torch.Tensor, shard: VocabShard, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As ``_local``."""
     from megatron_ext.ops import selection_loops as loops
     from megatron_ext.ops.row_loops import flat_rows, in_threads
 
-    column = _own_columns(token_id, shard)
     picked = torch.empty(column.shape)
     peak, total = torch.empty(2, len(logits))
     rows = flat_rows(logits, shard.valid_width, temperature)
@@ -324,7 +323,7 @@ def _write_by_loops(
 
     arguments = (
         flat_rows(logits, shard.valid_width, temperature),
-        _own_columns(found.token_id, shard).numpy(),
+        found.column.numpy(),
         normaliser(found.whole),
         normaliser(found.rest),
         grad.float().contiguous().numpy(),
@@ -333,15 +332,9 @@ def _write_by_loops(
     in_threads(lambda a, b: loops.selected_gradient(a, b, *arguments), len(logits))
 
 
-def _own_columns(token_id: torch.Tensor, shard: VocabShard) -> torch.Tensor:
-    """This rank's column of each token, int64, -1 for those of other ranks."""
-    column, here = _columns(token_id, shard)
-    return column.masked_fill(~here, -1).contiguous()
-
-
 def _local(
     logits: torch.Tensor,
-    token_id: torch.Tensor,
+    column: torch.Tensor,
     shard: VocabShard,
     temperature: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -350,30 +343,27 @@ def _local(
     slices: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     for rows in row_slices(*logits.shape, device=logits.device):
         scaled = scaled_logits(logits[rows], temperature, excluded)
-        column, here = _columns(token_id[rows], shard)
-        picked = torch.where(here, scaled.gather(-1, column), 0.0)
-        scaled.masked_fill_(_is_selected(column, here, scaled), -torch.inf)
+        place, here, selected = _selected(column[rows], scaled)
+        picked = torch.where(here, scaled.gather(-1, place), 0.0)
+        scaled.masked_fill_(selected, -torch.inf)
         peak = scaled.amax(dim=-1)
         peak = peak.masked_fill(peak == -torch.inf, 0.0)
         slices.append((picked, peak, scaled.sub_(peak[:, None]).exp_().sum(dim=-1)))
     if not slices:
         empty = scaled_logits(logits[:, 0], temperature, None)
-        return empty.new_zeros(token_id.shape), empty, empty.clone()
+        return empty.new_zeros(column.shape), empty, empty.clone()
     picked, peak, total = (torch.cat(parts) for parts in zip(*slices, strict=True))
     return picked, peak, total
 
 
-def _columns(token_id: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's column of each token, 0 for those of other ranks, and a mask of its own."""
-    column = token_id - shard.start
-    here = (column >= 0) & (column < shard.valid_width) & (token_id >= 0)
-    return torch.where(here, column, 0), here
-
-
-def _is_selected(column: torch.Tensor, here: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Selected columns of this rank, bool [T', Vp]."""
+def _selected(
+    column: torch.Tensor, like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Columns [T', K] with 0 for none, a mask of the others, and the columns [T', Vp] of these."""
+    here = column >= 0
+    place = column.clamp(min=0)
     hits = torch.zeros_like(like, dtype=torch.int32)
-    return hits.scatter_add_(-1, column, here.to(torch.int32)) > 0
+    return place, here, hits.scatter_add_(-1, place, here.to(torch.int32)) > 0
 
 
 def selected_log_prob_reference(
