@@ -58,9 +58,10 @@ class GoldLoss(FusedObjective):
     ``losses/diagnostics``.
 
     Teacher targets: ``logits``, ``hidden``. Collectives on the tensor-parallel group: those of
-    ``ops/matched_divergence``, all in the forward: four all-reduces of vectors, and a slice of C'
-    chunks one all-gather of [C', 2 ``uncommon_topk`` + 2], all-reduces of its chunks and student
-    rows, and, where a pair of common tokens lies on two ranks, one reduce-scatter of [C', Vs].
+    ``ops/matched_divergence``, all in the forward: four all-reduces of vectors, one more with the
+    cross-entropy, and a slice of C' chunks one all-gather of [C', 2 ``uncommon_topk`` + 2],
+    all-reduces of its chunks and student rows, and, where a pair of common tokens lies on two
+    ranks, one reduce-scatter of [C', Vs].
 
     ``numerics="nemo"``: ``objectives/nemo.py``.
 

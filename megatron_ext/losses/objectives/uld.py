@@ -59,8 +59,9 @@ class ULDLoss(FusedObjective):
 
     Metrics: ``discarded_mass``, an upper bound of each chunk's error, before ``tau^2``;
     over chunks also those of ``losses/diagnostics``. Teacher targets: ``logits``, ``hidden``.
-    Collectives: those of ``ops/sorted_l1``, all in the forward: two all-reduces of [Ts + Tt], and a
-    slice of C' chunks one all-gather of [C', 2 ``top_u`` + 2] and all-reduces of its student rows.
+    Collectives: those of ``ops/sorted_l1``, all in the forward: two all-reduces of [Ts + Tt], with
+    the cross-entropy longer and one more of [Ts], and a slice of C' chunks one all-gather of
+    [C', 2 ``top_u`` + 2] and all-reduces of its student rows.
 
     Source: Boizard et al., ULD (arXiv 2402.12030), there over full vocabularies and positions.
 
