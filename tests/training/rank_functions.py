@@ -70,11 +70,19 @@ def go_back(rank, folder, name, iteration, *, of=None):
     dist.barrier()
 
 
-def train_layouts(rank, folder, layouts):
-    """One run per layout, one after the other, all from the same first weights."""
+def train_layouts(rank, folder, layouts, kept=()):
+    """One run per layout, one after the other, all from the same first weights.
+
+    Args:
+        kept: Names of runs that save after each step, not behind the last alone.
+    """
     for name, parallel in layouts:
-        config = student_run(folder, name, **parallel)
-        _trainer(replace(config, initial_checkpoint=checkpoints(folder, "start"))).train()
+        config = changed(
+            student_run(folder, name, **parallel),
+            initial_checkpoint=checkpoints(folder, "start"),
+            training={"save_interval": 1 if name in kept else ITERATIONS},
+        )
+        _trainer(config).train()
 
 
 SAVED = ("next_token", "dskd", "gold")
@@ -146,7 +154,7 @@ def resume_dskd_in_bf16(rank, folder):
 def repeat_last_iteration(rank, folder, name, parallel):
     """Resume a finished run from the checkpoint before its last one."""
     go_back(rank, folder, name, ITERATIONS - 1)
-    train_layouts(rank, folder, [(name, parallel)])
+    train_layouts(rank, folder, [(name, parallel)], [name])
 
 
 def go_on(rank, folder, layouts):
