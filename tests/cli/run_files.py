@@ -22,8 +22,14 @@ REPOSITORY = Path(__file__).parents[2]
 def write_config(folder, config):
     """The configuration as the YAML file that a user would have written."""
     path = folder / f"{Path(config.run_dir).name}.yaml"
-    path.write_text(yaml.safe_dump(config_values(config), sort_keys=False), encoding="utf-8")
+    write_values(path, config_values(config))
     return path
+
+
+def write_values(path, values):
+    """A configuration as a YAML file, by libyaml, which takes a tenth of the time."""
+    text = yaml.dump(values, Dumper=yaml.CSafeDumper, sort_keys=False)
+    path.write_text(text, encoding="utf-8")
 
 
 def start(*arguments):

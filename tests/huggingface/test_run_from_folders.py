@@ -85,8 +85,9 @@ def root(tmp_path_factory):
         run = dict(zip(("student", "teacher"), PAIRS[pair], strict=True))
         write_run(root, name, **run, **sizes)
     write_run(root, CUT, student=STUDENT, teacher=TEACHER, context_parallel_size=2)
-    run_ranks(1, train_runs, root, [f"{name}-alone" for name in PAIRS])
-    run_ranks(2, train_runs, root, [*SHARDED, CUT])
+    alone = [f"{name}-alone" for name in PAIRS]
+    run_ranks(1, train_runs, root, alone, alone)
+    run_ranks(2, train_runs, root, [*SHARDED, CUT], [CUT, "imported", "transformers"])
     if WIDE:
         run_ranks(4, train_runs, root, list(WIDE), timeout_s=300)
     return root

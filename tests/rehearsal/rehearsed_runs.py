@@ -1,7 +1,7 @@
 """Runs of ``distill`` on the pretended device and what each step asked of it; the same on a CPU."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +17,8 @@ from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.metrics import read_metrics
 from megatron_ext.training.trainer import Trainer
 from tests.rehearsal.pretended_cuda import EVENTS
-from tests.training.rank_functions import _ONCE, fresh_groups
+from tests.training.once import once
+from tests.training.rank_functions import fresh_groups
 from tests.training.tiny_run import changed, student_run, teacher_run
 
 
@@ -76,10 +77,7 @@ def losses_on_cpu(rank: int, folder: Path, names: list[str], ranks: int) -> dict
 
 @contextmanager
 def _quickly() -> Iterator[None]:
-    with ExitStack() as stack:
-        for once in _ONCE:
-            stack.enter_context(once())
-        stack.enter_context(patch("megatron_ext.training.trainer.plot_loss_curve"))
+    with once(), patch("megatron_ext.training.trainer.plot_loss_curve"):
         yield
 
 

@@ -9,6 +9,7 @@ from megatron_ext.training.configuration.lora import LoraConfig
 from tests.training.rank_functions import _trainer, go_back, save_start
 from tests.training.tiny_run import (
     CP2,
+    ITERATIONS,
     PP2,
     TP2,
     changed,
@@ -152,6 +153,9 @@ class Run(NamedTuple):
     goes_on_from: str | None = None
     """A finished run of which this one does the last step again."""
 
+    is_kept: bool = False
+    """Whether the checkpoint of its first step is read, too."""
+
     only_saves: bool = False
     """Instead of that step, save at once what was loaded."""
 
@@ -170,7 +174,11 @@ def config_of(folder, run):
         loss=LossConfig(
             objective=run.objective, ce_weight=0.5, linear=run.linear, linear_tile_rows=32
         ),
-        training={"vocabulary_layout": run.vocabulary_layout, "precision": run.precision},
+        training={
+            "vocabulary_layout": run.vocabulary_layout,
+            "precision": run.precision,
+            "save_interval": 1 if run.is_kept else ITERATIONS,
+        },
     )
 
 

@@ -2,26 +2,19 @@
 
 import random
 import shutil
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache, partial
 from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import yaml
 from megatron.core import parallel_state
 
 from megatron_ext.distributed import process_groups
 from megatron_ext.errors import MegatronExtError
-from megatron_ext.losses import CompletionTable
-from megatron_ext.projection import SparseProjection
 from megatron_ext.teachers.megatron_teacher import MegatronTeacher
-from megatron_ext.tokenizers import build_tokenizer
-from megatron_ext.tokenizers.assets import METADATA_FILE
-from megatron_ext.tokenizers.saved_tokenizer import load_saved
 from megatron_ext.training import forward_step
 from megatron_ext.training.checkpoints.checkpoint import save_checkpoint
 from megatron_ext.training.checkpoints.folder import checkpoint_path, set_latest_checkpoint
@@ -33,6 +26,7 @@ from megatron_ext.training.megatron_models import cpu_megatron
 from megatron_ext.training.megatron_models.models import build_gpt_model, sharded_weights
 from megatron_ext.training.metrics import read_metrics
 from tests.training.added_objective import register
+from tests.training.once import once
 from tests.training.tiny_run import (
     ITERATIONS,
     changed,
@@ -41,7 +35,6 @@ from tests.training.tiny_run import (
     student_run,
     teacher_run,
 )
-from tests.training.weights_once import load_weights_once
 
 
 def train_alone(rank, folder):
@@ -77,11 +70,19 @@ def go_back(rank, folder, name, iteration, *, of=None):
     dist.barrier()
 
 
-def train_layouts(rank, folder, layouts):
-    """One run per layout, one after the other, all from the same first weights."""
+def train_layouts(rank, folder, layouts, kept=()):
+    """One run per layout, one after the other, all from the same first weights.
+
+    Args:
+        kept: Names of runs that save after each step, not behind the last alone.
+    """
     for name, parallel in layouts:
-        config = student_run(folder, name, **parallel)
-        _trainer(replace(config, initial_checkpoint=checkpoints(folder, "start"))).train()
+        config = changed(
+            student_run(folder, name, **parallel),
+            initial_checkpoint=checkpoints(folder, "start"),
+            training={"save_interval": 1 if name in kept else ITERATIONS},
+        )
+        _trainer(config).train()
 
 
 SAVED = ("next_token", "dskd", "gold")
@@ -153,7 +154,7 @@ def resume_dskd_in_bf16(rank, folder):
 def repeat_last_iteration(rank, folder, name, parallel):
     """Resume a finished run from the checkpoint before its last one."""
     go_back(rank, folder, name, ITERATIONS - 1)
-    train_layouts(rank, folder, [(name, parallel)])
+    train_layouts(rank, folder, [(name, parallel)], [name])
 
 
 def go_on(rank, folder, layouts):
@@ -205,7 +206,7 @@ def _trainer(config):
     groups, inputs = read_afresh(config)
     # To draw a run takes longer than a step of it; tests/cli/test_resume.py looks for the picture.
     patch("megatron_ext.training.trainer.plot_loss_curve").start()
-    with _once():
+    with once():
         return build_trainer(config, groups, inputs)
 
 
@@ -219,41 +220,5 @@ def fresh_groups(layout):
 def read_afresh(config):
     """The groups of a fresh layout, and the inputs of a run."""
     groups = fresh_groups(config.parallel.layout)
-    with _once():
+    with once():
         return groups, read_inputs(config, world_size=dist.get_world_size())
-
-
-@contextmanager
-def _once():
-    with ExitStack() as stack:
-        for patched in _ONCE:
-            stack.enter_context(patched())
-        yield
-
-
-def _load_saved(kind, folder):
-    """Check a saved tokenizer, unless it is one that was checked before."""
-    metadata = (folder / METADATA_FILE).read_bytes()
-    if metadata not in _checked:
-        load_saved(kind, folder)
-        _checked.add(metadata)
-    return None
-
-
-_checked = set()
-_tokenizer = cache(build_tokenizer)
-_ONCE = (
-    partial(patch, "megatron_ext.training.inputs.build_tokenizer", _tokenizer),
-    partial(patch, "megatron_ext.tokenizers.text_tokenizer.load_saved", _load_saved),
-    partial(
-        patch, "megatron_ext.training.megatron_models.first_weights.load_weights", load_weights_once
-    ),
-    *(
-        partial(patch.object, kind, "from_tokenizers", cache(kind.from_tokenizers))
-        for kind in (SparseProjection, CompletionTable)
-    ),
-    # The same text, by libyaml.
-    partial(patch, "yaml.SafeDumper", yaml.CSafeDumper),
-)
-"""What a rank that makes many runs does once: it reads each vocabulary and the weights that runs
-start from, and compares each pair."""

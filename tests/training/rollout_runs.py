@@ -17,7 +17,7 @@ from megatron_ext.training.distill import rollouts_of
 from megatron_ext.training.metrics import read_metrics
 from megatron_ext.training.run_folder import ROLLOUTS_FILE
 from megatron_ext.training.surprise import row_surprise
-from tests.training.rank_functions import _train_teacher, _trainer, go_back
+from tests.training.rank_functions import _train_teacher, _trainer, go_back, train_unsaved
 from tests.training.tiny_run import changed, objective_run
 
 ROLLOUTS = RolloutConfig(share=0.5, prompt_characters=12, max_new_tokens=9, micro_batch_size=2)
@@ -50,13 +50,14 @@ def train_alone(rank, folder):
     ``surprises``."""
     _train_teacher(folder)
     train(config_of(folder, "alone"))
-    train(
-        config_of(
-            folder, "alm", "alm", RolloutConfig(share=1.0, prompt_characters=9, max_new_tokens=5)
-        )
+    alm = RolloutConfig(share=1.0, prompt_characters=9, max_new_tokens=5)
+    train_unsaved(trainer_of(config_of(folder, "alm", "alm", alm)))
+    linear = changed(
+        config_of(folder, "linear"),
+        loss={"linear": True, "ce_weight": 0.0},
+        training={"train_iters": 1},
     )
-    linear = config_of(folder, "linear")
-    train(changed(linear, loss={"linear": True, "ce_weight": 0.0}, training={"train_iters": 1}))
+    train_unsaved(trainer_of(linear))
     go_back(rank, folder, "again", 1, of="alone")
     train(config_of(folder, "again"))
     return surprises(folder)
@@ -65,7 +66,7 @@ def train_alone(rank, folder):
 def train_layouts(rank, folder, layouts):
     """The same run under layouts."""
     for name, parallel in layouts.items():
-        train(config_of(folder, name, **parallel))
+        train(changed(config_of(folder, name, **parallel), training={"save_interval": 2}))
         dist.barrier()
 
 

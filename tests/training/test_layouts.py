@@ -35,6 +35,7 @@ OPTIMIZERS = ["-sharded-optimizer"]
 if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
     TWO_RANKS["dp2"] = {}
     OPTIMIZERS.append("")
+GOES_ON = ["cp2", *(f"dp2{optimizer}" for optimizer in OPTIMIZERS)]
 # Models of so few steps never agree on a first choice; tests/distributed compares that.
 MEASURED = ("loss", "kd", "ce", "kd/teacher_entropy", "kd/offsupport_mass")
 
@@ -42,7 +43,7 @@ MEASURED = ("loss", "kd", "ce", "kd/teacher_entropy", "kd/offsupport_mass")
 @pytest.fixture(scope="module")
 def runs(folder):
     run_ranks(1, train_alone, folder)
-    run_ranks(2, train_layouts, folder, [*TWO_RANKS.items()], timeout_s=240)
+    run_ranks(2, train_layouts, folder, [*TWO_RANKS.items()], GOES_ON, timeout_s=240)
     return folder
 
 

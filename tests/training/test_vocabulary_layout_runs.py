@@ -20,9 +20,13 @@ BYTES = UNTIED | {"objective": "byte_prefix"}
 GOLD = UNTIED | {"objective": "gold"}
 BF16 = {"precision": "bf16", "parallel": SHARDED_OPTIMIZER}
 
-ALONE = [Run("tied", "original"), Run("untied", "original", **UNTIED)]
+ALL = bool(os.environ.get("MEGATRON_EXT_ALL_TEXT"))
+ALONE = [
+    Run("tied", "original", is_kept=True),
+    Run("untied", "original", is_kept=True, **UNTIED),
+]
 ALONE_PERMUTED = [
-    Run("tied-permuted"),
+    Run("tied-permuted", is_kept=ALL),
     Run("untied-permuted", **UNTIED),
     Run("tied-turned-on", goes_on_from="tied"),
 ]
@@ -34,8 +38,8 @@ COPY_ALONE = [Run("copy-tied", goes_on_from="tied", only_saves=True)]
 COPY_ON_TWO_RANKS = [
     Run("copy-untied-tp2", parallel=TP2, goes_on_from="untied", only_saves=True, **UNTIED),
 ]
-if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
-    ALONE += [Run("bf16", "original", **BF16), Run("bytes", "original", **BYTES)]
+if ALL:
+    ALONE += [Run("bf16", "original", is_kept=True, **BF16), Run("bytes", "original", **BYTES)]
     ALONE.append(Run("gold", "original", **GOLD))
     ALONE_PERMUTED.append(Run("tied-turned-off", "original", goes_on_from="tied-permuted"))
     TWO_RANKS += [
@@ -45,7 +49,7 @@ if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
         Run("gold-tp2", parallel=TP2, **GOLD),
         Run("tied-pp2", parallel=PP2),
         Run("untied-cp2", parallel=CP2, **UNTIED),
-        Run("tied-dp2", parallel=SHARDED_OPTIMIZER),
+        Run("tied-dp2", parallel=SHARDED_OPTIMIZER, is_kept=True),
         Run("tied-dp2-turned-off", "original", goes_on_from="tied-dp2", parallel=SHARDED_OPTIMIZER),
     ]
     COPY_ALONE.append(Run("copy-bf16", goes_on_from="bf16", only_saves=True, **BF16))
