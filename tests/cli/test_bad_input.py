@@ -19,7 +19,7 @@ from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.training.configuration.arguments import config_flags
 from megatron_ext.training.run_folder import check_run_folder, config_values, record_run
-from tests.cli.run_files import refusal, write_config, write_values
+from tests.cli.run_files import refusal, write_config
 from tests.fork_server import run_forked
 from tests.training.tiny_run import STUDENT_VOCAB_SIZE, student_run, write_corpus, write_rank_list
 
@@ -45,7 +45,7 @@ def refused(values, tmp_path, capsys):
     def refused(*flags):
         before = _files(tmp_path)
         file = tmp_path / "run.yaml"
-        write_values(file, values)
+        file.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
         errors = refusal(capsys, "distill", "--config", file, *flags)
         assert _files(tmp_path) == before | {file}
         return one_line(errors)
@@ -69,7 +69,7 @@ def test_a_right_configuration_gets_past_every_check(values, tmp_path):
 
 
 def _gets_past_every_check(values, folder):
-    write_values(folder / "run.yaml", values)
+    (folder / "run.yaml").write_text(yaml.safe_dump(values))
     with pytest.raises(ImportError, match=r"megatron_ext\.training\.distill"):
         main(["distill", "--config", str(folder / "run.yaml")])
 

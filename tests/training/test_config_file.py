@@ -144,29 +144,3 @@ def test_a_few_lines_that_stand_for_very_much_are_refused(file, text, message):
     file.write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_config_file(file)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "name: &a a\n# b\n\ninner: {rate: 1e-4, 'count': 3}\nextra:\n  count: 2\nfiles: *a\n",
-        "name: a\ninner:\n  <<: {count: 3}\n  rate: |\n    fast\n",
-        "a: b: c\n",
-        "name: a\n\tinner: 1\n",
-    ],
-    ids=["values", "merged", "no YAML", "tab"],
-)
-def test_a_file_is_the_same_where_there_is_no_libyaml(file, monkeypatch, text):
-    pytest.importorskip("yaml.cyaml")
-    file.write_text(text)
-
-    def read():
-        try:
-            values, where = read_config_file(file)
-        except ConfigError as error:
-            return str(error)
-        return values, [where((key,)) for key in values], where(("inner", "count"))
-
-    found = read()
-    monkeypatch.setattr("yaml.__with_libyaml__", False)
-    assert read() == found

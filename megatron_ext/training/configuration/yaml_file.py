@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import yaml
-from yaml.composer import Composer
-from yaml.resolver import Resolver
 
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.huggingface.checkpoint_files import (
@@ -178,7 +176,7 @@ def read_config_file(path: str | Path) -> tuple[dict[str, Any], Where]:
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
-        root = _composed(text)
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
         size = _values_in(root, {})
         # Before it is constructed, which writes out what is merged.
         key_lines = list(_key_lines(root, ())) if size <= _MOST_VALUES else []
@@ -226,29 +224,6 @@ def read_config_file(path: str | Path) -> tuple[dict[str, Any], Where]:
         return f"{path}:{_nearest(lines, keys)}: {'.'.join(keys)}" if keys else str(path)
 
     return values, where
-
-
-def _composed(text: str) -> Any:
-    """The tree of YAML, by libyaml where PyYAML has it, in a fifth of the time.
-
-    What libyaml refuses PyYAML's own parser refuses again, in the same words everywhere. Trees are
-    made in Python, where depth is an error: in C it would overflow the stack.
-    """
-    if not yaml.__with_libyaml__:
-        return yaml.compose(text, Loader=yaml.SafeLoader)
-    from yaml.cyaml import CParser  # type: ignore[attr-defined]
-
-    class Loader(Composer, CParser, Resolver):
-        def __init__(self, stream: str) -> None:
-            CParser.__init__(self, stream)
-            Composer.__init__(self)
-            Resolver.__init__(self)
-
-    loader: Any = Loader
-    try:
-        return yaml.compose(text, Loader=loader)
-    except yaml.YAMLError:
-        return yaml.compose(text, Loader=yaml.SafeLoader)
 
 
 def _values_in(node: Any, known: dict[int, float]) -> float:
