@@ -33,36 +33,6 @@ def row_probabilities(
 
 
 @triton.jit
-def add_label_part(
-    out,
-    probabilities,
-    labels,
-    logits_ptr,
-    row,
-    row_stride,
-    columns,
-    held,
-    inside,
-    HAS_TEMPERATURE: tl.constexpr,
-):
-    """Add the gradient of a row's label to that of its chunk at ``columns``.
-
-    ``probabilities`` are the row's at the chunk's temperature; ``labels`` are pointers to the
-    column int64 [T] of each label, -1 where another rank has it, to its weight, and to the row's
-    peak and logarithm of the sum at temperature 1.
-    """
-    column_ptr, weight_ptr, peak_ptr, log_sum_ptr = labels
-    weight = tl.load(weight_ptr + row)
-    column = tl.load(column_ptr + row).to(tl.int32)
-    if HAS_TEMPERATURE:
-        probabilities = row_probabilities(
-            logits_ptr, row, row_stride, peak_ptr, log_sum_ptr, columns, held, inside, 1.0, False
-        )
-    out += tl.where(weight == 0.0, 0.0, probabilities * weight)
-    return out - tl.where(columns == column, weight, 0.0)
-
-
-@triton.jit
 def mean_probabilities(
     logits_ptr,
     order_ptr,

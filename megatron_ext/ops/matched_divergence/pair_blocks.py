@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from megatron_ext.ops.chunk_kernels import mean_probabilities
+from megatron_ext.ops.chunk_kernels import mean_probabilities, row_probabilities
 from megatron_ext.ops.triton_math import LN_2, LOG2_E, LOWEST, divergence_terms, scaled
 
 
@@ -43,34 +43,32 @@ def _normal(bits):
 
 @triton.jit
 def single_pair(
-    start_of_student,
-    start_of_teacher,
-    pairs_ptr,
+    sides,
     columns,
-    student_peak,
-    student_log_sum,
-    teacher_peak,
-    teacher_log_sum,
     temperature,
     IS_ALIGNED: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
 ):
     """Logarithms of P^ and Q^ to base 2 at columns that are all real, and which are common.
 
-    The logarithms of the sums are to base 2 and hold those of the used masses. Where a column is
-    not common, P^ is 0, and Q^ is the row's probability over the used mass. Aligned columns are
-    common, each with the teacher's column of the same number.
+    ``sides`` are the starts of the student's row and of the teacher's, the pairs, and for either
+    row its peak and the logarithm of its sum, to base 2 and with that of the used mass. Where a
+    column is not common, P^ is 0, and Q^ is the row's probability over the used mass. Aligned
+    columns are common, each with the teacher's column of the same number.
     """
-    own = scaled(tl.load(start_of_student + columns), temperature, HAS_TEMPERATURE)
+    start_of_own, start_of_other, pairs_ptr, own_peak, own_log_sum, other_peak, other_log_sum = (
+        sides
+    )
+    own = scaled(tl.load(start_of_own + columns), temperature, HAS_TEMPERATURE)
     if IS_ALIGNED:
         common = columns >= 0
-        other = tl.load(start_of_teacher + columns)
+        other = tl.load(start_of_other + columns)
     else:
         pair = tl.load(pairs_ptr + columns)
         common = pair >= 0
-        other = tl.load(start_of_teacher + pair, mask=common, other=-float("inf"))
-    log_p = _bits(scaled(other, temperature, HAS_TEMPERATURE), teacher_peak, teacher_log_sum)
-    return log_p, _bits(own, student_peak, student_log_sum), common
+        other = tl.load(start_of_other + pair, mask=common, other=-float("inf"))
+    log_p = _bits(scaled(other, temperature, HAS_TEMPERATURE), other_peak, other_log_sum)
+    return log_p, _bits(own, own_peak, own_log_sum), common
 
 
 @triton.jit
@@ -104,13 +102,7 @@ def compared_block(
     found,
     start,
     block,
-    start_of_own,
-    start_of_other,
-    pairs_ptr,
-    own_peak,
-    own_log_sum,
-    other_peak,
-    other_log_sum,
+    sides,
     temperature,
     mixture,
     IS_ALIGNED: tl.constexpr,
@@ -120,14 +112,8 @@ def compared_block(
     """What lanes have found after a block: sums, peaks of log P^ and log Q^, and their blocks."""
     values, wholes, p_peak, q_peak, p_first, q_first = found
     log_p, log_q, common = single_pair(
-        start_of_own,
-        start_of_other,
-        pairs_ptr,
+        sides,
         start + block,
-        own_peak,
-        own_log_sum,
-        other_peak,
-        other_log_sum,
         temperature,
         IS_ALIGNED,
         HAS_TEMPERATURE,
@@ -147,13 +133,7 @@ def compared_block(
 @triton.jit
 def block_gradient(
     columns,
-    start_of_own,
-    start_of_other,
-    pairs_ptr,
-    own_peak,
-    own_log_sum,
-    other_peak,
-    other_log_sum,
+    sides,
     on_common,
     on_others,
     scale,
@@ -171,14 +151,8 @@ def block_gradient(
     sum at temperature 1. At that temperature ``on_common`` and ``on_others`` hold the weight.
     """
     log_p, log_q, common = single_pair(
-        start_of_own,
-        start_of_other,
-        pairs_ptr,
+        sides,
         columns,
-        own_peak,
-        own_log_sum,
-        other_peak,
-        other_log_sum,
         temperature,
         IS_ALIGNED,
         HAS_TEMPERATURE,
@@ -188,9 +162,39 @@ def block_gradient(
     out = q * factor + slope * scale
     if HAS_LABEL and HAS_TEMPERATURE:
         weight, plain_peak, plain_log_sum = label
-        plain = tl.load(start_of_own + columns).to(tl.float32)
+        plain = tl.load(sides[0] + columns).to(tl.float32)
         out += tl.exp2(_bits(plain, plain_peak, plain_log_sum)) * weight
     return out
+
+
+@triton.jit
+def add_label_part(
+    out,
+    probabilities,
+    labels,
+    logits_ptr,
+    row,
+    row_stride,
+    columns,
+    held,
+    inside,
+    HAS_TEMPERATURE: tl.constexpr,
+):
+    """Add the gradient of a row's label to that of its chunk at ``columns``.
+
+    ``probabilities`` are the row's at the chunk's temperature; ``labels`` are pointers to the
+    column int64 [T] of each label, -1 where another rank has it, to its weight, and to the row's
+    peak and logarithm of the sum at temperature 1.
+    """
+    column_ptr, weight_ptr, peak_ptr, log_sum_ptr = labels
+    weight = tl.load(weight_ptr + row)
+    column = tl.load(column_ptr + row).to(tl.int32)
+    if HAS_TEMPERATURE:
+        probabilities = row_probabilities(
+            logits_ptr, row, row_stride, peak_ptr, log_sum_ptr, columns, held, inside, 1.0, False
+        )
+    out += tl.where(weight == 0.0, 0.0, probabilities * weight)
+    return out - tl.where(columns == column, weight, 0.0)
 
 
 @triton.jit

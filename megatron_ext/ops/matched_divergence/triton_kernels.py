@@ -2,9 +2,10 @@
 
 import triton.language as tl
 
-from megatron_ext.ops.chunk_kernels import add_label_part, row_probabilities
+from megatron_ext.ops.chunk_kernels import row_probabilities
 from megatron_ext.ops.kernel import kernel
 from megatron_ext.ops.matched_divergence.pair_blocks import (
+    add_label_part,
     block_gradient,
     both_sides,
     compared_block,
@@ -103,6 +104,10 @@ def compare_kernel(
         other_log_sum = tl.load(teacher_log_sum_ptr + other_row) * LOG2_E + tl.log2(teacher_used)
         start_of_own = student_ptr + own_row * student_stride
         start_of_other = teacher_ptr + other_row * teacher_stride
+        sides = (
+            start_of_own, start_of_other, pairs_ptr, own_peak, own_log_sum, other_peak,
+            other_log_sum,
+        )  # fmt: skip
         block = tl.arange(0, LANES)[:, None] * K + tl.arange(0, K)[None, :]
         values = tl.zeros((LANES,), tl.float32)
         wholes = tl.zeros((LANES,), tl.float32)
@@ -115,13 +120,7 @@ def compare_kernel(
                 (values, wholes, p_peak, q_peak, p_first, q_first),
                 start,
                 block,
-                start_of_own,
-                start_of_other,
-                pairs_ptr,
-                own_peak,
-                own_log_sum,
-                other_peak,
-                other_log_sum,
+                sides,
                 temperature,
                 mixture,
                 True,
@@ -133,13 +132,7 @@ def compare_kernel(
                 (values, wholes, p_peak, q_peak, p_first, q_first),
                 start,
                 block,
-                start_of_own,
-                start_of_other,
-                pairs_ptr,
-                own_peak,
-                own_log_sum,
-                other_peak,
-                other_log_sum,
+                sides,
                 temperature,
                 mixture,
                 False,
@@ -156,28 +149,16 @@ def compare_kernel(
             q_lane = tl.min(tl.where(q_peak == q_top, q_first + lanes_start, width), axis=0)
             places = tl.arange(0, K)
             p_at, _, common = single_pair(
-                start_of_own,
-                start_of_other,
-                pairs_ptr,
+                sides,
                 p_lane + places,
-                own_peak,
-                own_log_sum,
-                other_peak,
-                other_log_sum,
                 temperature,
                 False,
                 HAS_TEMPERATURE,
             )
             p_hit = tl.where((p_at == p_top) & common, p_lane + places, width)
             _, q_at, common = single_pair(
-                start_of_own,
-                start_of_other,
-                pairs_ptr,
+                sides,
                 q_lane + places,
-                own_peak,
-                own_log_sum,
-                other_peak,
-                other_log_sum,
                 temperature,
                 False,
                 HAS_TEMPERATURE,
@@ -342,6 +323,10 @@ def gradient_kernel(
         other_log_sum = tl.load(teacher_log_sum_ptr + other_row) * LOG2_E + tl.log2(teacher_used)
         start_of_own = student_ptr + own_row * student_stride
         start_of_other = teacher_ptr + other_row * teacher_stride
+        sides = (
+            start_of_own, start_of_other, pairs_ptr, own_peak, own_log_sum, other_peak,
+            other_log_sum,
+        )  # fmt: skip
         start_of_gradient = gradient_ptr + own_row * gradient_stride
         centre = tl.load(centre_ptr + own_row)
         # Q^ is the row's probability over the used mass.
@@ -364,13 +349,7 @@ def gradient_kernel(
             if whole_end > 0:
                 at_label = block_gradient(
                     tl.maximum(label_column, 0),
-                    start_of_own,
-                    start_of_other,
-                    pairs_ptr,
-                    own_peak,
-                    own_log_sum,
-                    other_peak,
-                    other_log_sum,
+                    sides,
                     on_common,
                     on_others,
                     scale,
@@ -387,13 +366,7 @@ def gradient_kernel(
         for start in tl.range(0, aligned_end, BLOCK, num_stages=3):
             out = block_gradient(
                 start + block,
-                start_of_own,
-                start_of_other,
-                pairs_ptr,
-                own_peak,
-                own_log_sum,
-                other_peak,
-                other_log_sum,
+                sides,
                 on_common,
                 on_others,
                 scale,
@@ -409,13 +382,7 @@ def gradient_kernel(
         for start in tl.range(aligned_end, whole_end, BLOCK, num_stages=3):
             out = block_gradient(
                 start + block,
-                start_of_own,
-                start_of_other,
-                pairs_ptr,
-                own_peak,
-                own_log_sum,
-                other_peak,
-                other_log_sum,
+                sides,
                 on_common,
                 on_others,
                 scale,
