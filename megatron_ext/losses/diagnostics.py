@@ -26,6 +26,7 @@ from megatron_ext.distributed.shard_collectives import all_reduce_max
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, LossOutput, SumCount
+from megatron_ext.ops.launch import Implementation
 from megatron_ext.ops.sums import ClassSums, CountedChunks, ReadRows, bad_rows, chunk_sums
 
 _CHUNK_CLASSES: Final = tuple(kind.name.lower() for kind in ChunkClass)
@@ -39,6 +40,7 @@ def chunk_output(
     means: Mapping[str, torch.Tensor] | None = None,
     teacher_row_means: Mapping[str, torch.Tensor] | None = None,
     metrics: Mapping[str, SumCount] | None = None,
+    implementation: Implementation = "auto",
 ) -> LossOutput:
     """Output of an objective that has a loss for every chunk.
 
@@ -55,7 +57,8 @@ def chunk_output(
     used = chunk_mask(inputs, usable)
     means, of_rows = means or {}, teacher_row_means or {}
     columns = [*means.values(), *of_rows.values()]
-    sums = chunk_sums(chunk_loss, columns, _counted(inputs, used))
+    counted = _counted(inputs, used)
+    sums = chunk_sums(chunk_loss, columns, counted, implementation=implementation)
     counts = [*[sums.number] * len(means), *[sums.rows] * len(of_rows)]
     averages = dict(
         zip([*means, *of_rows], zip(sums.columns.unbind(), counts, strict=True), strict=True)
@@ -112,7 +115,11 @@ def masked_sum(values: torch.Tensor, used: torch.Tensor | None) -> torch.Tensor:
 
 
 def class_metrics(
-    inputs: DistillationInputs, chunk_loss: torch.Tensor, used: torch.Tensor | None
+    inputs: DistillationInputs,
+    chunk_loss: torch.Tensor,
+    used: torch.Tensor | None,
+    *,
+    implementation: Implementation = "auto",
 ) -> dict[str, SumCount]:
     """Used chunks and their loss by class; the names are at the top of this file.
 
@@ -120,8 +127,8 @@ def class_metrics(
         chunk_loss: [C] without a graph.
         used: bool [C]; None: all.
     """
-    by_class = chunk_sums(chunk_loss, (), _counted(inputs, used)).by_class
-    return _class_metrics(by_class) | _text_metrics(inputs, chunk_loss, used)
+    sums = chunk_sums(chunk_loss, (), _counted(inputs, used), implementation=implementation)
+    return _class_metrics(sums.by_class) | _text_metrics(inputs, chunk_loss, used)
 
 
 def _counted(inputs: DistillationInputs, used: torch.Tensor | None) -> CountedChunks:
@@ -239,6 +246,7 @@ def bad_flags(
     teacher: torch.Tensor,
     *,
     is_cut: bool = False,
+    implementation: Implementation = "auto",
 ) -> torch.Tensor:
     """``LossOutput.bad`` from what tells of bad numbers in rows, as ``ReadRows.told``.
 
@@ -252,6 +260,7 @@ def bad_flags(
     return bad_rows(
         ReadRows(student, inputs.labels.flatten(), own),
         ReadRows(teacher, chunk_id=None if is_cut else its),
+        implementation=implementation,
     )
 
 

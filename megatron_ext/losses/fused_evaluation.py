@@ -14,6 +14,7 @@ from megatron_ext.distributed.vocab_parallel import merge_argmax
 from megatron_ext.losses.base import DistillationInputs, LossOutput
 from megatron_ext.losses.objective import FusedObjective, Objective, Scale, is_zero
 from megatron_ext.losses.objectives.next_token import NextTokenLoss
+from megatron_ext.ops.launch import Implementation
 from megatron_ext.ops.softmax_statistics import row_statistics
 
 
@@ -80,7 +81,7 @@ def _evaluate_scaled(
     top_column = None
     if labelled is not None and not objective.gives_top_column:
         # Read before the gradient is written over the logits.
-        top_column = _top_column(inputs)
+        top_column = _top_column(inputs, objective.implementation)
     evaluated = objective.evaluate(
         inputs,
         scale=scales[main],
@@ -98,10 +99,11 @@ def _evaluate_scaled(
     return outputs
 
 
-def _top_column(inputs: DistillationInputs) -> torch.Tensor:
+def _top_column(inputs: DistillationInputs, implementation: Implementation) -> torch.Tensor:
     """Global column int64 [B Ts] of each student row's largest logit."""
     shard = inputs.student_shard
-    found = row_statistics(inputs.student_logits.flatten(0, 1), shard)
+    logits = inputs.student_logits.flatten(0, 1)
+    found = row_statistics(logits, shard, implementation=implementation)
     if shard.group is None:
         return found.column
     best = found.peak[0].masked_fill(found.total[0] == 0, -torch.inf)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, Final, Literal, NamedTuple
 
 import torch
@@ -16,9 +17,10 @@ from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput, Over
-from megatron_ext.losses.diagnostics import chunk_mask
+from megatron_ext.losses.diagnostics import bad_flags, chunk_mask
 from megatron_ext.losses.vocabulary_match import VocabularyMatch
 from megatron_ext.ops.labels import RowLabels
+from megatron_ext.ops.launch import Implementation
 from megatron_ext.ops.unit_gradient import kept_gradient
 from megatron_ext.projection.speller import ProjectionMethod
 from megatron_ext.registry import Registry
@@ -241,6 +243,9 @@ class FusedObjective(Objective):
     gives_top_column: ClassVar[bool] = False
     """Whether ``evaluate`` finds each row's largest logit with the cross-entropy."""
 
+    implementation: Implementation
+    """How it is computed, sums for metrics and the gradient's scale included."""
+
     __slots__ = ()
 
     @property
@@ -294,6 +299,7 @@ class FusedObjective(Objective):
             evaluate,
             grad_scale=inputs.grad_scale,
             in_place=inputs.in_place,
+            implementation=self.implementation,
         )
         assert output is not None
         return replace(output, loss_sum=loss_sum)
@@ -301,6 +307,20 @@ class FusedObjective(Objective):
     def compute(self, inputs: DistillationInputs) -> LossOutput:
         """The loss under autograd, of inputs that ``evaluate`` does not support."""
         raise NotImplementedError(f"{type(self).__name__} evaluates everything")
+
+    def flags(
+        self,
+        inputs: DistillationInputs,
+        student: torch.Tensor,
+        teacher: torch.Tensor,
+        *,
+        is_cut: bool = False,
+    ) -> Callable[[], torch.Tensor]:
+        """``LossOutput.bad``: ``bad_flags`` of these, made when it is asked for."""
+        implementation = self.implementation
+        return partial(
+            bad_flags, inputs, student, teacher, is_cut=is_cut, implementation=implementation
+        )
 
 
 def row_labels(inputs: DistillationInputs, scale: Scale | None) -> RowLabels | None:

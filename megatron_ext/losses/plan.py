@@ -17,7 +17,7 @@ from megatron_ext.losses.base import DistillationInputs, LossOutput, SumCount
 from megatron_ext.losses.fused_evaluation import evaluate_together, fuses, weighted_sum
 from megatron_ext.losses.linear import LinearDistillation
 from megatron_ext.losses.microbatch_tiles import MicrobatchTiles
-from megatron_ext.losses.objective import Objective, Scale, is_zero
+from megatron_ext.losses.objective import FusedObjective, Objective, Scale, is_zero
 from megatron_ext.losses.objectives.next_token import NextTokenLoss
 from megatron_ext.ops.unit_gradient import kept_gradient
 
@@ -184,7 +184,14 @@ class LossPlan:
             outputs.update(evaluate_together(objectives, scales, detached, gradient=gradient))
             return (weighted_sum(outputs, scales),)
 
-        (total,) = kept_gradient(inputs.student_logits, evaluate, in_place=in_place)
+        fused = objectives[pair[0]]
+        assert isinstance(fused, FusedObjective)
+        (total,) = kept_gradient(
+            inputs.student_logits,
+            evaluate,
+            in_place=in_place,
+            implementation=fused.implementation,
+        )
         return total, outputs
 
 

@@ -15,6 +15,7 @@ from typing import Final, Literal, NamedTuple, get_args
 import torch
 
 from megatron_ext.errors import LossError
+from megatron_ext.ops.launch import Implementation
 from megatron_ext.ops.unit_gradient import kept_gradient
 
 Divergence = Literal["forward", "reverse", "jensen_shannon"]
@@ -78,11 +79,17 @@ def divergence_terms(
 
 
 def divergence(
-    log_p: torch.Tensor, log_q: torch.Tensor, direction: Divergence, mixture: float = 0.5
+    log_p: torch.Tensor,
+    log_q: torch.Tensor,
+    direction: Divergence,
+    mixture: float = 0.5,
+    *,
+    implementation: Implementation = "auto",
 ) -> torch.Tensor:
     """D(P || Q) [...] of log-probabilities [..., K], with a graph to ``log_q`` alone.
 
     Keeps one tensor [..., K] for backward. For K entries a row, not for a vocabulary.
+    ``implementation`` is that of the gradient's scale.
     """
 
     def evaluate(rows: torch.Tensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor]:
@@ -93,7 +100,7 @@ def divergence(
             gradient.copy_(slope)
         return (value.sum(dim=-1),)
 
-    values = kept_gradient(torch.atleast_2d(log_q), evaluate)
+    values = kept_gradient(torch.atleast_2d(log_q), evaluate, implementation=implementation)
     out: torch.Tensor = values[0]
     return out.view(log_q.shape[:-1])
 

@@ -17,7 +17,6 @@ from megatron_ext.data.collator import CrossTokenizerCollator, Record, TeacherCT
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.losses import (
-    LOSS_REGISTRY,
     DistillationInputs,
     KnownAhead,
     LossPart,
@@ -34,7 +33,7 @@ from megatron_ext.projection.compressed_rows import check_built_for
 from megatron_ext.tokenizers.from_huggingface import as_tokenizer
 from megatron_ext.training.configuration.config import LossConfig
 from megatron_ext.training.microbatch import Microbatch, MicrobatchWithTargets, uploaded
-from megatron_ext.training.objective import RunConstants, make_objective
+from megatron_ext.training.objective import RunConstants, make_objective, next_token_beside
 from megatron_ext.training.teacher_term import TeacherTerm
 
 Batch: TypeAlias = CrossTokenizerBatch | Mapping[str, torch.Tensor] | Sequence[Record]
@@ -112,7 +111,7 @@ class CrossTokenizerLoss:
         self._projection = self._opened(projection)
         spec = TeacherCTSpec(name=_TEACHER, tokenizer=teacher, max_length=max_length)
         self.collator = CrossTokenizerCollator(student, max_length, [spec], row_multiple=1)
-        self._next_token = LOSS_REGISTRY["next_token"]()
+        self._next_token = next_token_beside(config, [self.objective])
         self._aggregator = MultiTeacherLossAggregator(
             teachers={_TEACHER: TeacherObjective(objective=self.objective)}
         )

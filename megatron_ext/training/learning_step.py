@@ -12,7 +12,7 @@ from megatron_ext.data.sampled_text import stop_tokens_of
 from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.errors import ProjectionError
 from megatron_ext.huggingface.checkpoint_files import generation_stops
-from megatron_ext.losses import LOSS_REGISTRY, LearnedProjection, Objective, StopSet
+from megatron_ext.losses import LearnedProjection, Objective, StopSet
 from megatron_ext.losses.objective import ModelPair
 from megatron_ext.projection import SparseProjection
 from megatron_ext.teachers.megatron_teacher import head_weight
@@ -25,6 +25,7 @@ from megatron_ext.training.megatron_models.student_head import StudentHidden, li
 from megatron_ext.training.objective import (
     RunConstants,
     lower_layers,
+    next_token_beside,
     teacher_objective,
     with_projectors,
 )
@@ -70,7 +71,7 @@ def learning_step(
         objectives[name] = objective
     reads_hidden = any(objective.needs.hidden for objective in objectives.values())
     layers = {n for teacher in teachers for n in lower_layers(teacher.plan, of_student=True)}
-    next_token = LOSS_REGISTRY["next_token"]()
+    next_token = next_token_beside(loss, objectives.values())
     term = linear = None
     if loss.linear:
         linear = linear_forms(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -18,6 +18,7 @@ from megatron_ext.losses import (
     CompletionTable,
     LearnedProjection,
     Needs,
+    NextTokenLoss,
     Objective,
     PrefixTable,
     ProjectionShard,
@@ -25,7 +26,7 @@ from megatron_ext.losses import (
     StopSet,
     VocabularyMatch,
 )
-from megatron_ext.losses.objective import LAST_LAYER, ModelPair, layer_number
+from megatron_ext.losses.objective import LAST_LAYER, FusedObjective, ModelPair, layer_number
 from megatron_ext.ops.prefix_masses import PrefixColumns
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.layout import VocabularyLayout
@@ -78,6 +79,16 @@ def teacher_objective(teacher: TeacherPlan) -> Objective:
         ConfigError: The objective does not have an option, or cannot use its value.
     """
     return make_objective(teacher.loss, section=teacher.options_section)
+
+
+def next_token_beside(loss: LossConfig, objectives: Iterable[Objective]) -> NextTokenLoss:
+    """The cross-entropy of a run, by the implementation of its objectives where they have one."""
+    if loss.objective == "next_token":
+        alone = make_objective(loss)
+        assert isinstance(alone, NextTokenLoss)
+        return alone
+    chosen = {each.implementation for each in objectives if isinstance(each, FusedObjective)}
+    return NextTokenLoss(implementation=chosen.pop() if len(chosen) == 1 else "auto")
 
 
 def with_projectors(

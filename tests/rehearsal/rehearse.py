@@ -1,8 +1,8 @@
 """``LD_PRELOAD=GUARD python -m tests.rehearsal.rehearse FOLDER REQUEST``: runs what is asked for.
 
-The request is JSON, ``{"losses": [...], "microbatches": [...], "runs": {"1": [...], "2": [...]}}``,
-runs by the number of their ranks, each in a folder of that name; the answer is written to
-``FOLDER/answer.json``.
+The request is JSON: ``losses``, ``microbatches`` and ``torch`` list names of objectives, ``runs``
+names of runs by the number of their ranks, ``{"1": [...], "2": [...]}``, each in a folder of that
+name. The answer is written to ``FOLDER/answer.json``.
 """
 
 import json
@@ -23,7 +23,7 @@ def main(folder: Path, request: dict[str, Any]) -> None:
     pretend()
     from tests.rehearsal.ranks import answers_of, start_ranks
     from tests.rehearsal.rehearsed_losses import rehearse_loss
-    from tests.rehearsal.rehearsed_microbatches import rehearse_microbatch
+    from tests.rehearsal.rehearsed_microbatches import kernels_by_torch, rehearse_microbatch
     from tests.triton_interpreter import interpret_quickly
 
     interpret_quickly()
@@ -35,8 +35,9 @@ def main(folder: Path, request: dict[str, Any]) -> None:
     }
     losses = {name: rehearse_loss(name) for name in request["losses"]}
     microbatches = {name: rehearse_microbatch(name) for name in request["microbatches"]}
+    by_torch = {name: kernels_by_torch(name) for name in request["torch"]}
     runs = {count: answers_of(ranks) for count, ranks in started.items()}
-    answer = {"losses": losses, "microbatches": microbatches, "runs": runs}
+    answer = {"losses": losses, "microbatches": microbatches, "torch": by_torch, "runs": runs}
     (folder / "answer.json").write_text(json.dumps(answer, indent=2))
 
 

@@ -42,14 +42,26 @@ def _launches(run: Callable[[], None]) -> int:
     return _again(run)
 
 
+def kernels_by_torch(name: str) -> list[str]:
+    """Kernels that a microbatch of logits launches whose objectives are asked for torch alone."""
+    case = CASES[name]
+    inputs = on_device(case.build(case.batch(), (3, 1)))
+    EVENTS.clear()
+    _by_logits(case, inputs, implementation="torch")()
+    return EVENTS.lines("kernel")
+
+
 def _again(run: Callable[[], None]) -> int:
     EVENTS.clear()
     run()
     return EVENTS.number("launch", "kernel")
 
 
-def _by_logits(case: ObjectiveCase, inputs: DistillationInputs) -> Callable[[], None]:
+def _by_logits(
+    case: ObjectiveCase, inputs: DistillationInputs, **options: str
+) -> Callable[[], None]:
     objectives = {"ce": LOSS_REGISTRY["next_token"](), "kd": objective_on(case, "cuda")}
+    objectives = {name: replace(each, **options) for name, each in objectives.items()}
 
     def run() -> None:
         # A plan may write its gradient over them, but not into a leaf.

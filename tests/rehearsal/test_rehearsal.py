@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_ext.losses import LOSS_REGISTRY
+from megatron_ext.losses.objective import FusedObjective
 from tests.losses.objective_cases import CASES
 from tests.process_group import run_ranks
 from tests.rehearsal.guard import build_guard
@@ -40,6 +42,14 @@ if ALL:
         "alm": {"logits": 225, "tile": 224},
         "strict_topk": {"logits": 247, "tile": 263},
     }
+BY_TORCH = [
+    name
+    for name, case in CASES.items()
+    if (ALL or name in ("partition_kl", "strict_topk"))
+    and issubclass(LOSS_REGISTRY[case.name], FusedObjective)
+]
+"""Objectives that can be asked for torch alone."""
+
 RANKS = (1, 2) if ALL else (2,)
 """Tensor-parallel ranks of the runs; losses are rehearsed on one."""
 
@@ -65,6 +75,7 @@ def answer(tmp_path_factory):
         {
             "losses": LOSSES,
             "microbatches": list(LAUNCHES),
+            "torch": BY_TORCH,
             "runs": dict.fromkeys(map(str, RANKS), RUNS),
         }
     )
@@ -132,6 +143,12 @@ def test_a_microbatch_launches_no_more_than_it_did(answer):
         launched = answer["microbatches"][name]
         assert "logits" in launched, name
         assert all(launched[form] <= most[form] for form in launched), (name, launched)
+
+
+def test_an_objective_by_torch_launches_no_kernel(answer):
+    assert set(answer["torch"]) == set(BY_TORCH)
+    for name, kernels in answer["torch"].items():
+        assert kernels == [], name
 
 
 def test_runs_end_and_no_tensor_of_the_host_meets_one_of_the_device(answer):

@@ -23,7 +23,12 @@ from megatron_ext.losses import (
 )
 from megatron_ext.losses.objective import ModelPair
 from megatron_ext.training.configuration.config import DistillConfig, LossConfig
-from megatron_ext.training.objective import make_objective, teacher_objective, with_projectors
+from megatron_ext.training.objective import (
+    make_objective,
+    next_token_beside,
+    teacher_objective,
+    with_projectors,
+)
 from megatron_ext.training.run_folder import _check_same_run, config_values
 from megatron_ext.training.run_loss import (
     check_loss,
@@ -243,6 +248,18 @@ def test_every_objective_is_made_without_options(name):
 def test_a_wrong_option_is_refused_by_its_name(name, options, complaint):
     with pytest.raises(ConfigError, match=complaint):
         objective(name, **options)
+
+
+def test_cross_entropy_is_computed_as_what_it_stands_beside():
+    def beside(*options, objective="alm"):
+        losses = [LossConfig(objective=objective, options={"implementation": x}) for x in options]
+        return next_token_beside(losses[0], map(make_objective, losses)).implementation
+
+    assert beside("torch") == beside("torch", "torch") == beside("torch", objective="next_token")
+    assert beside("torch") == "torch"
+    assert beside("torch", "triton") == "auto"
+    of_states = LossConfig(objective="hidden_mse")
+    assert next_token_beside(of_states, [make_objective(of_states)]).implementation == "auto"
 
 
 def test_a_temperature_given_twice_and_an_unknown_objective_are_refused():

@@ -195,6 +195,7 @@ class AlmLoss(LikelihoodObjective):
             usable=kept,
             means={"student_nats": -student, "teacher_nats": -teacher_nats, "chunks": members},
             metrics={"impossible": over_chunks(impossible.to(loss.dtype), compared)},
+            implementation=self.implementation,
         )
 
     @property

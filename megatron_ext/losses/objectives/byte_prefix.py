@@ -17,7 +17,6 @@ from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
 from megatron_ext.losses.checks import check_alignment, check_completions, check_student
 from megatron_ext.losses.diagnostics import (
-    bad_flags,
     class_metrics,
     over_chunks,
     read_rows,
@@ -171,7 +170,7 @@ class BytePrefixLoss(FusedObjective):
 
         def bad() -> torch.Tensor:
             student = torch.cat([part.bad()[0] for part in values])
-            return bad_flags(inputs, student, targets.is_bad())
+            return self.flags(inputs, student, targets.is_bad())()
 
         return Evaluated(
             replace(self._output(inputs, values, torch.cat(used)), bad=bad),
@@ -277,7 +276,12 @@ class BytePrefixLoss(FusedObjective):
             count=used.sum(),
             chunk_loss=chunk_loss,
             metrics={name: over_chunks(part, used) for name, part in means.items()}
-            | class_metrics(inputs, chunk_loss, used_chunks(inputs, of_chunk)),
+            | class_metrics(
+                inputs,
+                chunk_loss,
+                used_chunks(inputs, of_chunk),
+                implementation=self.implementation,
+            ),
         )
 
     @property

@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from megatron_ext.constants import NO_CHUNK
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
 from megatron_ext.losses.checks import check_alignment, check_student
-from megatron_ext.losses.diagnostics import bad_flags, used_chunks
+from megatron_ext.losses.diagnostics import used_chunks
 from megatron_ext.losses.lookup import places_after
 from megatron_ext.losses.matched_columns import counted_ids
 from megatron_ext.losses.objective import Evaluated, FusedObjective, Scale, label_scales
@@ -131,7 +130,7 @@ class LikelihoodObjective(FusedObjective):
         if self.tells_bad(inputs):
             assert own.log_sum is not None
             assert its.log_sum is not None
-            output = replace(output, bad=partial(bad_flags, inputs, own.log_sum, its.log_sum))
+            output = replace(output, bad=self.flags(inputs, own.log_sum, its.log_sum))
         return Evaluated(output, -own.log_prob if has_ce else None, found.top_column)
 
     def tells_bad(self, inputs: DistillationInputs) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -19,7 +18,7 @@ from megatron_ext.losses.checks import (
     check_student,
     why_nemo,
 )
-from megatron_ext.losses.diagnostics import bad_flags, chunk_output
+from megatron_ext.losses.diagnostics import chunk_output
 from megatron_ext.losses.matched_columns import (
     MatchedColumns,
     chunked_pair,
@@ -174,9 +173,10 @@ class GoldLoss(FusedObjective):
                 "discarded_mass": values.discarded_mass,
                 "top1_agreement": values.agreement,
             },
+            implementation=self.implementation,
         )
         bad = values.student_log_sum, values.teacher_log_sum
-        output = replace(output, bad=partial(bad_flags, inputs, *bad))
+        output = replace(output, bad=self.flags(inputs, *bad))
         return Evaluated(output, values.cross_entropy, values.top_column)
 
     def _check(self, inputs: DistillationInputs) -> tuple[TeacherTargets, MatchedColumns]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar
 
 import torch
 
 from megatron_ext.losses.base import DistillationInputs, LossOutput, Over
 from megatron_ext.losses.checks import check_student
-from megatron_ext.losses.diagnostics import bad_flags
 from megatron_ext.losses.objective import (
     LOSS_REGISTRY,
     Evaluated,
@@ -69,7 +67,7 @@ class NextTokenLoss(FusedObjective):
         output = self.output(inputs, values.row_loss, values.top_column)
         # There is no teacher.
         told = values.log_sum, values.log_sum[:0]
-        return Evaluated(replace(output, bad=partial(bad_flags, inputs, *told, is_cut=True)), None)
+        return Evaluated(replace(output, bad=self.flags(inputs, *told, is_cut=True)), None)
 
     def tells_bad(self, inputs: DistillationInputs) -> bool:
         """True: rows with a label are normalised, and one of NaN or +inf has no sum."""
@@ -84,7 +82,10 @@ class NextTokenLoss(FusedObjective):
             row_loss: [B Ts], 0 at positions without a label.
             top_column: int64 [B Ts], the token of the largest logit.
         """
-        loss, hits, number = label_sums(row_loss, top_column, inputs.labels.flatten())
+        labels = inputs.labels.flatten()
+        loss, hits, number = label_sums(
+            row_loss, top_column, labels, implementation=self.implementation
+        )
         return LossOutput(loss_sum=loss, count=number, metrics={"accuracy": (hits, number)})
 
     @property

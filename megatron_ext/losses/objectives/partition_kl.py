@@ -23,7 +23,6 @@ from megatron_ext.losses.checks import (
 )
 from megatron_ext.losses.completions import ChunkCompletions
 from megatron_ext.losses.diagnostics import (
-    bad_flags,
     chunk_output,
     read_rows,
     teacher_rows,
@@ -162,7 +161,7 @@ class PartitionKLLoss(FusedObjective):
         )
         output = self._output(inputs, (values.singles, values.chains), events)
         if self.tells_bad(inputs):
-            output = replace(output, bad=lambda: bad_flags(inputs, *values.bad()))
+            output = replace(output, bad=lambda: self.flags(inputs, *values.bad())())
         return Evaluated(output, values.token_loss)
 
     def tells_bad(self, inputs: DistillationInputs) -> bool:
@@ -252,6 +251,7 @@ class PartitionKLLoss(FusedObjective):
                 "student_rest": student_rest,
                 "top1_agreement": agreement,
             },
+            implementation=self.implementation,
         )
 
     @property

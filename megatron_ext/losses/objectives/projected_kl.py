@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar, Final, Literal
 
 import torch
@@ -23,7 +22,7 @@ from megatron_ext.losses.checks import (
     check_student,
     why_nemo,
 )
-from megatron_ext.losses.diagnostics import bad_flags, chunk_output
+from megatron_ext.losses.diagnostics import chunk_output
 from megatron_ext.losses.matched_columns import chunk_rows, chunked_pair
 from megatron_ext.losses.objective import (
     LOSS_REGISTRY,
@@ -252,10 +251,11 @@ class ProjectedKLLoss(FusedObjective):
             means=means,
             teacher_row_means={"offsupport_mass": values.offsupport_mass},
             metrics=metrics,
+            implementation=self.implementation,
         )
         student, teacher = values.student_log_sum, values.offsupport_mass
         assert student is not None
-        return replace(output, bad=partial(bad_flags, inputs, student, teacher, is_cut=True))
+        return replace(output, bad=self.flags(inputs, student, teacher, is_cut=True))
 
     def count_ahead(self, known: KnownAhead) -> torch.Tensor:
         """See ``Objective``."""

@@ -96,6 +96,7 @@ class SampledKLLoss(LikelihoodObjective):
                 "ratio": ratio,
                 "cut": (ratio > self.most_ratio).to(ratio.dtype),
             },
+            implementation=self.implementation,
             metrics={"impossible": over_chunks(impossible.to(loss.dtype), chunks.usable)},
         )
 

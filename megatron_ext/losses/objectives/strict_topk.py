@@ -16,7 +16,7 @@ from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
 from megatron_ext.losses.checks import check_alignment, check_match, check_student
-from megatron_ext.losses.diagnostics import bad_flags, chunk_output
+from megatron_ext.losses.diagnostics import chunk_output
 from megatron_ext.losses.objective import (
     LOSS_REGISTRY,
     Evaluated,
@@ -153,17 +153,21 @@ class StrictTopKLoss(FusedObjective):
         named = slice(0, log_p.shape[1] - 1)
         if self.tail == "renormalise":
             log_p, log_q = _renormalised(log_p[:, :-1]), _renormalised(log_q[:, :-1])
-        chunk_loss = self.temperature**2 * divergence(log_p, log_q, self.direction, self.mixture)
+        found = divergence(
+            log_p, log_q, self.direction, self.mixture, implementation=self.implementation
+        )
+        chunk_loss = self.temperature**2 * found
         agreement = log_p[:, named].argmax(dim=-1) == log_q[:, named].argmax(dim=-1)
         output = chunk_output(
             inputs,
             chunk_loss,
             usable=alignment.chunk_class == ChunkClass.ONE_TO_ONE,
             means={"top1_agreement": agreement, "rest_mass": rest_mass},
+            implementation=self.implementation,
         )
         if top.log_sum is None:
             return output
-        return replace(output, bad=partial(bad_flags, inputs, log_sum, top.log_sum))
+        return replace(output, bad=self.flags(inputs, log_sum, top.log_sum))
 
     def tells_bad(self, inputs: DistillationInputs) -> bool:
         """True with all of the teacher's logits: a row of NaN or +inf has no sum."""

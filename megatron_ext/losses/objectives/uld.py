@@ -6,7 +6,6 @@ B batch, Ts Tt tokens, C chunks, P pairs of positions.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
@@ -23,7 +22,7 @@ from megatron_ext.losses.checks import (
     check_teacher,
     check_temperature,
 )
-from megatron_ext.losses.diagnostics import bad_flags, chunk_output
+from megatron_ext.losses.diagnostics import chunk_output
 from megatron_ext.losses.matched_columns import chunked_pair, counted_rows
 from megatron_ext.losses.objective import (
     LOSS_REGISTRY,
@@ -123,13 +122,18 @@ class ULDLoss(FusedObjective):
         )
         loss, discarded = weight * l1.chunk_loss, l1.discarded_mass
         if count is None:
-            output = chunk_output(inputs, loss, means={"discarded_mass": discarded})
+            output = chunk_output(
+                inputs,
+                loss,
+                means={"discarded_mass": discarded},
+                implementation=self.implementation,
+            )
         else:
             metrics: dict[str, SumCount] = {"discarded_mass": (discarded.sum(), count)}
             output = LossOutput(loss_sum=loss.sum(), count=count, metrics=metrics)
         assert l1.student_log_sum is not None
         assert l1.teacher_log_sum is not None
-        bad = partial(bad_flags, inputs, l1.student_log_sum, l1.teacher_log_sum)
+        bad = self.flags(inputs, l1.student_log_sum, l1.teacher_log_sum)
         return Evaluated(replace(output, bad=bad), l1.cross_entropy, l1.top_column)
 
     def tells_bad(self, inputs: DistillationInputs) -> bool:

@@ -16,7 +16,6 @@ from megatron_ext.distributed.vocab_parallel import vocab_argmax
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, LossOutput, Over
 from megatron_ext.losses.checks import check_same_tokenizer, check_student
-from megatron_ext.losses.diagnostics import bad_flags
 from megatron_ext.losses.objective import (
     LOSS_REGISTRY,
     Evaluated,
@@ -117,7 +116,7 @@ class VocabKLLoss(FusedObjective):
         told = values.student_log_sum, values.teacher_log_sum
         output = replace(
             self._output(inputs, values.row_loss, means),
-            bad=partial(bad_flags, inputs, *told, is_cut=True),
+            bad=self.flags(inputs, *told, is_cut=True),
         )
         return Evaluated(output, values.cross_entropy, values.top_column)
 
@@ -144,7 +143,12 @@ class VocabKLLoss(FusedObjective):
     ) -> LossOutput:
         """Output from the loss and other values of every position, [B Ts] each."""
         used = inputs.labels.flatten() != IGNORE_INDEX
-        sums = chunk_sums(row_loss, list(means.values()), CountedChunks(used))
+        sums = chunk_sums(
+            row_loss,
+            list(means.values()),
+            CountedChunks(used),
+            implementation=self.implementation,
+        )
         totals = zip(means, sums.columns.unbind(), strict=True)
         return LossOutput(
             loss_sum=sums.loss,
@@ -188,7 +192,9 @@ class VocabKLLoss(FusedObjective):
     ) -> LossOutput:
         """The loss from the student's log-probabilities [T, K + 1]."""
         log_p = topk_log_probs(teacher).to(log_q.dtype)
-        row_loss = divergence(log_p, log_q, self.direction, self.mixture)
+        row_loss = divergence(
+            log_p, log_q, self.direction, self.mixture, implementation=self.implementation
+        )
         p = log_p.exp()
         entropy = -(p * log_p.masked_fill(p == 0, 0.0)).sum(dim=-1)
         teacher_top = ids.gather(-1, log_p[:, :-1].argmax(dim=-1, keepdim=True))[:, 0]

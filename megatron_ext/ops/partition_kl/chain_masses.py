@@ -130,7 +130,9 @@ def event_divergence(
             gradient.copy_(slope[:, None])
         return index_sum(terms.value, segment, count), log_q, log_p
 
-    divergence, log_q, log_p = kept_gradient(student[:, None], evaluate, slots=segment)
+    divergence, log_q, log_p = kept_gradient(
+        student[:, None], evaluate, slots=segment, implementation="torch"
+    )
     return divergence, log_q, log_p
 
 
