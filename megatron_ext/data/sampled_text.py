@@ -70,7 +70,8 @@ class SampleCounts(NamedTuple):
     """Tokens that are trained."""
 
     cut: int = 0
-    """Tokens behind the last whole character, or behind a control token that ends no text."""
+    """Tokens behind the last whole character, or from a control token on that ends no text; a stop
+    token behind them, too."""
 
     blank: int = 0
     """Tokens of spaces and tabs alone, which are not trained."""
@@ -242,7 +243,7 @@ class SampledTexts:
             counts=SampleCounts(
                 sampled=len(ids),
                 stopped=int(stop is not None),
-                cut=len(texts) - kept,
+                cut=len(ids) - kept - int(stop is not None),
                 blank=0 if self._trains_whitespace else int(blank.sum()),
             ),
         )

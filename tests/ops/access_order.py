@@ -101,11 +101,11 @@ class AccessOrder:
         shapes = sorted({each.shape for each in self._accesses})
         columns = []
         for number, each in enumerate(self._accesses):
-            kept = np.isin(each.addresses, stored)
-            address = each.addresses[kept]
+            slot = np.searchsorted(stored[:-1], each.addresses)
+            kept = stored[slot] == each.addresses
             thread = each.places[kept] * len(shapes) + shapes.index(each.shape)
             same = (each.program, each.period, number, not each.is_store)
-            columns.append([address, thread, *(np.full_like(address, x) for x in same)])
+            columns.append([slot[kept], thread, *(np.full_like(thread, x) for x in same)])
         address, thread, program, period, number, is_load = map(
             np.concatenate, zip(*columns, strict=True)
         )
