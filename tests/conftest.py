@@ -2,6 +2,10 @@
 
 import gc
 import os
+from contextlib import suppress
+from importlib import import_module
+from multiprocessing import forkserver
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,6 +60,22 @@ def pytest_configure(config):
     """Record durations where that is asked for."""
     if os.environ.get("MEGATRON_EXT_RECORD_DURATIONS"):
         config.pluginmanager.register(DurationRecorder(config))
+
+
+def pytest_collection():
+    """Have workers share what each of them would do at the start of a fresh checkout."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None:
+        return
+    # Its imports go on while tests are read from the disk.
+    forkserver.ensure_running()
+    # Each begins with files of its own: what one has compiled, the others read.
+    tests = Path(__file__).parent
+    files = sorted(tests.rglob("test_*.py"))
+    for file in files[int(worker[2:]) :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])]:
+        # pytest imports it again, and reports what is wrong.
+        with suppress(Exception, pytest.skip.Exception):
+            import_module(".".join(file.relative_to(tests.parent).with_suffix("").parts))
 
 
 def pytest_collection_modifyitems(items):
