@@ -13,6 +13,8 @@ from tests.absent_devices import seed_no_absent_device
 from tests.huge_pages import collapse_memory
 
 _MODULES = (
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
     "megatron.core.dist_checkpointing.strategies.torch",
     "megatron_ext.cli.main",
     "megatron_ext.ops.projected_kl.compiled_loops",
@@ -42,6 +44,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     import_module("tests.triton_interpreter").interpret_quickly()
 # Else each process that runs a compiled loop looks for extensions of numba, and imports them.
 sys.modules["numba.core.entrypoints"].init_all()
+# Else each process with a command line reads the sources of all flags for their help.
+import_module("megatron_ext.training.configuration.arguments").config_flags()
 seed_no_absent_device()
 gc.freeze()
 gc.set_threshold(100_000, 20, 20)
