@@ -96,13 +96,10 @@ class Objective:
         return total
 
 
-_WITHOUT_KERNELS: Final = ("strict_topk",)
-
-
 def _objective(name: str, options: dict[str, Any], implementation: str) -> Any:
     constructor = LOSS_REGISTRY[name]
     known = {field.name for field in dataclasses.fields(constructor)}  # type: ignore[arg-type]
-    if implementation == "triton" and ("implementation" not in known or name in _WITHOUT_KERNELS):
+    if implementation == "triton" and "implementation" not in known:
         raise NotThereError(f"{name} has no kernels")
     if "implementation" in known:
         return constructor(**options, implementation=implementation)

@@ -366,7 +366,7 @@ def _weighted_probs(out, values, count, peak, log_sum, weight):
 
 @entry_point
 def selected_gradient(first, stop, rows, columns, whole, rest, grad, gradient):
-    """``token_log_prob.write_selected_gradient`` for rows ``first`` to ``stop``.
+    """``selected_tokens.write_selected_gradient`` for rows ``first`` to ``stop``.
 
     Args:
         columns: As of ``selected_logits``.

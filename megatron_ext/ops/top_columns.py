@@ -1,7 +1,6 @@
 """Largest columns of rows, ties in the order of columns, and the normaliser of the rows.
 
-A column and its value are one int64 key, so that the choice among equal values does not depend on
-the layout. T rows, Vp local columns, K columns.
+T rows, Vp local columns, K columns.
 """
 
 from __future__ import annotations
@@ -14,75 +13,28 @@ import torch
 from megatron_ext.distributed.shard_collectives import gather_columns, group_size
 from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard, row_slices
 from megatron_ext.errors import LossError
-from megatron_ext.ops.launch import Implementation, check_implementation, uses_compiled
+from megatron_ext.ops.chunk_rows import ChunkRows
+from megatron_ext.ops.launch import (
+    Implementation,
+    check_implementation,
+    uses_compiled,
+    uses_triton,
+)
+from megatron_ext.ops.model_rows import ModelRows
 from megatron_ext.ops.softmax_statistics import row_statistics
+from megatron_ext.ops.sort_keys import (
+    NO_KEY,
+    key_columns,
+    key_values,
+    pack_pair,
+    sort_keys,
+    unpack_pair,
+)
 
-NO_KEY: Final = torch.iinfo(torch.int64).min
-"""Key below that of every value, -inf included."""
-
-_BITS: Final = 32
-_LOW: Final = (1 << _BITS) - 1
 _HALF_BITS: Final = 16
 _NO_COARSE_KEY: Final = torch.iinfo(torch.int32).min
-
-
-def sort_keys(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Keys int64 that sort as (value, -id): values [..., V] in fp32, ids below 2^32 [..., V]."""
-    # 0.0 and -0.0 are equal, but have other bits.
-    bits = (values.detach().float() + 0.0).view(torch.int32)
-    # The bits of negative numbers grow with their magnitude.
-    ordered = bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF)).to(torch.int64)
-    return ordered.bitwise_left_shift_(_BITS).bitwise_or_(_LOW - ids)
-
-
-def key_columns(keys: torch.Tensor) -> torch.Tensor:
-    """Columns int64 of keys from ``sort_keys``."""
-    return _LOW - (keys & _LOW)
-
-
-def key_values(keys: torch.Tensor) -> torch.Tensor:
-    """Values fp32 of keys from ``sort_keys``."""
-    ordered = (keys >> _BITS).to(torch.int32)
-    # Undoes the inversion of the bits of negative numbers in ``sort_keys``.
-    return torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).view(torch.float32)
-
-
-def pack_pair(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Pack two fp32 tensors into int64, bit for bit."""
-    high, low = (part.contiguous().view(torch.int32).to(torch.int64) for part in (first, second))
-    return (high << _BITS) | (low & _LOW)
-
-
-def unpack_pair(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Unpack the two fp32 tensors of ``pack_pair``."""
-    low = packed & _LOW
-    # int64 to int32 by value: the upper half of the range is the negative numbers.
-    low = torch.where(low > 0x7FFFFFFF, low - (1 << _BITS), low)
-    high = packed >> _BITS
-    return high.to(torch.int32).view(torch.float32), low.to(torch.int32).view(torch.float32)
-
-
-def largest_columns(
-    values: torch.Tensor, count: int, excluded: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Largest ``count`` values of each row, descending, and their columns int64: [C, count] each.
-
-    Args:
-        values: [C, V], not negative.
-        count: At most V.
-        excluded: bool [V], columns that come last, with the value -1.
-
-    Deterministic, on a GPU as well: fp32 values of fewer than all columns are chosen by a key that
-    holds value and column; others by a stable sort.
-    """
-    if excluded is not None:
-        values = values.masked_fill(excluded, -1.0)
-    if values.dtype != torch.float32 or count == values.shape[1]:
-        ordered, columns = values.sort(dim=-1, descending=True, stable=True)
-        return ordered[:, :count], columns[:, :count]
-    keys = sort_keys(values, torch.arange(values.shape[1], device=values.device))
-    columns = key_columns(keys.topk(count, dim=-1).values)
-    return values.gather(-1, columns), columns
+_MOST_CANDIDATES: Final = 1 << 24
+"""Candidates of rows that are chosen from at once, 8 bytes each."""
 
 
 def top_columns(
@@ -100,7 +52,8 @@ def top_columns(
     Args:
         logits: [T, Vp], any float dtype, compared in fp32.
         allowed: bool [Vp], the columns to choose from; None: all real ones.
-        implementation: Loops or torch; there is no kernel.
+        implementation: See ``ops.launch``. By kernel, columns whose probabilities are equal though
+            their logits are not, those below 1e-38 of the largest, say, may come in any order.
 
     Returns:
         int64 [T, k], the largest first, -1 where fewer are allowed. The same on every rank. One
@@ -145,8 +98,7 @@ def top_log_probs(
     Args:
         logits: [T, Vp], any float dtype, compared and summed in fp32; contiguous in its columns.
         k: At most the real vocabulary.
-        implementation: Implementation of the normaliser, one read of the logits by kernel. The
-            columns are found by compiled loops or by ``torch.topk``.
+        implementation: As of ``top_columns``.
 
     Collectives: one all-gather of int64 [T, min(k, Vp) + 1].
 
@@ -164,7 +116,7 @@ def top_log_probs(
     statistics = row_statistics(logits, shard, with_column=False, implementation=implementation)
     width = min(k, shard.width)
     packed = pack_pair(statistics.peak[0].float(), statistics.total[0].float())
-    keys = _local_keys(logits, k, shard, None, implementation)
+    keys = _local_keys(logits, k, shard, None, implementation, statistics.peak[0])
     local = torch.cat([keys, packed[:, None]], dim=-1)
     everywhere = gather_columns(local, shard.group)
     everywhere = everywhere.unflatten(-1, (group_size(shard.group), width + 1))
@@ -179,9 +131,18 @@ def _local_keys(
     shard: VocabShard,
     allowed: torch.Tensor | None = None,
     implementation: Implementation = "auto",
+    peak: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """This rank's largest keys, int64 [T, min(k, Vp)], ``NO_KEY`` where it has fewer columns."""
+    """This rank's largest keys, int64 [T, min(k, Vp)], ``NO_KEY`` where it has fewer columns.
+
+    Args:
+        peak: fp32 [T], the rows' largest logits of this rank, where they are known.
+    """
     excluded = shard.excluded_columns(logits.device, allowed)
+    if shard.valid_width and uses_triton(implementation, logits):
+        if peak is None:
+            peak = row_statistics(logits, shard, implementation=implementation).peak[0]
+        return _keys_by_kernel(logits, min(k, shard.width), shard, excluded, peak)
     if uses_compiled(implementation, logits):
         return _keys_by_loops(logits, min(k, shard.width), shard, excluded)
     ids = torch.arange(shard.start, shard.stop, device=logits.device)
@@ -238,6 +199,39 @@ def _keys_by_loops(
     arguments = flat_rows(logits), chosen.astype(np.int32), shard.start, keys.numpy()
     in_threads(lambda a, b: loops.largest_logits(a, b, *arguments), len(logits))
     return keys
+
+
+def _keys_by_kernel(
+    logits: torch.Tensor,
+    count: int,
+    shard: VocabShard,
+    excluded: torch.Tensor | None,
+    peak: torch.Tensor,
+) -> torch.Tensor:
+    """Of candidates with the largest ``exp(logit - peak)``, which sorted L1's kernel finds."""
+    from megatron_ext.ops.sorted_l1.kernel_steps import capacity_of, select_by_kernel
+
+    each = torch.arange(len(logits) + 1, dtype=torch.int32, device=logits.device)
+    rows = ModelRows(
+        logits,
+        ChunkRows(each[:-1], each, each[:-1].long()),
+        shard,
+        1.0,
+        LogSumExp(peak, torch.zeros_like(peak)),
+        LogSumExp(peak, peak),
+    )
+    keys = []
+    most = max(1, _MOST_CANDIDATES // capacity_of(count, shard.width))
+    for first in range(0, len(logits), most):
+        part = slice(first, min(first + most, len(logits)))
+        found = select_by_kernel(rows, part, count, excluded)
+        is_none = ~(found.values >= 0)
+        columns = found.columns.masked_fill(is_none, 0).long()
+        own = sort_keys(logits[part].gather(-1, columns), columns + shard.start)
+        keys.append(own.masked_fill_(is_none, NO_KEY).topk(count, dim=-1).values)
+    if not keys:
+        return each.new_empty(0, count, dtype=torch.int64)
+    return torch.cat(keys) if len(keys) > 1 else keys[0]
 
 
 def _merged(peak: torch.Tensor, total: torch.Tensor) -> LogSumExp:

@@ -10,10 +10,10 @@ from megatron_ext.distributed import vocab_parallel
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.ops.chunk_rows import ChunkedLogits
 from megatron_ext.ops.model_rows import pair_of_models
+from megatron_ext.ops.sort_keys import largest_columns
 from megatron_ext.ops.sorted_l1 import chunk_sorted_l1, evaluate_sorted_l1, sorted_l1_reference
 from megatron_ext.ops.sorted_l1.comparison import Largest, compare_sorted
 from megatron_ext.ops.sorted_l1.kernel_steps import capacity_of, select_by_kernel
-from megatron_ext.ops.top_columns import largest_columns
 from tests.ops.chunk_pair import FEW, MANY, ChunkPair
 from tests.ops.kernel_case import ALL_THREE, DEVICE, DTYPES, assert_as_exact, rounding
 

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.distributed import vocab_parallel
+from megatron_ext.ops.sort_keys import largest_columns
 from megatron_ext.ops.sorted_l1 import sorted_l1, sorted_l1_reference
 from megatron_ext.ops.sorted_l1.comparison import (
     Candidates,
@@ -13,7 +14,6 @@ from megatron_ext.ops.sorted_l1.comparison import (
     compare_sorted,
     select_largest,
 )
-from megatron_ext.ops.top_columns import largest_columns
 from tests.ops.kernel_case import kept_for_backward
 
 SIZES = {

@@ -9,19 +9,21 @@ from megatron_ext.distributed import vocab_parallel
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.losses.targets import topk_log_probs, topk_targets
-from megatron_ext.ops.top_columns import (
-    _local_keys,
-    _merged,
+from megatron_ext.ops.sort_keys import (
     key_columns,
     key_values,
     pack_pair,
     sort_keys,
+    unpack_pair,
+)
+from megatron_ext.ops.top_columns import (
+    _local_keys,
+    _merged,
     top_columns,
     top_log_probs,
     top_log_probs_reference,
-    unpack_pair,
 )
-from tests.ops.kernel_case import BOTH, DEVICE, DTYPES
+from tests.ops.kernel_case import BOTH, DEVICE, DTYPES, EVERY_COMBINATION
 
 pytest.importorskip("triton")
 
@@ -135,9 +137,16 @@ def test_a_number_that_the_vocabulary_lacks_is_refused(k):
         top_log_probs(logits, k, shard)
 
 
+WIDTHS = [("torch", 901), ("torch", 140_001), ("triton", 901)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("width", "k"), [(901, 1), (901, 300), (140_001, 2), (140_001, 63)])
-def test_of_equal_logits_the_first_that_are_allowed_are_taken(dtype, width, k):
+@pytest.mark.parametrize(
+    ("implementation", "width"),
+    [*WIDTHS, ("triton", 140_001)] if EVERY_COMBINATION else WIDTHS,
+)
+@pytest.mark.parametrize("k", [1, 63, 300])
+def test_of_equal_logits_the_first_that_are_allowed_are_taken(implementation, dtype, width, k):
     """Whole groups of equals, a part of which is kept, and signed zeros."""
     generator = torch.Generator().manual_seed(k)
     logits = torch.randint(-3, 4, (5, width), generator=generator).to(DEVICE, dtype)
@@ -148,5 +157,5 @@ def test_of_equal_logits_the_first_that_are_allowed_are_taken(dtype, width, k):
     chosen = allowed & (torch.arange(width) < width - 2)
     truth = logits.float().masked_fill(~chosen.to(DEVICE), -torch.inf)
     columns = torch.argsort(truth, dim=-1, descending=True, stable=True)[:, :k]
-    found = top_columns(logits, k, shard, allowed.to(DEVICE), implementation="torch")
+    found = top_columns(logits, k, shard, allowed.to(DEVICE), implementation=implementation)
     assert torch.equal(found, columns)

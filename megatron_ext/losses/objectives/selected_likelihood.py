@@ -13,7 +13,7 @@ import torch
 from megatron_ext.losses.base import DistillationInputs, LossOutput
 from megatron_ext.losses.objective import Evaluated, Scale, label_scales
 from megatron_ext.ops.launch import Implementation
-from megatron_ext.ops.token_log_prob import evaluate_selected_tokens, write_selected_gradient
+from megatron_ext.ops.selected_tokens import evaluate_selected_tokens, write_selected_gradient
 
 Compare = Callable[[torch.Tensor, torch.Tensor], LossOutput]
 """Function of log-probabilities [T, K + 1] with a graph, of the tokens and of the rest, and of the

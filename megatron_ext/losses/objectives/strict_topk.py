@@ -30,8 +30,9 @@ from megatron_ext.losses.targets import TeacherTargets, check_tail_temperature, 
 from megatron_ext.losses.vocabulary_match import VocabularyMatch
 from megatron_ext.ops.divergence import Divergence, check_divergence, divergence
 from megatron_ext.ops.launch import Implementation, check_implementation
-from megatron_ext.ops.token_log_prob import evaluate_selected_tokens
-from megatron_ext.ops.top_columns import sort_keys, top_columns
+from megatron_ext.ops.selected_tokens import evaluate_selected_tokens
+from megatron_ext.ops.sort_keys import sort_keys
+from megatron_ext.ops.top_columns import top_columns
 
 Tail = Literal["renormalise", "bucket"]
 
@@ -86,8 +87,8 @@ class StrictTopKLoss(FusedObjective):
     total mass of the top tokens. ``renormalise``: only their proportions count."""
 
     implementation: Implementation = "auto"
-    """Implementation of the choice of tokens and of the student's log-probabilities, by torch where
-    kernels are asked for: it has none."""
+    """``auto``, ``triton``, ``cpu`` or ``torch``, see ``ops/launch``; at a temperature other than 1
+    no kernel reads the student."""
 
     def __post_init__(self) -> None:
         check_implementation("strict_topk", self.implementation)

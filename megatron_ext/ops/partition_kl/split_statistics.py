@@ -241,19 +241,47 @@ def _by_kernel(
     temperature: float,
     also_unscaled: bool,
 ) -> SplitStatistics:
+    return statistics_of_sets(
+        logits,
+        split.of_row,
+        split.bits(),
+        shard,
+        ends=(split.shared.leading, split.shared.end),
+        temperature=temperature,
+        also_unscaled=also_unscaled,
+    )
+
+
+def statistics_of_sets(
+    logits: torch.Tensor,
+    of_row: torch.Tensor,
+    bits: torch.Tensor,
+    shard: VocabShard,
+    *,
+    ends: tuple[int, int] = (0, 0),
+    temperature: float = 1.0,
+    also_unscaled: bool = False,
+) -> SplitStatistics:
+    """``split_statistics`` by kernel, one launch.
+
+    Args:
+        of_row: int32 [T]: row of ``bits`` with a row's members; -1 for a row without members, -2
+            for one that is not read.
+        bits: As ``RowSplit.bits`` makes them.
+        ends: Columns before the first member of row 0 of ``bits``, and up to the last.
+    """
     from megatron_ext.ops.partition_kl.triton_kernels import split_statistics_kernel
 
     rows, width = len(logits), shard.valid_width
     sums = torch.empty(3, 2, rows, dtype=torch.float32, device=logits.device)
     column = torch.empty(rows, dtype=torch.int64, device=logits.device)
     is_masked = torch.empty(rows, dtype=torch.bool, device=logits.device)
-    bits = split.bits()
     has_unscaled = temperature != 1.0 and also_unscaled
 
     def launch(config: LaunchConfig) -> None:
         split_statistics_kernel[(rows,)](
             logits,
-            split.of_row,
+            of_row,
             bits,
             sums,
             column,
@@ -263,8 +291,7 @@ def _by_kernel(
             logits.shape[1],
             rows,
             bits.shape[1],
-            split.shared.leading,
-            split.shared.end,
+            *ends,
             temperature,
             HAS_TEMPERATURE=temperature != 1.0,
             HAS_UNSCALED=has_unscaled,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from megatron_ext.distributed.shard_collectives import gather_columns, group_size
-from megatron_ext.ops.top_columns import largest_columns
+from megatron_ext.ops.sort_keys import largest_columns
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
