@@ -16,6 +16,7 @@ alone. Torch operators are counted by ``traffic.Traffic``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Final, Literal
 
 from .microbatch import Shape
@@ -125,6 +126,22 @@ def _gold(shape: Shape, size: int) -> Launches:
     ]
 
 
+def _strict_topk(shape: Shape, size: int, *, has_labels: bool = False) -> Launches:
+    """``ops/selected_tokens``: the teacher's top tokens, and both models' logits beside the rest's.
+
+    Selected columns are a bit of each, set to 0 and read.
+    """
+    student, others = logits_bytes(shape, size)
+    return [
+        *_statistics(shape, size),
+        ("teacher: largest logit", 1.0 * others),
+        ("teacher: selection in three passes", 3.0 * others),
+        ("bits of selected columns", (student + others) / (4.0 * size)),
+        *([("student: largest logit", 1.0 * student)] if has_labels else []),
+        ("student read, gradient written", 2.0 * student),
+    ]
+
+
 LAUNCHES: Final[dict[str, Callable[[Shape, int], Launches]]] = {
     "projected_kl": _projected_kl,
     "projected_kl + next_token": _projected_kl,
@@ -135,6 +152,8 @@ LAUNCHES: Final[dict[str, Callable[[Shape, int], Launches]]] = {
     "gold": _gold,
     "uld": _uld,
     "uld + next_token": _uld,
+    "strict_topk": _strict_topk,
+    "strict_topk + next_token": partial(_strict_topk, has_labels=True),
     "alm": _alm,
     "alm + next_token": _alm,
     "next_token": _next_token,
