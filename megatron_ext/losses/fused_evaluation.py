@@ -10,12 +10,9 @@ from dataclasses import replace
 
 import torch
 
-from megatron_ext.distributed.vocab_parallel import merge_argmax
 from megatron_ext.losses.base import DistillationInputs, LossOutput
 from megatron_ext.losses.objective import FusedObjective, Objective, Scale, is_zero
 from megatron_ext.losses.objectives.next_token import NextTokenLoss
-from megatron_ext.ops.launch import Implementation
-from megatron_ext.ops.softmax_statistics import row_statistics
 
 
 def weighted_sum(outputs: Mapping[str, LossOutput], scales: Mapping[str, Scale]) -> torch.Tensor:
@@ -51,8 +48,7 @@ def evaluate_together(
         gradient: [n, Vp], n = B T, receives the gradient; can be the logits. None: none is
             computed.
 
-    Collectives: those of the objectives, forward and backward, and two all-reduces of [n] for the
-    accuracy where the cross-entropy is evaluated with another objective.
+    Collectives: those of the objectives, forward and backward.
     """
     scaled = {name: each for name, each in objectives.items() if not is_zero(scales[name])}
     with torch.no_grad():
@@ -78,10 +74,6 @@ def _evaluate_scaled(
         return _under_autograd(objectives, scales, inputs, gradient)
     objective = objectives[main]
     assert isinstance(objective, FusedObjective)
-    top_column = None
-    if labelled is not None and not objective.gives_top_column:
-        # Read before the gradient is written over the logits.
-        top_column = _top_column(inputs, objective.implementation)
     evaluated = objective.evaluate(
         inputs,
         scale=scales[main],
@@ -93,21 +85,9 @@ def _evaluate_scaled(
         next_token = objectives[labelled]
         assert isinstance(next_token, NextTokenLoss)
         assert evaluated.token_loss is not None
-        top_column = evaluated.top_column if top_column is None else top_column
-        assert top_column is not None
-        outputs[labelled] = next_token.output(inputs, evaluated.token_loss, top_column)
+        assert evaluated.top_column is not None
+        outputs[labelled] = next_token.output(inputs, evaluated.token_loss, evaluated.top_column)
     return outputs
-
-
-def _top_column(inputs: DistillationInputs, implementation: Implementation) -> torch.Tensor:
-    """Global column int64 [B Ts] of each student row's largest logit."""
-    shard = inputs.student_shard
-    logits = inputs.student_logits.flatten(0, 1)
-    found = row_statistics(logits, shard, implementation=implementation)
-    if shard.group is None:
-        return found.column
-    best = found.peak[0].masked_fill(found.total[0] == 0, -torch.inf)
-    return merge_argmax(best, found.column + shard.start, shard.group)
 
 
 def _in_one_pass(

@@ -231,7 +231,8 @@ class Evaluated(NamedTuple):
     """[B Ts] cross-entropy of each label; None where not requested."""
 
     top_column: torch.Tensor | None = None
-    """int64 [B Ts]: global column of the largest logit, where ``gives_top_column``."""
+    """int64 [B Ts]: global column of the largest logit, the first of equals, of rows with a label;
+    beside ``token_loss``."""
 
 
 class FusedObjective(Objective):
@@ -239,9 +240,6 @@ class FusedObjective(Objective):
 
     The pass can compute the cross-entropy of the same rows with them.
     """
-
-    gives_top_column: ClassVar[bool] = False
-    """Whether ``evaluate`` finds each row's largest logit with the cross-entropy."""
 
     implementation: Implementation
     """How it is computed, sums for metrics and the gradient's scale included."""

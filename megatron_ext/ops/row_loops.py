@@ -307,6 +307,13 @@ def peak_of(values, count):
     return top, place
 
 
+@loop_part(fastmath=SUMS)
+def largest_place(values, count):
+    """The first place of the largest value."""
+    top, start = peak_of(values, count)
+    return start + first_place(values[start:], count - start, top)
+
+
 @entry_point
 def row_statistics(first, stop, rows, members, read, with_column, peak, total, column):
     """Peaks, sums of exponentials and places of the peaks of rows ``first`` to ``stop``.

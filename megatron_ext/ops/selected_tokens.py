@@ -13,6 +13,7 @@ from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.distributed.vocab_parallel import (
     LogSumExp,
     VocabShard,
+    merge_argmax,
     merge_log_sum_exp,
     row_slices,
     scaled_logits,
@@ -45,6 +46,35 @@ class SelectedTokens(NamedTuple):
     rest: LogSumExp
     """[T] over the columns that are not selected."""
 
+    top_column: torch.Tensor | None = None
+    """int64 [T]: global column of the largest logit, the first of equals, if that is asked for."""
+
+
+class _LocalTokens(NamedTuple):
+    """What this rank has of each row."""
+
+    picked: torch.Tensor
+    """[T, K] selected logits over the temperature, 0 for those that it does not have."""
+
+    peak: torch.Tensor
+    """[T] of its other columns, 0 where there is none."""
+
+    total: torch.Tensor
+    """[T]: sum of ``exp(logit / tau - peak)`` over them."""
+
+    top_column: torch.Tensor | None
+    """int64 [T]: this rank's column of the largest logit."""
+
+    def largest(self, is_here: torch.Tensor) -> torch.Tensor:
+        """The largest logit [T] over the temperature, -inf where there is none.
+
+        Args:
+            is_here: bool [T, K]: selected columns that this rank has.
+        """
+        picked = self.picked.masked_fill(~is_here, -torch.inf)
+        others = self.peak.masked_fill(self.total == 0, -torch.inf)
+        return torch.cat([picked, others[:, None]], dim=1).amax(dim=1)
+
 
 _ENTRIES: Final = 256
 """Selected columns that a program writes."""
@@ -57,27 +87,35 @@ def evaluate_selected_tokens(
     shard: VocabShard,
     *,
     temperature: float = 1.0,
+    with_top_column: bool = False,
     implementation: Implementation = "auto",
 ) -> SelectedTokens:
     """``log_softmax(logits / temperature)`` at ``token_id``, and the logarithm of the rest's mass.
 
-    In fp32, fp64 for fp64 logits. Two all-reduces of [T] and one of [T, K].
+    In fp32, fp64 for fp64 logits. Two all-reduces of [T] and one of [T, K], with the top column two
+    more of [T].
 
     Args:
         logits: [T, Vp], any float dtype; not copied whole.
         token_id: int64 [T, K], global and each once in a row; a negative id is no token. The same
             on every rank.
+        with_top_column: Compute ``SelectedTokens.top_column``.
         implementation: See ``ops.launch``; kernels at temperature 1, else torch.
     """
-    local = _local
+    read = _local
     if _uses_kernels(implementation, logits, shard, temperature):
-        local = _local_by_kernel
+        read = _local_by_kernel
     elif uses_compiled(implementation, logits):
-        local = _local_by_loops
+        read = _local_by_loops
     column = local_column(token_id, shard).contiguous()
-    picked, peak, total = local(logits.detach(), column, shard, temperature)
-    rest = merge_log_sum_exp(peak, total, shard.group)
-    picked = all_reduce_sum(picked, shard.group).masked_fill(token_id < 0, -torch.inf)
+    local = read(logits.detach(), column, shard, temperature, with_top_column)
+    rest = merge_log_sum_exp(local.peak, local.total, shard.group)
+    picked = all_reduce_sum(local.picked, shard.group).masked_fill(token_id < 0, -torch.inf)
+    top_column = local.top_column
+    if top_column is not None:
+        top_column = top_column + shard.start
+        if shard.group is not None:
+            top_column = merge_argmax(local.largest(column >= 0), top_column, shard.group)
 
     entries = torch.cat([picked, (rest.peak + rest.log_sum)[:, None]], dim=-1)
     top = entries.amax(dim=-1)
@@ -87,7 +125,11 @@ def evaluate_selected_tokens(
     entries = torch.cat([picked - top[:, None], of_rest[:, None]], dim=-1)
     log_total = entries.exp().sum(dim=-1).log()
     return SelectedTokens(
-        entries - log_total[:, None], column, LogSumExp(top, log_total), LogSumExp(*rest)
+        entries - log_total[:, None],
+        column,
+        LogSumExp(top, log_total),
+        LogSumExp(*rest),
+        top_column,
     )
 
 
@@ -202,8 +244,12 @@ def _write_by_kernel(
 
 
 def _local_by_kernel(
-    logits: torch.Tensor, column: torch.Tensor, shard: VocabShard, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits: torch.Tensor,
+    column: torch.Tensor,
+    shard: VocabShard,
+    temperature: float,
+    with_top_column: bool,
+) -> _LocalTokens:
     """As ``_local``."""
     rows, is_here = len(column), column >= 0
     place = column.masked_fill(~is_here, 0)
@@ -214,24 +260,30 @@ def _local_by_kernel(
     # Each column comes once in a row, so that the sum sets bits.
     word = number[:, None].long() * words + place // 32
     bits.view(-1).index_add_(0, word.view(-1), one.masked_fill_(~is_here, 0).view(-1))
-    rest = statistics_of_sets(logits, number, bits, shard).others
+    found = statistics_of_sets(logits, number, bits, shard, for_labels=with_top_column)
     picked = logits.gather(-1, place).float().masked_fill_(~is_here, 0.0)
-    return picked, rest.peak, rest.total
+    return _LocalTokens(picked, *found.others, found.top_column)
 
 
 def _local_by_loops(
-    logits: torch.Tensor, column: torch.Tensor, shard: VocabShard, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits: torch.Tensor,
+    column: torch.Tensor,
+    shard: VocabShard,
+    temperature: float,
+    with_top_column: bool,
+) -> _LocalTokens:
     """As ``_local``."""
     from megatron_ext.ops import selection_loops as loops
     from megatron_ext.ops.row_loops import flat_rows, in_threads
 
     picked = torch.empty(column.shape)
     peak, total = torch.empty(2, len(logits))
+    top_column = torch.empty(len(logits) if with_top_column else 0, dtype=torch.int64)
     rows = flat_rows(logits, shard.valid_width, temperature)
-    arguments = rows, column.numpy(), picked.numpy(), peak.numpy(), total.numpy()
+    written = (part.numpy() for part in (picked, peak, total, top_column))
+    arguments = rows, column.numpy(), *written
     in_threads(lambda a, b: loops.selected_logits(a, b, *arguments), len(logits))
-    return picked, peak, total
+    return _LocalTokens(picked, peak, total, top_column if with_top_column else None)
 
 
 def _write_by_loops(
@@ -261,23 +313,26 @@ def _local(
     column: torch.Tensor,
     shard: VocabShard,
     temperature: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """This rank's selected logits [T, K], 0 for others; peak and sum [T] of its rest."""
+    with_top_column: bool,
+) -> _LocalTokens:
     excluded = shard.excluded_columns(logits.device)
-    slices: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    slices: list[tuple[torch.Tensor, ...]] = []
     for rows in row_slices(*logits.shape, device=logits.device):
         scaled = scaled_logits(logits[rows], temperature, excluded)
         place, here, selected = _selected(column[rows], scaled)
         picked = torch.where(here, scaled.gather(-1, place), 0.0)
+        top_column = [scaled.argmax(dim=-1)] if with_top_column else []
         scaled.masked_fill_(selected, -torch.inf)
         peak = scaled.amax(dim=-1)
         peak = peak.masked_fill(peak == -torch.inf, 0.0)
-        slices.append((picked, peak, scaled.sub_(peak[:, None]).exp_().sum(dim=-1)))
+        total = scaled.sub_(peak[:, None]).exp_().sum(dim=-1)
+        slices.append((picked, peak, total, *top_column))
     if not slices:
         empty = scaled_logits(logits[:, 0], temperature, None)
-        return empty.new_zeros(column.shape), empty, empty.clone()
-    picked, peak, total = (torch.cat(parts) for parts in zip(*slices, strict=True))
-    return picked, peak, total
+        top = empty.long() if with_top_column else None
+        return _LocalTokens(empty.new_zeros(column.shape), empty, empty.clone(), top)
+    picked, peak, total, *columns = (torch.cat(parts) for parts in zip(*slices, strict=True))
+    return _LocalTokens(picked, peak, total, columns[0] if columns else None)
 
 
 def _selected(

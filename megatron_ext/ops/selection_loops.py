@@ -27,6 +27,7 @@ from megatron_ext.ops.row_loops import (
     fill,
     gather_block,
     label_weights,
+    largest_place,
     load_block,
     peak_of,
     store_block,
@@ -337,16 +338,19 @@ def largest_logits(first, stop, rows, allowed, id_of_first, out):
 
 
 @entry_point
-def selected_logits(first, stop, rows, columns, picked, peak, total):
+def selected_logits(first, stop, rows, columns, picked, peak, total, top_column):
     """Logits of selected columns, and peaks and sums of exponentials of all others.
 
     Args:
         columns: int64 [T, K], each once in a row, -1 for none.
         picked: fp32 [T, K], written, 0 for none; so are ``peak`` and ``total`` [T].
+        top_column: int64 [T], written: of the largest logit; or [0].
     """
     values = np.empty(rows.width, dtype=np.float32)
     for row in range(first, stop):
         load_block(values, rows, row, 0, rows.width)
+        if top_column.size:
+            top_column[row] = largest_place(values, rows.width)
         for i in range(columns.shape[1]):
             column = columns[row, i]
             picked[row, i] = values[column] if column >= 0 else _ZERO

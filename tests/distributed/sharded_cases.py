@@ -256,7 +256,9 @@ CASES: dict[str, Case] = {
     "uld by position": _objective("uld", alignment="position"),
     "uld by position with labels": _objective("uld", alignment="position", has_labels=True),
     "uld with labels": _objective("uld", temperature=1.4, has_labels=True),
-    "strict top-k with labels": _objective("strict_topk", top_k=4, has_labels=True),
+    "strict top-k with labels": _objective(
+        "strict_topk", top_k=4, has_labels=True, is_rounded=True
+    ),
     "vocabulary KL to top-k targets with labels": _objective(
         "vocab_kl", same_tokenizer=True, kind="topk", has_labels=True
     ),
@@ -283,7 +285,9 @@ CASES: dict[str, Case] = {
     "partition KL in slices": _partition(slice_elements=60),
     "partition KL without chunks": _partition(chunks=0),
     "partition KL to top-k targets": _partition(kind="topk"),
+    "partition KL with labels": _partition(temperature=1.4, has_labels=True, is_rounded=True),
     "byte prefixes": _prefixes(temperature=1.4),
+    "byte prefixes with labels": _prefixes(has_labels=True, is_rounded=True),
     "reverse byte prefixes": _prefixes(direction="reverse", smoothing=0.01),
     "Jensen-Shannon byte prefixes": _prefixes(direction="jensen_shannon"),
     "byte prefixes in slices": _prefixes(slice_elements=60),

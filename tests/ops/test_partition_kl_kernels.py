@@ -199,6 +199,11 @@ def test_rests_and_agreement_are_those_of_torch(by):
 def test_cross_entropy_rides_along(direction, temperature, implementation):
     case = Case.random(sizes=((1, 1), (1, 2), (2, 1)))
     rows, vocab = case.student_logits.shape
+    # Equal largest logits, of a shared token and of others.
+    shared = {own for own, _ in case.shared}
+    others = [column for column in range(vocab) if column not in shared]
+    for row, tied in enumerate(([min(shared), others[-1]], [max(shared), others[0]], others[1:3])):
+        case.student_logits[row, tied] = 20.0
     labels = torch.arange(rows) * 5 % vocab
     # One label is among the chosen columns of its row.
     labels[case.chains[1].student_rows[0]] = case.chains[1].student_prefix[0]
@@ -235,6 +240,7 @@ def test_cross_entropy_rides_along(direction, temperature, implementation):
     losses = torch.nn.functional.cross_entropy(case.student_logits, labels, reduction="none")
     torch.testing.assert_close(token_loss.cpu().double(), losses, rtol=1e-6, atol=1e-6)
     assert token_loss[2] == 0
+    assert torch.equal(values.top_column.cpu(), case.student_logits.float().argmax(dim=-1))
 
 
 def test_logits_that_kernels_do_not_read_are_refused():

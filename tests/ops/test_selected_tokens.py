@@ -11,7 +11,7 @@ from megatron_ext.ops.selected_tokens import (
     write_selected_gradient,
 )
 from megatron_ext.ops.top_columns import top_columns
-from tests.ops.kernel_case import DEVICE, DTYPES, assert_as_exact, combinations, rounding
+from tests.ops.kernel_case import ALL_THREE, DEVICE, DTYPES, assert_as_exact, combinations, rounding
 
 pytest.importorskip("triton")
 
@@ -157,6 +157,29 @@ def test_values_and_gradient_are_the_references_in_logits_of_any_dtype(
     assert_as_exact(grad[:, :-3], same[1], exact[1], slack=2e-6 + rounding(dtype))
     assert not grad[:, -3:].any()
     assert not grad[4:6].any()
+
+
+@pytest.mark.usefixtures("nan_filled")
+@ALL_THREE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 1.3])
+def test_the_largest_column_is_the_first_of_equals(implementation, dtype, temperature):
+    logits = torch.randn(6, 37).to(dtype)
+    # Selected alone, not selected alone, and both, in either order; a masked row.
+    for row, columns in enumerate(([5, 9], [20, 3], [5, 20], [3, 9])):
+        logits[row, columns] = 8.0
+    logits[4] = -torch.inf
+    ids = torch.tensor([5, 9, 30, -1]).expand(6, 4).to(DEVICE)
+    padded = torch.nn.functional.pad(logits, (0, 3), value=80.0).to(DEVICE)
+    found = evaluate_selected_tokens(
+        padded,
+        ids,
+        _shard(37, 3),
+        temperature=temperature,
+        with_top_column=True,
+        implementation=implementation,
+    )
+    assert torch.equal(found.top_column.cpu(), logits.argmax(dim=-1))
 
 
 @COMPILED

@@ -167,6 +167,7 @@ class BytePrefixLoss(FusedObjective):
                 )
             )
         token_loss = [part.token_loss for part in values if part.token_loss is not None]
+        top_column = [part.top_column for part in values if part.top_column is not None]
 
         def bad() -> torch.Tensor:
             student = torch.cat([part.bad()[0] for part in values])
@@ -175,6 +176,7 @@ class BytePrefixLoss(FusedObjective):
         return Evaluated(
             replace(self._output(inputs, values, torch.cat(used)), bad=bad),
             torch.cat(token_loss) if token_loss else None,
+            torch.cat(top_column) if top_column else None,
         )
 
     def tells_bad(self, inputs: DistillationInputs) -> bool:

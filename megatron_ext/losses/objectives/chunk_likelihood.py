@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -61,8 +61,6 @@ class LikelihoodObjective(FusedObjective):
     """
 
     __slots__ = ()
-
-    gives_top_column: ClassVar[bool] = True
 
     implementation: Implementation
 

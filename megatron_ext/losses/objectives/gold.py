@@ -73,7 +73,6 @@ class GoldLoss(FusedObjective):
     """
 
     name: ClassVar[str] = "gold"
-    gives_top_column: ClassVar[bool] = True
     summary: ClassVar[str] = "tokens that both vocabularies have, and the rest sorted"
 
     temperature: float = 1.0

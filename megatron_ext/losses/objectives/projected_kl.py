@@ -78,7 +78,6 @@ class ProjectedKLLoss(FusedObjective):
 
     name: ClassVar[str] = "projected_kl"
     summary: ClassVar[str] = "distributions, carried onto the teacher's vocabulary; the default"
-    gives_top_column: ClassVar[bool] = True
 
     temperature: float = 1.0
     """tau, at which both distributions are compared."""

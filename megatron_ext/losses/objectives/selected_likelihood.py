@@ -13,11 +13,15 @@ import torch
 from megatron_ext.losses.base import DistillationInputs, LossOutput
 from megatron_ext.losses.objective import Evaluated, Scale, label_scales
 from megatron_ext.ops.launch import Implementation
-from megatron_ext.ops.selected_tokens import evaluate_selected_tokens, write_selected_gradient
+from megatron_ext.ops.selected_tokens import (
+    SelectedTokens,
+    evaluate_selected_tokens,
+    write_selected_gradient,
+)
 
-Compare = Callable[[torch.Tensor, torch.Tensor], LossOutput]
-"""Function of log-probabilities [T, K + 1] with a graph, of the tokens and of the rest, and of the
-logarithm [T] of the rows' sums, which tells of bad numbers."""
+Compare = Callable[[torch.Tensor, SelectedTokens], LossOutput]
+"""Function of log-probabilities [T, K + 1] with a graph, of the tokens and of the rest, and of what
+was found of the rows."""
 
 
 def evaluate_selected(
@@ -29,6 +33,7 @@ def evaluate_selected(
     scale: Scale,
     ce_scale: Scale | None,
     gradient: torch.Tensor | None,
+    with_top_column: bool = False,
     implementation: Implementation,
 ) -> Evaluated:
     """``FusedObjective.evaluate`` of an objective that reads the student at ``token_id``.
@@ -39,6 +44,7 @@ def evaluate_selected(
     Args:
         token_id: int64 [T, K], each once in a row, negative for none.
         temperature: 1 with the cross-entropy.
+        with_top_column: Whether ``compare`` reads the largest columns.
     """
     logits, shard = inputs.student_logits.flatten(0, 1), inputs.student_shard
     labels, place, asked = inputs.labels.flatten(), None, token_id
@@ -48,13 +54,18 @@ def evaluate_selected(
         is_apart = (place == token_id.shape[1]) & (labels >= 0) & (labels < shard.vocab_size)
         asked = torch.cat([token_id, torch.where(is_apart, labels, -1)[:, None]], dim=1)
     found = evaluate_selected_tokens(
-        logits, asked, shard, temperature=temperature, implementation=implementation
+        logits,
+        asked,
+        shard,
+        temperature=temperature,
+        with_top_column=ce_scale is not None or with_top_column,
+        implementation=implementation,
     )
     needs_gradient = gradient is not None
     log_prob = found.log_prob.requires_grad_(needs_gradient)
     with torch.set_grad_enabled(needs_gradient):
         read = log_prob if place is None else _with_label_in_the_rest(log_prob)
-        output = compare(read, found.whole.log_sum)
+        output = compare(read, found)
     if gradient is not None:
         (grad,) = torch.autograd.grad(output.loss_sum, log_prob, materialize_grads=True)
         grad = grad * scale
@@ -72,10 +83,10 @@ def evaluate_selected(
         )
     output = replace(output, loss_sum=output.loss_sum.detach())
     if place is None:
-        return Evaluated(output, None)
+        return Evaluated(output, None, found.top_column)
     loss = -log_prob.detach().gather(1, place[:, None])[:, 0]
     loss = loss.masked_fill(labels < 0, 0.0).masked_fill(labels >= shard.vocab_size, torch.nan)
-    return Evaluated(output, loss)
+    return Evaluated(output, loss, found.top_column)
 
 
 def _place_of(labels: torch.Tensor, token_id: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ from megatron_ext.losses.targets import TeacherTargets, check_tail_temperature, 
 from megatron_ext.losses.vocabulary_match import VocabularyMatch
 from megatron_ext.ops.divergence import Divergence, check_divergence, divergence
 from megatron_ext.ops.launch import Implementation, check_implementation
-from megatron_ext.ops.selected_tokens import evaluate_selected_tokens
+from megatron_ext.ops.selected_tokens import SelectedTokens, evaluate_selected_tokens
 from megatron_ext.ops.sort_keys import sort_keys
 from megatron_ext.ops.top_columns import top_columns
 
@@ -145,7 +145,7 @@ class StrictTopKLoss(FusedObjective):
         alignment: AlignmentBatch,
         top: _TopTokens,
         log_prob: torch.Tensor,
-        log_sum: torch.Tensor,
+        found: SelectedTokens,
     ) -> LossOutput:
         """The loss from the student's log-probabilities [T, K + 1]."""
         log_q = log_prob[alignment.student_spans[:, 0]]
@@ -154,10 +154,10 @@ class StrictTopKLoss(FusedObjective):
         named = slice(0, log_p.shape[1] - 1)
         if self.tail == "renormalise":
             log_p, log_q = _renormalised(log_p[:, :-1]), _renormalised(log_q[:, :-1])
-        found = divergence(
+        divergences = divergence(
             log_p, log_q, self.direction, self.mixture, implementation=self.implementation
         )
-        chunk_loss = self.temperature**2 * found
+        chunk_loss = self.temperature**2 * divergences
         agreement = log_p[:, named].argmax(dim=-1) == log_q[:, named].argmax(dim=-1)
         output = chunk_output(
             inputs,
@@ -168,7 +168,7 @@ class StrictTopKLoss(FusedObjective):
         )
         if top.log_sum is None:
             return output
-        return replace(output, bad=self.flags(inputs, log_sum, top.log_sum))
+        return replace(output, bad=self.flags(inputs, found.whole.log_sum, top.log_sum))
 
     def tells_bad(self, inputs: DistillationInputs) -> bool:
         """True with all of the teacher's logits: a row of NaN or +inf has no sum."""

@@ -71,7 +71,6 @@ class ULDLoss(FusedObjective):
     """
 
     name: ClassVar[str] = "uld"
-    gives_top_column: ClassVar[bool] = True
     summary: ClassVar[str] = (
         "sorted probabilities, whatever the tokens; for vocabularies without common tokens"
     )

@@ -12,7 +12,6 @@ from typing import ClassVar
 import torch
 
 from megatron_ext.constants import IGNORE_INDEX
-from megatron_ext.distributed.vocab_parallel import vocab_argmax
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, LossOutput, Over
 from megatron_ext.losses.checks import check_same_tokenizer, check_student
@@ -30,6 +29,7 @@ from megatron_ext.losses.objectives.selected_likelihood import evaluate_selected
 from megatron_ext.losses.targets import TeacherTargets, check_tail_temperature, topk_log_probs
 from megatron_ext.ops.divergence import Divergence, DivergenceOptions, check_divergence, divergence
 from megatron_ext.ops.launch import Implementation, check_implementation
+from megatron_ext.ops.selected_tokens import SelectedTokens
 from megatron_ext.ops.sums import CountedChunks, chunk_sums
 from megatron_ext.ops.vocab_kl import evaluate_vocab_kl
 
@@ -46,7 +46,7 @@ class VocabKLLoss(FusedObjective):
     Teacher targets: ``logits`` and ``hidden`` are compared on every token (``ops/vocab_kl``: four
     all-reduces, 52 T bytes a rank; before them ``TeacherTargets.logits_over``). ``topk`` is
     compared on its K tokens and all others as one, which never exceeds the divergence on every
-    token (``ops/token_log_prob``: three all-reduces, 4 T (K + 2) bytes, and two of the metrics); at
+    token (``ops/selected_tokens``: three all-reduces, 4 T (K + 2) bytes, two of the metrics); at
     temperature 1 only, since the mass of the tail is not known at another. ``label`` is refused.
 
     Metrics: ``teacher_entropy`` (nats a token; with ``topk``, of the K + 1 entries),
@@ -59,7 +59,6 @@ class VocabKLLoss(FusedObjective):
     """
 
     name: ClassVar[str] = "vocab_kl"
-    gives_top_column: ClassVar[bool] = True
     summary: ClassVar[str] = "every token; for a teacher with the student's own tokenizer"
 
     temperature: float = 1.0
@@ -167,28 +166,25 @@ class VocabKLLoss(FusedObjective):
         check_tail_temperature(self.temperature, objective="vocab_kl")
         assert teacher.topk_ids is not None
         ids = teacher.topk_ids.flatten(0, 1)
-        # Read before the gradient is written over the logits.
-        top_column = vocab_argmax(inputs.student_logits.flatten(0, 1), inputs.student_shard)
-        evaluated = evaluate_selected(
+        return evaluate_selected(
             inputs,
             ids,
-            partial(self._compare, inputs, teacher, ids, top_column),
+            partial(self._compare, inputs, teacher, ids),
             temperature=1.0,
             scale=scale,
             ce_scale=ce_scale,
             gradient=gradient,
+            with_top_column=True,
             implementation=self.implementation,
         )
-        return evaluated._replace(top_column=top_column)
 
     def _compare(
         self,
         inputs: DistillationInputs,
         teacher: TeacherTargets,
         ids: torch.Tensor,
-        top_column: torch.Tensor,
         log_q: torch.Tensor,
-        _: torch.Tensor,
+        found: SelectedTokens,
     ) -> LossOutput:
         """The loss from the student's log-probabilities [T, K + 1]."""
         log_p = topk_log_probs(teacher).to(log_q.dtype)
@@ -197,10 +193,11 @@ class VocabKLLoss(FusedObjective):
         )
         p = log_p.exp()
         entropy = -(p * log_p.masked_fill(p == 0, 0.0)).sum(dim=-1)
+        assert found.top_column is not None
         teacher_top = ids.gather(-1, log_p[:, :-1].argmax(dim=-1, keepdim=True))[:, 0]
         means = {
             "teacher_entropy": entropy,
-            "top1_agreement": top_column == teacher_top,
+            "top1_agreement": found.top_column == teacher_top,
             "rest_mass": p[:, -1],
         }
         return self._output(inputs, row_loss, means)

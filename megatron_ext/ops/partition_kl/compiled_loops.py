@@ -35,6 +35,7 @@ from megatron_ext.ops.row_loops import (
     fill,
     first_place,
     gather_block,
+    largest_place,
     load_block,
     log_probs,
     peak_of,
@@ -83,13 +84,14 @@ def _sums(values, count):
 
 
 @entry_point
-def split_statistics(first, stop, rows, plain, split, sums, column, is_masked):
+def split_statistics(first, stop, rows, plain, split, sums, column, is_masked, top_column):
     """Statistics of rows ``first`` to ``stop``, as ``split_statistics_kernel``.
 
     Args:
         rows: Logits at the temperature of the members; ``plain``: at 1.
         sums: fp32 [3, 2, T], written: members, others, and members at temperature 1.
         column: int64 [T], of the largest member; ``is_masked`` bool [T].
+        top_column: int64 [T], of the largest logit, or [0].
     """
     width = rows.width
     values, kept = np.empty(width, dtype=np.float32), np.empty(width, dtype=np.float32)
@@ -106,6 +108,8 @@ def split_statistics(first, stop, rows, plain, split, sums, column, is_masked):
                     own[place] = True
         load_block(values, plain, row, 0, width)
         is_masked[row] = _masked_members(values, members, width) > 0
+        if top_column.size:
+            top_column[row] = largest_place(values, width)
         _where(kept, values, members, False, width)
         sums[1, 0, row], sums[1, 1, row] = _sums(kept, width)
         _where(kept, values, members, True, width)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard
+from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard, merge_argmax
 from megatron_ext.errors import LossError
 from megatron_ext.ops.chunk_rows import ExpSums, merge_exp_sums, merge_top_columns
 from megatron_ext.ops.labels import LabelRows, LabelTerm, label_losses, label_rows
@@ -160,7 +160,13 @@ def evaluate_partition_kl(
 
     compare = _chains_by_kernel if by == "triton" else _chains
     chain = compare(models, merged, masses, plan, second, tokens, given[0], gradient)
-    return PartitionValues(single, chain, token_loss, lambda: [part.told() for part in merged])
+    return PartitionValues(
+        single,
+        chain,
+        token_loss,
+        _top_column(models[0], plan.student_shard),
+        lambda: [part.told() for part in merged],
+    )
 
 
 def _chains(
@@ -282,7 +288,7 @@ class _Model(NamedTuple):
             split,
             shard,
             temperature=plan.options.temperature,
-            also_unscaled=has_labels,
+            for_labels=has_labels,
             by=by,
         )
         if picked is None:
@@ -403,6 +409,14 @@ def _agreement(models: list[_Model], merged: list[_Merged], pair: SingleChunks) 
     teacher = tokens[teacher.clamp(max=len(tokens) - 1)]
     is_rest = [side.log_rest > side.best for side in (pair.student, pair.teacher)]
     return torch.where(is_rest[0] | is_rest[1], is_rest[0] & is_rest[1], student == teacher)
+
+
+def _top_column(student: _Model, shard: VocabShard) -> torch.Tensor | None:
+    """``PartitionValues.top_column``; two all-reduces."""
+    statistics = student.statistics
+    if statistics.top_column is None or shard.group is None:
+        return statistics.top_column
+    return merge_argmax(statistics.largest(), statistics.top_column + shard.start, shard.group)
 
 
 def _token_term(

@@ -119,6 +119,9 @@ class PartitionValues(NamedTuple):
     token_loss: torch.Tensor | None
     """[T] cross-entropy of each label, 0 where there is none; None without labels."""
 
+    top_column: torch.Tensor | None = None
+    """int64 [T]: global column of the largest logit, the first of equals; None without labels."""
+
     bad: Callable[[], list[torch.Tensor]] = list
     """Function that makes [T] of the student, and of the teacher's logits: NaN of rows with NaN or
     +inf on any rank, among those that were read."""

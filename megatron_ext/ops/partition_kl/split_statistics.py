@@ -136,6 +136,33 @@ class SplitStatistics(NamedTuple):
     is_masked: torch.Tensor
     """bool [T]: rows with a member at -inf."""
 
+    top_column: torch.Tensor | None = None
+    """int64 [T]: this rank's column of the largest logit, the first of equals; None where it is not
+    asked for."""
+
+    @classmethod
+    def of(
+        cls,
+        sums: torch.Tensor,
+        has_unscaled: bool,
+        column: torch.Tensor,
+        is_masked: torch.Tensor,
+        top_column: torch.Tensor | None,
+    ) -> SplitStatistics:
+        """Of ``sums`` [3, 2, T], whose last are written where another temperature asks for them."""
+        members, others, unscaled = (ExpSums(*part) for part in sums)
+        unscaled = unscaled if has_unscaled else members
+        return cls(members, others, unscaled, column, is_masked, top_column)
+
+    def largest(self) -> torch.Tensor:
+        """The largest logit [T] of a row over its columns of this rank, -inf where there is none,
+        if members' sums are known at temperature 1."""
+        first, second = (
+            part.peak.masked_fill(part.total == 0, -torch.inf)
+            for part in (self.unscaled, self.others)
+        )
+        return torch.maximum(first, second)
+
 
 def split_statistics(
     logits: torch.Tensor,
@@ -143,7 +170,7 @@ def split_statistics(
     shard: VocabShard,
     *,
     temperature: float,
-    also_unscaled: bool,
+    for_labels: bool,
     by: Implementation,
 ) -> SplitStatistics:
     """Peaks and sums of each row's members and others, from one read. No graph, no collectives.
@@ -153,13 +180,14 @@ def split_statistics(
     Args:
         logits: [T, Vp], any float dtype, contiguous in its columns. Padding is ignored.
         temperature: Temperature of the members; the others are at 1.
-        also_unscaled: Whether members' sums at temperature 1 are asked for.
+        for_labels: Whether what cross-entropy takes is asked for: members' sums at temperature 1,
+            and the largest columns.
         by: What computes them, not ``auto``.
     """
     if by == "triton":
-        return _by_kernel(logits.detach(), split, shard, temperature, also_unscaled)
+        return _by_kernel(logits.detach(), split, shard, temperature, for_labels)
     run = _by_loops if by == "cpu" and shard.valid_width else _by_torch
-    return run(logits.detach(), split, shard, temperature, also_unscaled)
+    return run(logits.detach(), split, shard, temperature, for_labels)
 
 
 def _by_loops(
@@ -167,7 +195,7 @@ def _by_loops(
     split: RowSplit,
     shard: VocabShard,
     temperature: float,
-    also_unscaled: bool,
+    for_labels: bool,
 ) -> SplitStatistics:
     from megatron_ext.ops.partition_kl import compiled_loops as loops
     from megatron_ext.ops.row_loops import flat_rows, in_threads
@@ -176,6 +204,7 @@ def _by_loops(
     sums = torch.zeros(3, 2, rows)
     column = torch.zeros(rows, dtype=torch.int64)
     is_masked = torch.zeros(rows, dtype=torch.bool)
+    top_column = torch.zeros(rows if for_labels else 0, dtype=torch.int64)
     arguments = (
         flat_rows(logits, shard.valid_width, temperature),
         flat_rows(logits, shard.valid_width),
@@ -188,12 +217,11 @@ def _by_loops(
         sums.numpy(),
         column.numpy(),
         is_masked.numpy(),
+        top_column.numpy(),
     )
     in_threads(lambda a, b: loops.split_statistics(a, b, *arguments), rows)
-    unscaled = sums[0] if temperature == 1.0 else sums[2]
-    return SplitStatistics(
-        ExpSums(*sums[0]), ExpSums(*sums[1]), ExpSums(*unscaled), column, is_masked
-    )
+    top = top_column if for_labels else None
+    return SplitStatistics.of(sums, temperature != 1.0, column, is_masked, top)
 
 
 def _by_torch(
@@ -201,13 +229,14 @@ def _by_torch(
     split: RowSplit,
     shard: VocabShard,
     temperature: float,
-    also_unscaled: bool,
+    for_labels: bool,
 ) -> SplitStatistics:
-    rows, has_unscaled = len(logits), temperature != 1.0 and also_unscaled
+    rows, has_unscaled = len(logits), temperature != 1.0 and for_labels
     dtype = accumulation_dtype(logits.dtype)
     sums = torch.zeros(3, 2, rows, dtype=dtype, device=logits.device)
     column = torch.zeros(rows, dtype=torch.int64, device=logits.device)
     is_masked = torch.zeros(rows, dtype=torch.bool, device=logits.device)
+    top_column = torch.zeros_like(column) if for_labels else None
     padding = torch.arange(shard.width, device=logits.device) >= shard.valid_width
     groups = [split.singles(), split.chains(), *([split.others()] if split.has_others else [])]
     for group in groups:
@@ -221,10 +250,9 @@ def _by_torch(
             _store(sums[1], row, scaled_logits(logits_of_rows, 1.0, members | padding))
             if has_unscaled:
                 _store(sums[2], row, scaled_logits(logits_of_rows, 1.0, ~members | padding))
-    unscaled = sums[2] if has_unscaled else sums[0]
-    return SplitStatistics(
-        ExpSums(*sums[0]), ExpSums(*sums[1]), ExpSums(*unscaled), column, is_masked
-    )
+            if top_column is not None:
+                top_column[row] = logits_of_rows.masked_fill(padding, -torch.inf).argmax(dim=-1)
+    return SplitStatistics.of(sums, has_unscaled, column, is_masked, top_column)
 
 
 def _store(part: torch.Tensor, rows: torch.Tensor, scaled: torch.Tensor) -> None:
@@ -239,7 +267,7 @@ def _by_kernel(
     split: RowSplit,
     shard: VocabShard,
     temperature: float,
-    also_unscaled: bool,
+    for_labels: bool,
 ) -> SplitStatistics:
     return statistics_of_sets(
         logits,
@@ -248,7 +276,7 @@ def _by_kernel(
         shard,
         ends=(split.shared.leading, split.shared.end),
         temperature=temperature,
-        also_unscaled=also_unscaled,
+        for_labels=for_labels,
     )
 
 
@@ -260,7 +288,7 @@ def statistics_of_sets(
     *,
     ends: tuple[int, int] = (0, 0),
     temperature: float = 1.0,
-    also_unscaled: bool = False,
+    for_labels: bool = False,
 ) -> SplitStatistics:
     """``split_statistics`` by kernel, one launch.
 
@@ -276,7 +304,8 @@ def statistics_of_sets(
     sums = torch.empty(3, 2, rows, dtype=torch.float32, device=logits.device)
     column = torch.empty(rows, dtype=torch.int64, device=logits.device)
     is_masked = torch.empty(rows, dtype=torch.bool, device=logits.device)
-    has_unscaled = temperature != 1.0 and also_unscaled
+    top_column = torch.empty_like(column) if for_labels else None
+    has_unscaled = temperature != 1.0 and for_labels
 
     def launch(config: LaunchConfig) -> None:
         split_statistics_kernel[(rows,)](
@@ -286,6 +315,7 @@ def statistics_of_sets(
             sums,
             column,
             is_masked,
+            top_column,
             logits.stride(0),
             width,
             logits.shape[1],
@@ -300,9 +330,6 @@ def statistics_of_sets(
         )
 
     if rows:
-        key = ("split_statistics", logits.dtype, width, temperature != 1.0, has_unscaled)
+        key = ("split_statistics", logits.dtype, width, temperature != 1.0, for_labels)
         launch(chosen_config(key, LANE_CONFIGS, launch))
-    unscaled = sums[2] if has_unscaled else sums[0]
-    return SplitStatistics(
-        ExpSums(*sums[0]), ExpSums(*sums[1]), ExpSums(*unscaled), column, is_masked
-    )
+    return SplitStatistics.of(sums, has_unscaled, column, is_masked, top_column)

@@ -32,6 +32,7 @@ def split_statistics_kernel(
     sums_ptr,
     column_ptr,
     masked_ptr,
+    top_ptr,
     row_stride,
     width,
     padded_width,
@@ -48,7 +49,7 @@ def split_statistics_kernel(
 
     Each lane of 8 columns has peaks and sums of its own until the row has ended, and a byte that
     says which of them are members. It is not read in whole blocks of the shared tokens before
-    ``leading``, nor of the others from ``members_end`` on.
+    ``leading``, nor of the others from ``members_end`` on. ``top`` gets the largest logit's column.
     """
     K: tl.constexpr = 8
     LANES: tl.constexpr = BLOCK // K
@@ -67,6 +68,7 @@ def split_statistics_kernel(
     raw_total = tl.zeros((LANES,), tl.float32)
     lowest = tl.full((LANES,), float("inf"), tl.float32)
     first = tl.zeros((LANES,), tl.int32)
+    other_first = tl.zeros((LANES,), tl.int32)
     end = tl.where(own_set >= -1, width, 0)
     whole = end // BLOCK * BLOCK
     mixed = tl.where(own_set == 0, tl.minimum(leading // BLOCK * BLOCK, whole), 0)
@@ -83,9 +85,12 @@ def split_statistics_kernel(
             raw_peak, raw_total, _ = lane_sums(raw_peak, raw_total, raw_total, logits, True, False)
     for start in tl.range(mixed_end, whole, BLOCK, num_stages=3):
         logits = widened(tl.load(start_of_row + start + block))
+        other_before = other_peak
         other_peak, other_total, _ = lane_sums(
             other_peak, other_total, other_total, logits, True, False
         )
+        if top_ptr is not None:
+            other_first = tl.where(other_peak > other_before, start, other_first)
     # Blocks with both, and what is left after the whole ones.
     between = tl.maximum(tl.minimum(mixed_end, end) - mixed + BLOCK - 1, 0) // BLOCK
     blocks = between + tl.where((whole < end) & (mixed_end <= whole), 1, 0)
@@ -105,6 +110,8 @@ def split_statistics_kernel(
         first = tl.where(peak > before, start, first)
         other_before = other_peak
         other_peak = tl.maximum(other_peak, tl.max(tl.where(is_member, LOWEST, values), axis=1))
+        if top_ptr is not None:
+            other_first = tl.where(other_peak > other_before, start, other_first)
         lowest = tl.minimum(lowest, tl.min(tl.where(is_member, logits, float("inf")), axis=1))
         # One exponential an element, since each belongs to one of the sums.
         reference = tl.where(is_member, peak[:, None], other_peak[:, None])
@@ -133,6 +140,19 @@ def split_statistics_kernel(
     tl.store(lane, tl.where(members == 0.0, 0.0, best))
     tl.store(lane + rows, members)
     best, others, _ = merged_lanes(other_peak, other_total, other_total)
+    if top_ptr is not None:
+        start = tl.min(tl.where(other_peak == best, other_first + lane_start, end), axis=0)
+        columns = start + tl.arange(0, K)
+        inside = columns < end
+        logits = tl.load(start_of_row + columns, mask=inside, other=-float("inf"))
+        word = tl.load(start_of_bits + columns // 32, mask=inside & has_members, other=0)
+        is_best = (logits == best) & (((word >> (columns % 32)) & 1) == 0)
+        other = tl.min(tl.where(is_best, columns, end), axis=0)
+        member = tl.load(start_of_row + column, mask=column < end, other=-float("inf"))
+        best_other = tl.where(other < end, best, -float("inf"))
+        comes_first = (member > best_other) | ((member == best_other) & (column < other))
+        top = tl.where(comes_first, column, other)
+        tl.store(top_ptr + row, tl.where(top < end, top, 0))
     tl.store(lane + 2 * rows, tl.where(others == 0.0, 0.0, best))
     tl.store(lane + 3 * rows, others)
     if HAS_UNSCALED:
