@@ -243,6 +243,22 @@ def test_cross_entropy_rides_along(direction, temperature, implementation):
     assert torch.equal(values.top_column.cpu(), case.student_logits.float().argmax(dim=-1))
 
 
+@pytest.mark.usefixtures("nan_filled")
+@ALL_THREE
+def test_the_largest_column_is_found_wherever_it_lies(implementation):
+    # Blocks of shared tokens, of others and of both, and a part of a block.
+    sizes = ((1, 1),) * 6 + ((1, 2),)
+    case = Case.random(sizes=sizes, vocabs=(9001, 2200), shared=2100, side_by_side=True)
+    case = replace(case, student_logits=case.student_logits.clamp(max=9.0))
+    for row, columns in enumerate(([2050, 8999], [2047, 2101], [8990], [4095, 4096], [17, 5000])):
+        case.student_logits[row + 1, columns] = 10.0
+    labels = torch.zeros(len(case.student_logits), dtype=torch.int64, device=DEVICE)
+    values, _ = case.run(
+        device=DEVICE, dtype=torch.float32, labels=labels, implementation=implementation
+    )
+    assert torch.equal(values.top_column.cpu(), case.student_logits.argmax(dim=-1))
+
+
 def test_logits_that_kernels_do_not_read_are_refused():
     case = Case.random()
     with pytest.raises(LossError, match="do not read these logits"):

@@ -145,9 +145,8 @@ def split_statistics_kernel(
         columns = start + tl.arange(0, K)
         inside = columns < end
         logits = tl.load(start_of_row + columns, mask=inside, other=-float("inf"))
-        word = tl.load(start_of_bits + columns // 32, mask=inside & has_members, other=0)
-        is_best = (logits == best) & (((word >> (columns % 32)) & 1) == 0)
-        other = tl.min(tl.where(is_best, columns, end), axis=0)
+        # A member that is as large counts as well.
+        other = tl.min(tl.where(logits == best, columns, end), axis=0)
         member = tl.load(start_of_row + column, mask=column < end, other=-float("inf"))
         best_other = tl.where(other < end, best, -float("inf"))
         comes_first = (member > best_other) | ((member == best_other) & (column < other))
