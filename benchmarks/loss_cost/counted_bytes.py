@@ -16,7 +16,6 @@ alone. Torch operators are counted by ``traffic.Traffic``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Final, Literal
 
 from .microbatch import Shape
@@ -126,7 +125,7 @@ def _gold(shape: Shape, size: int) -> Launches:
     ]
 
 
-def _strict_topk(shape: Shape, size: int, *, has_labels: bool = False) -> Launches:
+def _strict_topk(shape: Shape, size: int) -> Launches:
     """``ops/selected_tokens``: the teacher's top tokens, and both models' logits beside the rest's.
 
     Selected columns are a bit of each, set to 0 and read.
@@ -137,7 +136,6 @@ def _strict_topk(shape: Shape, size: int, *, has_labels: bool = False) -> Launch
         ("teacher: largest logit", 1.0 * others),
         ("teacher: selection in three passes", 3.0 * others),
         ("bits of selected columns", (student + others) / (4.0 * size)),
-        *([("student: largest logit", 1.0 * student)] if has_labels else []),
         ("student read, gradient written", 2.0 * student),
     ]
 
@@ -153,7 +151,7 @@ LAUNCHES: Final[dict[str, Callable[[Shape, int], Launches]]] = {
     "uld": _uld,
     "uld + next_token": _uld,
     "strict_topk": _strict_topk,
-    "strict_topk + next_token": partial(_strict_topk, has_labels=True),
+    "strict_topk + next_token": _strict_topk,
     "alm": _alm,
     "alm + next_token": _alm,
     "next_token": _next_token,

@@ -13,7 +13,7 @@ from megatron_ext.ops.sorted_l1.kernel_steps import SELECTING, WRITING
 
 _POINTERS: Final = {
     "*bf16": "logits student teacher gradient kept",
-    "*i64": "origin column student_column teacher_column label row student_row teacher_row",
+    "*i64": "origin column student_column teacher_column label row student_row teacher_row top",
     "*i32": "order offsets chunk student_order student_offsets student_chunk teacher_order "
     "teacher_offsets teacher_chunk columns pairs partner set bits target source entry blocks home "
     "slot best row_offsets row_source row_entry part_columns counter",
@@ -248,6 +248,13 @@ _ROWS: Final[tuple[tuple[str, str, str, dict[str, Any], tuple[LaunchConfig, ...]
         "partition_kl.triton_kernels",
         "split_statistics_kernel",
         "every row",
+        {"top_ptr": None, "HAS_UNSCALED": False, **_PLAIN},
+        LANE_CONFIGS,
+    ),
+    (
+        "partition_kl.triton_kernels",
+        "split_statistics_kernel",
+        "labels",
         {"HAS_UNSCALED": False, **_PLAIN},
         LANE_CONFIGS,
     ),

@@ -208,7 +208,8 @@ def test_partition_kl():
         logits, written = {"logits_ptr": kind}, {"gradient_ptr": kind}
         both = logits | {"teacher_ptr": kind, "arrived_ptr": kind}
         variants += [
-            ("split_statistics_kernel", logits | split, every),
+            ("split_statistics_kernel", logits | split | arguments("top: *i64"), every),
+            ("split_statistics_kernel", logits | split | arguments("top: *i64"), few),
             ("split_statistics_kernel", logits | split, few),
             ("masked_mass_kernel", both | lost, sent),
             ("other_rows_kernel", logits | written | others, {"HAS_LABELS": True, **block}),
