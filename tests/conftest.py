@@ -62,10 +62,10 @@ def pytest_configure(config):
         config.pluginmanager.register(DurationRecorder(config))
 
 
-def pytest_collection():
-    """Have workers share what each of them would do at the start of a fresh checkout."""
-    worker = os.environ.get("PYTEST_XDIST_WORKER")
-    if worker is None:
+def pytest_collection(session):
+    """Have workers of the whole suite share what each would do at the start of a fresh checkout."""
+    worker, source = os.environ.get("PYTEST_XDIST_WORKER"), session.config.args_source
+    if worker is None or source != pytest.Config.ArgsSource.TESTPATHS:
         return
     # Its imports go on while tests are read from the disk.
     forkserver.ensure_running()
@@ -73,7 +73,7 @@ def pytest_collection():
     tests = Path(__file__).parent
     files = sorted(tests.rglob("test_*.py"))
     for file in files[int(worker[2:]) :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])]:
-        # pytest imports it again, and reports what is wrong.
+        # What fails here pytest imports again, and reports.
         with suppress(Exception, pytest.skip.Exception):
             import_module(".".join(file.relative_to(tests.parent).with_suffix("").parts))
 

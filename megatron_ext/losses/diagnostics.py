@@ -73,7 +73,7 @@ def chunk_output(
         metrics=averages
         | dict(metrics or {})
         | _class_metrics(sums.by_class)
-        | _text_metrics(inputs, kept, used),
+        | _text_metrics(inputs, kept, used, implementation),
     )
 
 
@@ -128,7 +128,7 @@ def class_metrics(
         used: bool [C]; None: all.
     """
     sums = chunk_sums(chunk_loss, (), _counted(inputs, used), implementation=implementation)
-    return _class_metrics(sums.by_class) | _text_metrics(inputs, chunk_loss, used)
+    return _class_metrics(sums.by_class) | _text_metrics(inputs, chunk_loss, used, implementation)
 
 
 def _counted(inputs: DistillationInputs, used: torch.Tensor | None) -> CountedChunks:
@@ -145,7 +145,10 @@ def _class_metrics(sums: ClassSums) -> dict[str, SumCount]:
 
 
 def _text_metrics(
-    inputs: DistillationInputs, chunk_loss: torch.Tensor, used: torch.Tensor | None
+    inputs: DistillationInputs,
+    chunk_loss: torch.Tensor,
+    used: torch.Tensor | None,
+    implementation: Implementation,
 ) -> dict[str, SumCount]:
     metrics: dict[str, SumCount] = {}
     for classes, names in (
@@ -157,6 +160,7 @@ def _text_metrics(
                 chunk_loss,
                 (),
                 _counted(inputs, used)._replace(classes=classes, class_count=len(names)),
+                implementation=implementation,
             ).by_class
             metrics |= _by_name("loss", names, sums.loss, sums.counts)
     return metrics

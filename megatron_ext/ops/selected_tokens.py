@@ -26,7 +26,7 @@ from megatron_ext.ops.launch import (
     uses_compiled,
     uses_triton,
 )
-from megatron_ext.ops.partition_kl.split_statistics import statistics_of_sets
+from megatron_ext.ops.partition_kl.split_statistics import member_bits, statistics_of_sets
 
 
 class SelectedTokens(NamedTuple):
@@ -103,7 +103,7 @@ def evaluate_selected_tokens(
         implementation: See ``ops.launch``; kernels at temperature 1, else torch.
     """
     read = _local
-    if _uses_kernels(implementation, logits, shard, temperature):
+    if _uses_kernels(implementation, shard, temperature, logits):
         read = _local_by_kernel
     elif uses_compiled(implementation, logits):
         read = _local_by_loops
@@ -158,7 +158,7 @@ def write_selected_gradient(
     found = found._replace(rest=rest)
     on_log_prob = on_log_prob.masked_fill(found.log_prob == -torch.inf, 0.0).div(temperature)
     write = _write_by_torch
-    if _uses_kernels(implementation, logits, shard, temperature):
+    if _uses_kernels(implementation, shard, temperature, logits, gradient):
         write = _write_by_kernel
     elif uses_compiled(implementation, logits, gradient):
         write = _write_by_loops
@@ -166,11 +166,11 @@ def write_selected_gradient(
 
 
 def _uses_kernels(
-    implementation: Implementation, logits: torch.Tensor, shard: VocabShard, temperature: float
+    implementation: Implementation, shard: VocabShard, temperature: float, *tensors: torch.Tensor
 ) -> bool:
-    """Whether kernels, which read logits at temperature 1, compute all of it."""
+    """Whether kernels, which read logits at temperature 1, read and write these."""
     fits = temperature == 1.0 and shard.valid_width > 0
-    return fits and uses_triton(implementation, logits)
+    return fits and uses_triton(implementation, *tensors)
 
 
 def _write_by_torch(
@@ -251,17 +251,12 @@ def _local_by_kernel(
     with_top_column: bool,
 ) -> _LocalTokens:
     """As ``_local``."""
-    rows, is_here = len(column), column >= 0
-    place = column.masked_fill(~is_here, 0)
-    words = -(-shard.width // 32)
-    number = torch.arange(1, rows + 1, dtype=torch.int32, device=logits.device)
-    bits = torch.zeros(rows + 1, words, dtype=torch.int32, device=logits.device)
-    one = torch.ones_like(place, dtype=torch.int32).bitwise_left_shift_((place % 32).int())
-    # Each column comes once in a row, so that the sum sets bits.
-    word = number[:, None].long() * words + place // 32
-    bits.view(-1).index_add_(0, word.view(-1), one.masked_fill_(~is_here, 0).view(-1))
-    found = statistics_of_sets(logits, number, bits, shard, for_labels=with_top_column)
-    picked = logits.gather(-1, place).float().masked_fill_(~is_here, 0.0)
+    rows, count = column.shape
+    row = torch.arange(rows, device=logits.device)
+    place = row.repeat_interleave(count)
+    bits = member_bits(place, column.flatten(), rows, -(-shard.width // 32))
+    found = statistics_of_sets(logits, (row + 1).int(), bits, shard, for_labels=with_top_column)
+    picked = logits.gather(-1, column.clamp(min=0)).float().masked_fill_(column < 0, 0.0)
     return _LocalTokens(picked, *found.others, found.top_column)
 
 

@@ -33,8 +33,8 @@ from megatron_ext.ops.sort_keys import (
 
 _HALF_BITS: Final = 16
 _NO_COARSE_KEY: Final = torch.iinfo(torch.int32).min
-_MOST_CANDIDATES: Final = 1 << 24
-"""Candidates of rows that are chosen from at once, 8 bytes each."""
+_MOST_CANDIDATES: Final = 1 << 22
+"""Candidates of rows that are chosen from at once, some 40 bytes each."""
 
 
 def top_columns(
@@ -52,8 +52,7 @@ def top_columns(
     Args:
         logits: [T, Vp], any float dtype, compared in fp32.
         allowed: bool [Vp], the columns to choose from; None: all real ones.
-        implementation: See ``ops.launch``. By kernel, columns whose probabilities are equal though
-            their logits are not, those below 1e-38 of the largest, say, may come in any order.
+        implementation: See ``ops.launch``.
 
     Returns:
         int64 [T, k], the largest first, -1 where fewer are allowed. The same on every rank. One
@@ -116,7 +115,7 @@ def top_log_probs(
     statistics = row_statistics(logits, shard, with_column=False, implementation=implementation)
     width = min(k, shard.width)
     packed = pack_pair(statistics.peak[0].float(), statistics.total[0].float())
-    keys = _local_keys(logits, k, shard, None, implementation, statistics.peak[0])
+    keys = _local_keys(logits, k, shard, None, implementation)
     local = torch.cat([keys, packed[:, None]], dim=-1)
     everywhere = gather_columns(local, shard.group)
     everywhere = everywhere.unflatten(-1, (group_size(shard.group), width + 1))
@@ -131,18 +130,11 @@ def _local_keys(
     shard: VocabShard,
     allowed: torch.Tensor | None = None,
     implementation: Implementation = "auto",
-    peak: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """This rank's largest keys, int64 [T, min(k, Vp)], ``NO_KEY`` where it has fewer columns.
-
-    Args:
-        peak: fp32 [T], the rows' largest logits of this rank, where they are known.
-    """
+    """This rank's largest keys, int64 [T, min(k, Vp)], ``NO_KEY`` where it has fewer columns."""
     excluded = shard.excluded_columns(logits.device, allowed)
     if shard.valid_width and uses_triton(implementation, logits):
-        if peak is None:
-            peak = row_statistics(logits, shard, implementation=implementation).peak[0]
-        return _keys_by_kernel(logits, min(k, shard.width), shard, excluded, peak)
+        return _keys_by_kernel(logits, min(k, shard.width), shard, excluded)
     if uses_compiled(implementation, logits):
         return _keys_by_loops(logits, min(k, shard.width), shard, excluded)
     ids = torch.arange(shard.start, shard.stop, device=logits.device)
@@ -202,30 +194,21 @@ def _keys_by_loops(
 
 
 def _keys_by_kernel(
-    logits: torch.Tensor,
-    count: int,
-    shard: VocabShard,
-    excluded: torch.Tensor | None,
-    peak: torch.Tensor,
+    logits: torch.Tensor, count: int, shard: VocabShard, excluded: torch.Tensor | None
 ) -> torch.Tensor:
-    """Of candidates with the largest ``exp(logit - peak)``, which sorted L1's kernel finds."""
+    """``_local_keys`` by the selection of sorted L1, whose candidates alone get keys."""
     from megatron_ext.ops.sorted_l1.kernel_steps import capacity_of, select_by_kernel
 
     each = torch.arange(len(logits) + 1, dtype=torch.int32, device=logits.device)
-    rows = ModelRows(
-        logits,
-        ChunkRows(each[:-1], each, each[:-1].long()),
-        shard,
-        1.0,
-        LogSumExp(peak, torch.zeros_like(peak)),
-        LogSumExp(peak, peak),
-    )
+    rows, nothing = ChunkRows(each[:-1], each, each[:-1].long()), logits.new_empty(0)
+    no_sums = LogSumExp(nothing, nothing)
+    model = ModelRows(logits, rows, shard, 1.0, no_sums, no_sums)
     keys = []
     most = max(1, _MOST_CANDIDATES // capacity_of(count, shard.width))
     for first in range(0, len(logits), most):
         part = slice(first, min(first + most, len(logits)))
-        found = select_by_kernel(rows, part, count, excluded)
-        is_none = ~(found.values >= 0)
+        found = select_by_kernel(model, part, count, excluded, by_logit=True)
+        is_none = found.values < 0
         columns = found.columns.masked_fill(is_none, 0).long()
         own = sort_keys(logits[part].gather(-1, columns), columns + shard.start)
         keys.append(own.masked_fill_(is_none, NO_KEY).topk(count, dim=-1).values)

@@ -82,7 +82,7 @@ def teacher_objective(teacher: TeacherPlan) -> Objective:
 
 
 def next_token_beside(loss: LossConfig, objectives: Iterable[Objective]) -> NextTokenLoss:
-    """The cross-entropy of a run, by the implementation of its objectives where they have one."""
+    """The cross-entropy of a run, by the implementation of its objectives if all have the same."""
     if loss.objective == "next_token":
         alone = make_objective(loss)
         assert isinstance(alone, NextTokenLoss)

@@ -122,7 +122,11 @@ def test_sorted_l1():
             "first_chunk gradient_stride capacity: i32; weight: fp32; base scale: *fp32; "
             f"kept gradient: {kind}"
         )
-        selections.append(("select_kernel", select, TEMPERED | {"HAS_EXCLUDED": True}))
+        every = {"HAS_EXCLUDED": True, "BY_LOGIT": False}
+        selections.append(("select_kernel", select, TEMPERED | every))
+        by_logit = {"HAS_EXCLUDED": True, "BY_LOGIT": True, "HAS_TEMPERATURE": False}
+        sums = {"peak_ptr": None, "log_sum_ptr": None}
+        selections.append(("select_kernel", select, TEMPERED | by_logit | sums))
         variants += [
             ("keep_chosen_kernel", keep | candidates, flags),
             ("spread_kernel", spread | LABELS, TEMPERED),

@@ -245,18 +245,27 @@ def test_cross_entropy_rides_along(direction, temperature, implementation):
 
 @pytest.mark.usefixtures("nan_filled")
 @ALL_THREE
-def test_the_largest_column_is_found_wherever_it_lies(implementation):
+@pytest.mark.parametrize("temperature", [1.0, 1.4])
+def test_the_largest_column_is_found_wherever_it_lies(implementation, temperature):
     # Blocks of shared tokens, of others and of both, and a part of a block.
     sizes = ((1, 1),) * 6 + ((1, 2),)
     case = Case.random(sizes=sizes, vocabs=(9001, 2200), shared=2100, side_by_side=True)
     case = replace(case, student_logits=case.student_logits.clamp(max=9.0))
-    for row, columns in enumerate(([2050, 8999], [2047, 2101], [8990], [4095, 4096], [17, 5000])):
+    # Two of a lane, in blocks that are not read in their order; two that 1.4 makes equal.
+    tied = ([2150, 4198], [2050, 8999], [2047, 2101], [8990], [4095, 4096], [17, 5000])
+    for row, columns in enumerate(tied):
         case.student_logits[row + 1, columns] = 10.0
+    near = torch.nextafter(torch.tensor(10.0), torch.tensor(20.0)).item()
+    case.student_logits[7, [3, 40]] = torch.tensor([10.0, near]).double()
     labels = torch.zeros(len(case.student_logits), dtype=torch.int64, device=DEVICE)
     values, _ = case.run(
-        device=DEVICE, dtype=torch.float32, labels=labels, implementation=implementation
+        device=DEVICE,
+        dtype=torch.float32,
+        labels=labels,
+        temperature=temperature,
+        implementation=implementation,
     )
-    assert torch.equal(values.top_column.cpu(), case.student_logits.argmax(dim=-1))
+    assert torch.equal(values.top_column.cpu(), case.student_logits.float().argmax(dim=-1))
 
 
 def test_logits_that_kernels_do_not_read_are_refused():

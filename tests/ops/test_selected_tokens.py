@@ -204,13 +204,19 @@ def test_a_row_without_a_gradient_is_not_looked_at_and_nothing_is_left_of_an_emp
 def test_the_top_columns_are_those_of_torch(implementation, dtype, k, rows, monkeypatch):
     if implementation == "cpu" and dtype == torch.float16:
         pytest.skip("the loops read no fp16")
-    # Two slices of rows by kernel.
+    # Several slices of rows by kernel.
     monkeypatch.setattr("megatron_ext.ops.top_columns._MOST_CANDIDATES", 5 * k)
     generator = torch.Generator().manual_seed(k)
     logits = (8 * torch.randn(7, 2503, generator=generator)).round() / 8
     logits[1] = 0.0
     logits[1, ::3] = -0.0
     logits[2, 5:] = -torch.inf
+    # Numbers whose exponentials are equal: far below one that is not allowed, and close together.
+    logits[3] = logits[3] - 300.0
+    logits[3, 1] = 9.0
+    logits[4] = torch.arange(2503).flip(0) * 1e-9
+    logits[5] = torch.nan
+    logits[6, [7, 300, 1200]] = torch.tensor([torch.nan, torch.inf, -torch.inf])
     logits = logits[:rows].to(dtype).to(DEVICE)
     shard = VocabShard(start=10000, stop=12503, vocab_size=12500)
     for given in (None, (torch.arange(2503) % 4 != 1).to(DEVICE)):

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
+import torch
+
 from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs, KnownAhead, Objective
 from megatron_ext.losses.linear import LinearDistillation, no_logits
 from megatron_ext.losses.plan import LossPart, LossPlan
@@ -45,7 +47,11 @@ def _launches(run: Callable[[], None]) -> int:
 def kernels_by_torch(name: str) -> list[str]:
     """Kernels that a microbatch of logits launches whose objectives are asked for torch alone."""
     case = CASES[name]
-    inputs = on_device(case.build(case.batch(), (3, 1)))
+    built = case.build(case.batch(), (3, 1))
+    if built.alignment is not None:
+        of_text = torch.zeros(built.alignment.chunk_count, dtype=torch.int64)
+        built = replace(built, chunk_text_class=of_text, chunk_script=of_text)
+    inputs = on_device(built)
     EVENTS.clear()
     _by_logits(case, inputs, implementation="torch")()
     return EVENTS.lines("kernel")

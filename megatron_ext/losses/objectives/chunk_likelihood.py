@@ -23,7 +23,6 @@ from megatron_ext.losses.objective import Evaluated, FusedObjective, Scale, labe
 from megatron_ext.losses.targets import TargetKind, TeacherTargets
 from megatron_ext.losses.vocabulary_match import BoundaryColumns
 from megatron_ext.ops.chunk_rows import chunk_slots, index_sum
-from megatron_ext.ops.launch import Implementation
 from megatron_ext.ops.token_likelihood import (
     TokenLikelihood,
     TokenRows,
@@ -61,8 +60,6 @@ class LikelihoodObjective(FusedObjective):
     """
 
     __slots__ = ()
-
-    implementation: Implementation
 
     @property
     def reads_boundaries(self) -> bool:

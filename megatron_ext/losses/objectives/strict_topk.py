@@ -31,7 +31,7 @@ from megatron_ext.losses.vocabulary_match import VocabularyMatch
 from megatron_ext.ops.divergence import Divergence, check_divergence, divergence
 from megatron_ext.ops.launch import Implementation, check_implementation
 from megatron_ext.ops.selected_tokens import SelectedTokens, evaluate_selected_tokens
-from megatron_ext.ops.sort_keys import sort_keys
+from megatron_ext.ops.sort_keys import NO_KEY, sort_keys
 from megatron_ext.ops.top_columns import top_columns
 
 Tail = Literal["renormalise", "bucket"]
@@ -53,9 +53,10 @@ class StrictTopKLoss(FusedObjective):
 
     Teacher targets: ``logits``, ``hidden`` and ``topk``. Of a ``topk`` teacher's K tokens the
     shared ones are used, at most ``top_k``; ``bucket`` then needs temperature 1. ``label`` is
-    refused. Collectives forward: two all-reduces of [Ts] and one of [Ts, K] for the student; for a
-    teacher's logits one all-gather of [Tt, K] int64 and the same three of [Tt]: with K = 64 and TP
-    = 8 some 5 kB a position, whatever the vocabularies are. Backward none.
+    refused. Collectives forward: two all-reduces of [Ts] and one of [Ts, K] for the student, with
+    the cross-entropy two more of [Ts] and K + 1 in the place of K; for a teacher's logits one
+    all-gather of [Tt, K] int64 and the first three of [Tt]: with K = 64 and TP = 8 some 5 kB a
+    position, whatever the vocabularies are. Backward none.
 
     Metrics: ``top1_agreement`` (the same largest of the top tokens), ``rest_mass`` (teacher's
     probability outside them, at tau; with ``renormalise`` and ``topk`` targets at temperature 1)
@@ -87,8 +88,8 @@ class StrictTopKLoss(FusedObjective):
     total mass of the top tokens. ``renormalise``: only their proportions count."""
 
     implementation: Implementation = "auto"
-    """``auto``, ``triton``, ``cpu`` or ``torch``, see ``ops/launch``; at a temperature other than 1
-    no kernel reads the student."""
+    """``auto``, ``triton``, ``cpu`` or ``torch``, see ``ops/launch``. At a temperature other than 1
+    kernels only choose the tokens."""
 
     def __post_init__(self) -> None:
         check_implementation("strict_topk", self.implementation)
@@ -207,7 +208,7 @@ class StrictTopKLoss(FusedObjective):
         assert teacher.topk_logits is not None
         ids, logits = teacher.topk_ids.flatten(0, 1), teacher.topk_logits.flatten(0, 1)
         student_id = student_of[ids]
-        keys = sort_keys(logits, ids).masked_fill_(student_id < 0, torch.iinfo(torch.int64).min)
+        keys = sort_keys(logits, ids).masked_fill_(student_id < 0, NO_KEY)
         last = keys.topk(min(self.top_k, keys.shape[-1]), dim=-1).values[:, -1:]
         taken = (keys >= last) & (student_id >= 0)
         log_prob = topk_log_probs(teacher, taken)

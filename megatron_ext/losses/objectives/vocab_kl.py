@@ -72,8 +72,7 @@ class VocabKLLoss(FusedObjective):
     """Weight of the teacher in the mixture of ``jensen_shannon``."""
 
     implementation: Implementation = "auto"
-    """``auto``, ``triton`` or ``torch``, see ``ops/launch``; ``topk`` targets are compared
-    by torch."""
+    """``auto``, ``triton``, ``cpu`` or ``torch``, see ``ops/launch``."""
 
     def __post_init__(self) -> None:
         check_implementation("vocab_kl", self.implementation)

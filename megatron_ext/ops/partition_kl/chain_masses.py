@@ -130,6 +130,7 @@ def event_divergence(
             gradient.copy_(slope[:, None])
         return index_sum(terms.value, segment, count), log_q, log_p
 
+    # Kernels compare chains on their own.
     divergence, log_q, log_p = kept_gradient(
         student[:, None], evaluate, slots=segment, implementation="torch"
     )

@@ -92,9 +92,9 @@ def evaluate_partition_kl(
     Accumulates in fp32 (fp64 for fp64 logits). No fp32 tensor is as large as the logits.
     Collectives on the shards' group, as many on every rank: two all-reduces of the statistics of
     both models' rows and of N chosen logits and Ts labels, side by side; one of [2 C] columns of
-    the most probable events; and for each slice of C' singles one all-reduce of [2, C'] and, where
-    shared tokens cross ranks, an all-to-all of those. By kernel, forward KL with a gradient takes
-    an all-reduce of [C'] more.
+    the most probable events; with ``labels`` two of [Ts] for the largest columns; and for each
+    slice of C' singles one all-reduce of [2, C'] and, where shared tokens cross ranks, an
+    all-to-all of those. By kernel, forward KL with a gradient takes an all-reduce of [C'] more.
 
     Raises:
         LossError: Columns are not contiguous, or kernels were asked for and cannot run.

@@ -107,15 +107,25 @@ class RowSplit(NamedTuple):
         """
         if self.kernel_bits is not None:
             return self.kernel_bits
-        words, local = len(self.shared.words), self.chosen.local
-        bits = self.shared.words.new_zeros(1 + len(self.chosen.row), words)
+        rows, words = len(self.chosen.row), len(self.shared.words)
+        bits = member_bits(self.chosen.place, self.chosen.local, rows, words)
         bits[0] = self.shared.words
-        power = torch.ones_like(local, dtype=torch.int32).bitwise_left_shift_(local % 32)
-        one = power.masked_fill_(local < 0, 0)
-        # Each column comes once in a row, so that the sum sets bits.
-        word = (self.chosen.place + 1) * words + local.clamp(min=0) // 32
-        bits.view(-1).index_add_(0, word, one)
         return bits
+
+
+def member_bits(place: torch.Tensor, column: torch.Tensor, rows: int, words: int) -> torch.Tensor:
+    """Bits int32 [1 + R, W] of columns: row r + 1 holds those whose place is r, row 0 none.
+
+    Args:
+        place: int64 [N]
+        column: int64 [N], each once in a row; negative for none.
+    """
+    bits = torch.zeros(1 + rows, words, dtype=torch.int32, device=column.device)
+    one = torch.ones_like(column, dtype=torch.int32).bitwise_left_shift_((column % 32).int())
+    # The sum sets bits, since no column comes twice.
+    word = (place + 1) * words + column.clamp(min=0) // 32
+    bits.view(-1).index_add_(0, word, one.masked_fill_(column < 0, 0))
+    return bits
 
 
 class SplitStatistics(NamedTuple):
@@ -290,13 +300,14 @@ def statistics_of_sets(
     temperature: float = 1.0,
     for_labels: bool = False,
 ) -> SplitStatistics:
-    """``split_statistics`` by kernel, one launch.
+    """``split_statistics`` of rows whose members are bits, by kernel in one launch.
 
     Args:
         of_row: int32 [T]: row of ``bits`` with a row's members; -1 for a row without members, -2
             for one that is not read.
-        bits: As ``RowSplit.bits`` makes them.
-        ends: Columns before the first member of row 0 of ``bits``, and up to the last.
+        bits: int32 [1 + R, W]: column v is bit v % 32 of word v // 32.
+        ends: Of row 0 of ``bits``, the columns before the first that is not a member, and up to the
+            last that is.
     """
     from megatron_ext.ops.partition_kl.triton_kernels import split_statistics_kernel
 

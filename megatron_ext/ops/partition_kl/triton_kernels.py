@@ -24,6 +24,14 @@ from megatron_ext.ops.triton_math import (
 )
 
 
+@triton.jit
+def _first_of(start_of_row, best, peaks, starts, end, K: tl.constexpr):
+    """The first column of ``best`` among those of the first lane that has it; ``end`` for none."""
+    columns = tl.min(tl.where(peaks == best, starts, end), axis=0) + tl.arange(0, K)
+    logits = tl.load(start_of_row + columns, mask=columns < end, other=-float("inf"))
+    return tl.min(tl.where(logits == best, columns, end), axis=0)
+
+
 @kernel(do_not_specialize=["rows"])
 def split_statistics_kernel(
     logits_ptr,
@@ -69,6 +77,7 @@ def split_statistics_kernel(
     lowest = tl.full((LANES,), float("inf"), tl.float32)
     first = tl.zeros((LANES,), tl.int32)
     other_first = tl.zeros((LANES,), tl.int32)
+    raw_first = tl.zeros((LANES,), tl.int32)
     end = tl.where(own_set >= -1, width, 0)
     whole = end // BLOCK * BLOCK
     mixed = tl.where(own_set == 0, tl.minimum(leading // BLOCK * BLOCK, whole), 0)
@@ -82,7 +91,9 @@ def split_statistics_kernel(
         first = tl.where(peak > before, start, first)
         lowest = tl.minimum(lowest, tl.min(logits, axis=1))
         if HAS_UNSCALED:
+            before = raw_peak
             raw_peak, raw_total, _ = lane_sums(raw_peak, raw_total, raw_total, logits, True, False)
+            raw_first = tl.where(raw_peak > before, start, raw_first)
     for start in tl.range(mixed_end, whole, BLOCK, num_stages=3):
         logits = widened(tl.load(start_of_row + start + block))
         other_before = other_peak
@@ -109,9 +120,13 @@ def split_statistics_kernel(
         peak = tl.maximum(peak, tl.max(tl.where(is_member, values, LOWEST), axis=1))
         first = tl.where(peak > before, start, first)
         other_before = other_peak
-        other_peak = tl.maximum(other_peak, tl.max(tl.where(is_member, LOWEST, values), axis=1))
+        other_best = tl.max(tl.where(is_member, LOWEST, values), axis=1)
+        other_peak = tl.maximum(other_peak, other_best)
         if top_ptr is not None:
-            other_first = tl.where(other_peak > other_before, start, other_first)
+            # Blocks behind this one may have been read before it.
+            comes_first = (other_best == other_before) & (start < other_first)
+            comes_first = comes_first | (other_best > other_before)
+            other_first = tl.where(comes_first, start, other_first)
         lowest = tl.minimum(lowest, tl.min(tl.where(is_member, logits, float("inf")), axis=1))
         # One exponential an element, since each belongs to one of the sums.
         reference = tl.where(is_member, peak[:, None], other_peak[:, None])
@@ -124,7 +139,9 @@ def split_statistics_kernel(
         )
         if HAS_UNSCALED:
             raw = tl.where(is_member, logits, -float("inf"))
+            before = raw_peak
             raw_peak, raw_total, _ = lane_sums(raw_peak, raw_total, raw_total, raw, True, False)
+            raw_first = tl.where(raw_peak > before, start, raw_first)
     # The first column of the members' peak, in the first lane that has it.
     best, members, _ = merged_lanes(peak, total, total)
     lane = tl.min(tl.where(peak == best, first + lane_start, end), axis=0)
@@ -141,12 +158,11 @@ def split_statistics_kernel(
     tl.store(lane + rows, members)
     best, others, _ = merged_lanes(other_peak, other_total, other_total)
     if top_ptr is not None:
-        start = tl.min(tl.where(other_peak == best, other_first + lane_start, end), axis=0)
-        columns = start + tl.arange(0, K)
-        inside = columns < end
-        logits = tl.load(start_of_row + columns, mask=inside, other=-float("inf"))
-        # A member that is as large counts as well.
-        other = tl.min(tl.where(logits == best, columns, end), axis=0)
+        other = _first_of(start_of_row, best, other_peak, other_first + lane_start, end, K)
+        if HAS_UNSCALED:
+            # Logits that differ may be equal over the temperature.
+            largest, _, _ = merged_lanes(raw_peak, raw_total, raw_total)
+            column = _first_of(start_of_row, largest, raw_peak, raw_first + lane_start, end, K)
         member = tl.load(start_of_row + column, mask=column < end, other=-float("inf"))
         best_other = tl.where(other < end, best, -float("inf"))
         comes_first = (member > best_other) | ((member == best_other) & (column < other))

@@ -37,12 +37,16 @@ def select_by_kernel(
     places: int,
     excluded: torch.Tensor | None,
     first_open: int = 0,
+    *,
+    by_logit: bool = False,
 ) -> Largest:
     """Candidates for the ``places`` largest mean probabilities of each chunk.
 
     Args:
         excluded: bool [Vp], columns that are no candidates, like padding.
         first_open: Columns before the first that is not excluded.
+        by_logit: Chunks are single rows, and values stand for their logits: in their order, not
+            negative, and equal where only the last two bits of fp32 differ.
     """
     from megatron_ext.ops.sorted_l1.selection_kernel import select_kernel
 
@@ -57,7 +61,7 @@ def select_by_kernel(
             model.logits,
             model.rows.order,
             model.rows.offsets,
-            *model.lse,
+            *((None, None) if by_logit else model.lse),
             excluded,
             values,
             columns,
@@ -72,6 +76,7 @@ def select_by_kernel(
             model.temperature,
             HAS_EXCLUDED=excluded is not None,
             HAS_TEMPERATURE=model.temperature != 1.0,
+            BY_LOGIT=by_logit,
             BLOCK=small_block(width, SELECTING.block),
             num_warps=SELECTING.num_warps,
         )

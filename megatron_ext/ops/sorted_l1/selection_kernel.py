@@ -19,11 +19,27 @@ K: tl.constexpr = tl.constexpr(8)
 
 
 @triton.jit
-def _single(row, excluded_ptr, columns, temperature, HAS_EXCLUDED, HAS_TEMPERATURE):
+def _as_ordered(logits):
+    """Numbers from 0 to 2 in the order of fp32 logits, NaN the largest.
+
+    The last two bits of logits do not count, and 0.0 is -0.0.
+    """
+    bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)
+    # The bits of negative numbers grow with their magnitude.
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.uint32, bitcast=True) ^ 0x80000000
+    return (ordered >> 2).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _single(row, excluded_ptr, columns, temperature, HAS_EXCLUDED, HAS_TEMPERATURE, BY_LOGIT):
     """Probabilities of a row at columns that are all real, and which are counted."""
     start_of_row, peak, log_sum = row
-    values = scaled(tl.load(start_of_row + columns).to(tl.float32), temperature, HAS_TEMPERATURE)
-    probabilities = tl.exp2((values - peak) * LOG2_E - log_sum)
+    logits = tl.load(start_of_row + columns).to(tl.float32)
+    if BY_LOGIT:
+        probabilities = _as_ordered(logits)
+    else:
+        values = scaled(logits, temperature, HAS_TEMPERATURE)
+        probabilities = tl.exp2((values - peak) * LOG2_E - log_sum)
     counted = columns >= 0
     if HAS_EXCLUDED:
         counted = tl.load(excluded_ptr + columns) == 0
@@ -31,7 +47,9 @@ def _single(row, excluded_ptr, columns, temperature, HAS_EXCLUDED, HAS_TEMPERATU
 
 
 @triton.jit
-def _mean(rows, excluded_ptr, columns, widths, temperature, HAS_EXCLUDED, HAS_TEMPERATURE):
+def _mean(
+    rows, excluded_ptr, columns, widths, temperature, HAS_EXCLUDED, HAS_TEMPERATURE, BY_LOGIT
+):
     """Mean probabilities of a chunk's rows at any columns, and which are counted."""
     logits_ptr, order_ptr, begin, end, row_stride, peak_ptr, log_sum_ptr = rows
     width, padded_width = widths
@@ -39,20 +57,25 @@ def _mean(rows, excluded_ptr, columns, widths, temperature, HAS_EXCLUDED, HAS_TE
     counted = columns < width
     if HAS_EXCLUDED:
         counted = counted & (tl.load(excluded_ptr + columns, mask=held, other=1) == 0)
-    probabilities = mean_probabilities(
-        logits_ptr,
-        order_ptr,
-        begin,
-        end,
-        row_stride,
-        peak_ptr,
-        log_sum_ptr,
-        columns,
-        held,
-        counted,
-        temperature,
-        HAS_TEMPERATURE,
-    )
+    if BY_LOGIT:
+        row = tl.load(order_ptr + begin).to(tl.int64)
+        logits = tl.load(logits_ptr + row * row_stride + columns, mask=held, other=0.0)
+        probabilities = _as_ordered(logits.to(tl.float32))
+    else:
+        probabilities = mean_probabilities(
+            logits_ptr,
+            order_ptr,
+            begin,
+            end,
+            row_stride,
+            peak_ptr,
+            log_sum_ptr,
+            columns,
+            held,
+            counted,
+            temperature,
+            HAS_TEMPERATURE,
+        )
     return probabilities, counted
 
 
@@ -123,6 +146,7 @@ def _cut(
     temperature,
     HAS_EXCLUDED: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
+    BY_LOGIT: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """Column, the first of a lane, before which ``missing`` keys or few more are from ``low`` on.
@@ -144,6 +168,7 @@ def _cut(
             temperature,
             HAS_EXCLUDED,
             HAS_TEMPERATURE,
+            BY_LOGIT,
         )
         keys = keys_of(probabilities)
         ties = (keys >= low.to(tl.uint32)) & (keys < edge.to(tl.uint32)) & counted
@@ -177,6 +202,7 @@ def select_kernel(
     temperature,
     HAS_EXCLUDED: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
+    BY_LOGIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program for each chunk: ``places`` to ``capacity`` of its largest mean probabilities.
@@ -185,6 +211,7 @@ def select_kernel(
     ``values`` [C', capacity] is filled with -1 before. An interval of keys that contains the
     ``places``-th largest is cut in 16 by counting, until the keys from its lower end on fit into
     ``capacity``, or are all equal. The whole blocks of a single row are loaded ahead of time.
+    ``BY_LOGIT``: chunks are single rows, and what stands for probabilities orders their logits.
     """
     LANES: tl.constexpr = BLOCK // (2 * K)
     HALF: tl.constexpr = LANES * K
@@ -195,8 +222,11 @@ def select_kernel(
     widths = (width, padded_width)
     is_single = end - begin == 1
     row = tl.load(order_ptr + begin, mask=is_single, other=0).to(tl.int64)
-    peak = tl.load(peak_ptr + row, mask=is_single, other=0.0)
-    log_sum = tl.load(log_sum_ptr + row, mask=is_single, other=0.0) * LOG2_E
+    peak = 0.0
+    log_sum = 0.0
+    if not BY_LOGIT:
+        peak = tl.load(peak_ptr + row, mask=is_single, other=0.0)
+        log_sum = tl.load(log_sum_ptr + row, mask=is_single, other=0.0) * LOG2_E
     single = (logits_ptr + row * row_stride, peak, log_sum)
     origin = first_column // BLOCK * BLOCK
     whole = tl.maximum(tl.where(is_single, width // BLOCK * BLOCK, 0), origin)
@@ -221,6 +251,7 @@ def select_kernel(
                     temperature,
                     HAS_EXCLUDED,
                     HAS_TEMPERATURE,
+                    BY_LOGIT,
                 )
                 first, second, third, fourth = count_keys(
                     (first, second, third, fourth),
@@ -239,6 +270,7 @@ def select_kernel(
                 temperature,
                 HAS_EXCLUDED,
                 HAS_TEMPERATURE,
+                BY_LOGIT,
             )
             first, second, third, fourth = count_keys(
                 (first, second, third, fourth), keys_of(probabilities), counted, low, span, True
@@ -266,6 +298,7 @@ def select_kernel(
             temperature,
             HAS_EXCLUDED,
             HAS_TEMPERATURE,
+            BY_LOGIT,
             LANES,
         )
     threshold = (low, edge, cut)
@@ -276,11 +309,23 @@ def select_kernel(
         # Two blocks with one prefix sum.
         column = start + lanes
         probabilities, counted = _single(
-            single, excluded_ptr, start + block, temperature, HAS_EXCLUDED, HAS_TEMPERATURE
+            single,
+            excluded_ptr,
+            start + block,
+            temperature,
+            HAS_EXCLUDED,
+            HAS_TEMPERATURE,
+            BY_LOGIT,
         )
         first_half = (_apart(probabilities, LANES), _apart(counted, LANES))
         probabilities, counted = _single(
-            single, excluded_ptr, start + HALF + block, temperature, HAS_EXCLUDED, HAS_TEMPERATURE
+            single,
+            excluded_ptr,
+            start + HALF + block,
+            temperature,
+            HAS_EXCLUDED,
+            HAS_TEMPERATURE,
+            BY_LOGIT,
         )
         second_half = (_apart(probabilities, LANES), _apart(counted, LANES))
         low_first = _lowest(column, threshold)
@@ -309,6 +354,7 @@ def select_kernel(
             temperature,
             HAS_EXCLUDED,
             HAS_TEMPERATURE,
+            BY_LOGIT,
         )
         both = (_apart(probabilities, LANES), _apart(counted, LANES))
         lowest = _lowest(column, threshold)
