@@ -125,8 +125,9 @@ def test_sorted_l1():
         every = {"HAS_EXCLUDED": True, "BY_LOGIT": False}
         selections.append(("select_kernel", select, TEMPERED | every))
         by_logit = {"HAS_EXCLUDED": True, "BY_LOGIT": True, "HAS_TEMPERATURE": False}
-        sums = {"peak_ptr": None, "log_sum_ptr": None}
-        selections.append(("select_kernel", select, TEMPERED | by_logit | sums))
+        no_sums = dict.fromkeys(("peak_ptr", "log_sum_ptr"))
+        given = {name: kind for name, kind in select.items() if name not in no_sums}
+        selections.append(("select_kernel", given, TEMPERED | by_logit | no_sums))
         variants += [
             ("keep_chosen_kernel", keep | candidates, flags),
             ("spread_kernel", spread | LABELS, TEMPERED),
@@ -214,7 +215,7 @@ def test_partition_kl():
         variants += [
             ("split_statistics_kernel", logits | split | arguments("top: *i64"), every),
             ("split_statistics_kernel", logits | split | arguments("top: *i64"), few),
-            ("split_statistics_kernel", logits | split, few),
+            ("split_statistics_kernel", logits | split, few | {"top_ptr": None}),
             ("masked_mass_kernel", both | lost, sent),
             ("other_rows_kernel", logits | written | others, {"HAS_LABELS": True, **block}),
             ("store_entries_kernel", written | entries, {"BLOCK": 256}),

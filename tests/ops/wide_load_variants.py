@@ -21,7 +21,7 @@ def wide_variants():
     means = arguments(
         f"{ROW} order offsets: *i32; out peak log_sum: *fp32; valid_width first_chunk: i32"
     )
-    every = {"HAS_UNSCALED": False}
+    every = {"HAS_UNSCALED": False, "top_ptr": None}
     return [
         ("softmax_kernels", ("row_statistics_kernel", row, no_sets | PLAIN)),
         ("vocab_kl.triton_kernels", ("pair_statistics_kernel", pair, no_read | PLAIN)),

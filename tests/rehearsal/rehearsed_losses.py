@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -11,9 +11,13 @@ from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs, Objective
 from tests.losses.objective_cases import CASES, ObjectiveCase, as_kind
 from tests.rehearsal.pretended_cuda import EVENTS, held
 
+_LEAST: Final = 0.01
+"""Gradients that are smaller are differences of probabilities, rounded as these are."""
+
 
 def rehearse_loss(name: str) -> list[dict[str, Any]]:
-    """For each form of targets the largest errors, relative to the largest number, and the record.
+    """For each form of targets the largest errors, relative to the largest number or ``_LEAST``,
+    and the record.
 
     The record is of a second evaluation. ``launches`` are those of torch's operations, ``kernels``
     those of ours.
@@ -47,7 +51,7 @@ def _compared(case: ObjectiveCase, kind: str, inputs: DistillationInputs) -> dic
         "kernels": EVENTS.number("kernel"),
     }
     pairs = [(value, truth), *zip(grads, true_grads, strict=True)]
-    errors = [float((held(x) - y).abs().max() / y.abs().max().clamp(min=1e-30)) for x, y in pairs]
+    errors = [float((held(x) - y).abs().max() / y.abs().max().clamp(min=_LEAST)) for x, y in pairs]
     return record | {"errors": errors, "gradients": len(grads)}
 
 
