@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar, Final, Literal, NamedTuple
 
 import torch
@@ -313,11 +312,10 @@ class FusedObjective(Objective):
         teacher: torch.Tensor,
         *,
         is_cut: bool = False,
-    ) -> Callable[[], torch.Tensor]:
-        """``LossOutput.bad``: ``bad_flags`` of these, made when it is asked for."""
-        implementation = self.implementation
-        return partial(
-            bad_flags, inputs, student, teacher, is_cut=is_cut, implementation=implementation
+    ) -> torch.Tensor:
+        """``bad_flags`` of these, for ``LossOutput.bad``."""
+        return bad_flags(
+            inputs, student, teacher, is_cut=is_cut, implementation=self.implementation
         )
 
 

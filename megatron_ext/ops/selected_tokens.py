@@ -5,7 +5,7 @@ T rows, K tokens, Vp local columns, W words of 32 columns. Equations are in ``op
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -13,19 +13,13 @@ from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.distributed.vocab_parallel import (
     LogSumExp,
     VocabShard,
-    merge_argmax,
     merge_log_sum_exp,
     row_slices,
     scaled_logits,
 )
-from megatron_ext.ops.chunk_rows import local_column
-from megatron_ext.ops.launch import (
-    ROW_CONFIGS,
-    Implementation,
-    fitting_config,
-    uses_compiled,
-    uses_triton,
-)
+from megatron_ext.ops.chunk_rows import ExpSums, local_column, merge_top_columns
+from megatron_ext.ops.launch import Implementation, uses_compiled, uses_triton
+from megatron_ext.ops.partition_kl.chain_chunks import ColumnValues, write_split_rows_
 from megatron_ext.ops.partition_kl.split_statistics import member_bits, statistics_of_sets
 
 
@@ -65,20 +59,6 @@ class _LocalTokens(NamedTuple):
     top_column: torch.Tensor | None
     """int64 [T]: this rank's column of the largest logit."""
 
-    def largest(self, is_here: torch.Tensor) -> torch.Tensor:
-        """The largest logit [T] over the temperature, -inf where there is none.
-
-        Args:
-            is_here: bool [T, K]: selected columns that this rank has.
-        """
-        picked = self.picked.masked_fill(~is_here, -torch.inf)
-        others = self.peak.masked_fill(self.total == 0, -torch.inf)
-        return torch.cat([picked, others[:, None]], dim=1).amax(dim=1)
-
-
-_ENTRIES: Final = 256
-"""Selected columns that a program writes."""
-
 
 @torch.no_grad()
 def evaluate_selected_tokens(
@@ -92,7 +72,7 @@ def evaluate_selected_tokens(
 ) -> SelectedTokens:
     """``log_softmax(logits / temperature)`` at ``token_id``, and the logarithm of the rest's mass.
 
-    In fp32, fp64 for fp64 logits. Two all-reduces of [T] and one of [T, K], with the top column two
+    In fp32, fp64 for fp64 logits. Two all-reduces of [T] and one of [T, K], with the top column one
     more of [T].
 
     Args:
@@ -112,10 +92,11 @@ def evaluate_selected_tokens(
     rest = merge_log_sum_exp(local.peak, local.total, shard.group)
     picked = all_reduce_sum(local.picked, shard.group).masked_fill(token_id < 0, -torch.inf)
     top_column = local.top_column
-    if top_column is not None:
-        top_column = top_column + shard.start
-        if shard.group is not None:
-            top_column = merge_argmax(local.largest(column >= 0), top_column, shard.group)
+    if top_column is not None and shard.group is not None:
+        own, its = local.picked.masked_fill(column < 0, -torch.inf), local.total > 0
+        here = ExpSums(_largest(own, local.peak, its), torch.ones_like(local.total))
+        whole = LogSumExp(_largest(picked, rest.peak, rest.log_sum != -torch.inf), rest.log_sum)
+        (top_column,) = merge_top_columns([top_column], [here], [whole], [shard])
 
     entries = torch.cat([picked, (rest.peak + rest.log_sum)[:, None]], dim=-1)
     top = entries.amax(dim=-1)
@@ -131,6 +112,12 @@ def evaluate_selected_tokens(
         LogSumExp(*rest),
         top_column,
     )
+
+
+def _largest(picked: torch.Tensor, peak: torch.Tensor, has_others: torch.Tensor) -> torch.Tensor:
+    """The largest [T] of selected logits [T, K], -inf for none, and of the peaks of others."""
+    others = peak.masked_fill(~has_others, -torch.inf)
+    return torch.cat([picked, others[:, None]], dim=1).amax(dim=1)
 
 
 @torch.no_grad()
@@ -202,45 +189,16 @@ def _write_by_kernel(
     gradient: torch.Tensor,
     temperature: float,
 ) -> None:
-    from megatron_ext.ops.partition_kl.triton_kernels import (
-        other_rows_kernel,
-        store_entries_kernel,
-    )
-
     rows, count = found.column.shape
-    if not rows:
-        return
     # Of a selected logit, and of the log-sum-exp of the rest.
     of_logits = grad - found.log_prob.exp() * grad.sum(dim=-1, keepdim=True)
     of_logits.masked_fill_((grad == 0).all(dim=-1, keepdim=True), 0.0)
-    config = fitting_config(ROW_CONFIGS[0], shard.width)
-    number = torch.arange(1, rows + 1, dtype=torch.int32, device=logits.device)
-    other_rows_kernel[(rows,)](
-        logits,
-        number,
-        torch.stack([*found.rest, of_logits[:, -1]]),
-        None,
-        None,
-        gradient,
-        logits.stride(0),
-        gradient.stride(0),
-        shard.valid_width,
-        shard.width,
-        rows,
-        HAS_LABELS=False,
-        BLOCK=config.block,
-        num_warps=config.num_warps,
-    )
-    if count:
-        store_entries_kernel[(-(-rows * count // _ENTRIES),)](
-            gradient,
-            (number.long() - 1).repeat_interleave(count),
-            found.column,
-            of_logits[:, :-1].contiguous(),
-            gradient.stride(0),
-            rows * count,
-            BLOCK=_ENTRIES,
-        )
+    row = torch.arange(rows, device=logits.device)
+    # Of K = 1 flattening alone makes a view with gaps.
+    value = of_logits[:, :-1].contiguous().flatten()
+    chosen = ColumnValues(row.repeat_interleave(count), found.column.flatten(), value)
+    rests = torch.stack([*found.rest, of_logits[:, -1]])
+    write_split_rows_(gradient, logits, (row + 1).int(), rests, chosen, shard)
 
 
 def _local_by_kernel(
@@ -250,7 +208,6 @@ def _local_by_kernel(
     temperature: float,
     with_top_column: bool,
 ) -> _LocalTokens:
-    """As ``_local``."""
     rows, count = column.shape
     row = torch.arange(rows, device=logits.device)
     place = row.repeat_interleave(count)
@@ -267,7 +224,6 @@ def _local_by_loops(
     temperature: float,
     with_top_column: bool,
 ) -> _LocalTokens:
-    """As ``_local``."""
     from megatron_ext.ops import selection_loops as loops
     from megatron_ext.ops.row_loops import flat_rows, in_threads
 

@@ -21,6 +21,7 @@ from megatron_ext.losses import (
 )
 from megatron_ext.losses.fused_evaluation import evaluate_together, fuses
 from megatron_ext.losses.multi_teacher import averaged_inputs
+from megatron_ext.ops.selected_tokens import evaluate_selected_tokens
 from megatron_ext.ops.top_columns import top_columns, top_log_probs
 from tests.distributed.sharded_inputs import (
     PADDING,
@@ -95,6 +96,16 @@ def _argmax(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torc
     full[0] = -torch.inf
     shard = vocab_shard(37, PADDING[0], rank, ranks, group)
     return [vp.vocab_argmax(columns(full, shard), shard)], full.new_zeros(1, 0)
+
+
+def _selected(rank: int, ranks: int, group: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Negative logits, with all columns of the second of four shards and no other selected."""
+    full = Microbatch.random().student_logits.flatten(0, 1).round() - 50.0
+    ids = torch.arange(13, 26).expand(len(full), 13)
+    shard = vocab_shard(37, PADDING[0], rank, ranks, group)
+    found = evaluate_selected_tokens(columns(full, shard), ids, shard, with_top_column=True)
+    assert found.top_column is not None
+    return [found.log_prob, found.top_column], full.new_zeros(1, 0)
 
 
 def _objective(
@@ -201,6 +212,7 @@ CASES: dict[str, Case] = {
     "log-softmax": _log_softmax,
     "copy to shards": _copy_to_shards,
     "argmax": _argmax,
+    "all tokens of a shard selected": _selected,
     "next token": _objective("next_token"),
     # exp(-300) is zero in fp32: the shard of padding alone must not set the peak.
     "next token of very negative logits": _objective("next_token", shift=-300.0),

@@ -107,17 +107,21 @@ def test_top_columns_are_those_of_the_largest_logits_and_the_lowest_of_equals():
 COMPILED = pytest.mark.parametrize("implementation", ["triton", "cpu"])
 
 
+def compiled(*axes):
+    """``combinations`` of the axes, of which the first are dtypes, by kernels and by loops."""
+    cases = [(by, *case) for by in ("triton", "cpu") for case in combinations(*axes)]
+    # The loops read no fp16.
+    return [case for case in cases if case[:2] != ("cpu", torch.float16)]
+
+
 @pytest.mark.usefixtures("nan_filled", "in_any_order")
-@COMPILED
 @pytest.mark.parametrize(
-    ("dtype", "size", "temperature", "in_place"),
-    combinations(DTYPES, [(20_003, 64), (37, 36), (2, 1)], [1.0, 2.5, 1.0], [False, True, True]),
+    ("implementation", "dtype", "size", "temperature", "in_place"),
+    compiled(DTYPES, [(20_003, 64), (37, 36), (2, 1)], [1.0, 2.5, 1.0], [False, True, True]),
 )
 def test_values_and_gradient_are_the_references_in_logits_of_any_dtype(
     implementation, dtype, size, temperature, in_place
 ):
-    if implementation == "cpu" and dtype == torch.float16:
-        pytest.skip("the loops read no fp16")
     logits, ids = _selection(vocab=size[0], k=size[1])
     # The selected tokens of some rows have most of the mass; one has a probability of 0 in fp32.
     logits[:4].scatter_add_(1, ids[:4].clamp(min=0), torch.full((4, size[1]), 9.0).double())
@@ -199,11 +203,10 @@ def test_a_row_without_a_gradient_is_not_looked_at_and_nothing_is_left_of_an_emp
 
 
 @pytest.mark.usefixtures("nan_filled", "in_any_order")
-@COMPILED
-@pytest.mark.parametrize(("dtype", "k", "rows"), combinations(DTYPES, [1, 64, 2000], [7, 1, 7]))
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "k", "rows"), compiled(DTYPES, [1, 64, 2000], [7, 1, 7])
+)
 def test_the_top_columns_are_those_of_torch(implementation, dtype, k, rows, monkeypatch):
-    if implementation == "cpu" and dtype == torch.float16:
-        pytest.skip("the loops read no fp16")
     # Several slices of rows by kernel.
     monkeypatch.setattr("megatron_ext.ops.top_columns._MOST_CANDIDATES", 5 * k)
     generator = torch.Generator().manual_seed(k)

@@ -171,7 +171,7 @@ class BytePrefixLoss(FusedObjective):
 
         def bad() -> torch.Tensor:
             student = torch.cat([part.bad()[0] for part in values])
-            return self.flags(inputs, student, targets.is_bad())()
+            return self.flags(inputs, student, targets.is_bad())
 
         return Evaluated(
             replace(self._output(inputs, values, torch.cat(used)), bad=bad),

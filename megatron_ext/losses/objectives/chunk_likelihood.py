@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -125,7 +126,7 @@ class LikelihoodObjective(FusedObjective):
         if self.tells_bad(inputs):
             assert own.log_sum is not None
             assert its.log_sum is not None
-            output = replace(output, bad=self.flags(inputs, own.log_sum, its.log_sum))
+            output = replace(output, bad=partial(self.flags, inputs, own.log_sum, its.log_sum))
         return Evaluated(output, -own.log_prob if has_ce else None, found.top_column)
 
     def tells_bad(self, inputs: DistillationInputs) -> bool:

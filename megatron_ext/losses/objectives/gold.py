@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -175,7 +176,7 @@ class GoldLoss(FusedObjective):
             implementation=self.implementation,
         )
         bad = values.student_log_sum, values.teacher_log_sum
-        output = replace(output, bad=self.flags(inputs, *bad))
+        output = replace(output, bad=partial(self.flags, inputs, *bad))
         return Evaluated(output, values.cross_entropy, values.top_column)
 
     def _check(self, inputs: DistillationInputs) -> tuple[TeacherTargets, MatchedColumns]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -67,7 +68,7 @@ class NextTokenLoss(FusedObjective):
         output = self.output(inputs, values.row_loss, values.top_column)
         # There is no teacher.
         told = values.log_sum, values.log_sum[:0]
-        return Evaluated(replace(output, bad=self.flags(inputs, *told, is_cut=True)), None)
+        return Evaluated(replace(output, bad=partial(self.flags, inputs, *told, is_cut=True)), None)
 
     def tells_bad(self, inputs: DistillationInputs) -> bool:
         """True: rows with a label are normalised, and one of NaN or +inf has no sum."""

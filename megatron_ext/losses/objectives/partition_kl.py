@@ -161,7 +161,7 @@ class PartitionKLLoss(FusedObjective):
         )
         output = self._output(inputs, (values.singles, values.chains), events)
         if self.tells_bad(inputs):
-            output = replace(output, bad=lambda: self.flags(inputs, *values.bad())())
+            output = replace(output, bad=lambda: self.flags(inputs, *values.bad()))
         return Evaluated(output, values.token_loss, values.top_column)
 
     def tells_bad(self, inputs: DistillationInputs) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, Final, Literal
 
 import torch
@@ -254,7 +255,7 @@ class ProjectedKLLoss(FusedObjective):
         )
         student, teacher = values.student_log_sum, values.offsupport_mass
         assert student is not None
-        return replace(output, bad=self.flags(inputs, student, teacher, is_cut=True))
+        return replace(output, bad=partial(self.flags, inputs, student, teacher, is_cut=True))
 
     def count_ahead(self, known: KnownAhead) -> torch.Tensor:
         """See ``Objective``."""

@@ -54,7 +54,7 @@ class StrictTopKLoss(FusedObjective):
     Teacher targets: ``logits``, ``hidden`` and ``topk``. Of a ``topk`` teacher's K tokens the
     shared ones are used, at most ``top_k``; ``bucket`` then needs temperature 1. ``label`` is
     refused. Collectives forward: two all-reduces of [Ts] and one of [Ts, K] for the student, with
-    the cross-entropy two more of [Ts] and K + 1 in the place of K; for a teacher's logits one
+    the cross-entropy one more of [Ts] and K + 1 in the place of K; for a teacher's logits one
     all-gather of [Tt, K] int64 and the first three of [Tt]: with K = 64 and TP = 8 some 5 kB a
     position, whatever the vocabularies are. Backward none.
 
@@ -169,7 +169,7 @@ class StrictTopKLoss(FusedObjective):
         )
         if top.log_sum is None:
             return output
-        return replace(output, bad=self.flags(inputs, found.whole.log_sum, top.log_sum))
+        return replace(output, bad=partial(self.flags, inputs, found.whole.log_sum, top.log_sum))
 
     def tells_bad(self, inputs: DistillationInputs) -> bool:
         """True with all of the teacher's logits: a row of NaN or +inf has no sum."""

@@ -6,6 +6,7 @@ B batch, Ts Tt tokens, C chunks, P pairs of positions.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
@@ -132,7 +133,7 @@ class ULDLoss(FusedObjective):
             output = LossOutput(loss_sum=loss.sum(), count=count, metrics=metrics)
         assert l1.student_log_sum is not None
         assert l1.teacher_log_sum is not None
-        bad = self.flags(inputs, l1.student_log_sum, l1.teacher_log_sum)
+        bad = partial(self.flags, inputs, l1.student_log_sum, l1.teacher_log_sum)
         return Evaluated(replace(output, bad=bad), l1.cross_entropy, l1.top_column)
 
     def tells_bad(self, inputs: DistillationInputs) -> bool:

@@ -114,7 +114,7 @@ class VocabKLLoss(FusedObjective):
         told = values.student_log_sum, values.teacher_log_sum
         output = replace(
             self._output(inputs, values.row_loss, means),
-            bad=self.flags(inputs, *told, is_cut=True),
+            bad=partial(self.flags, inputs, *told, is_cut=True),
         )
         return Evaluated(output, values.cross_entropy, values.top_column)
 

@@ -286,22 +286,57 @@ def _scaled(
 def write_other_rows_by_kernel_(
     gradient: torch.Tensor, logits: torch.Tensor, chains: ChainGradient, shard: VocabShard
 ) -> None:
-    """``write_other_rows_`` by kernels: rows in one pass, then their chosen columns."""
+    """``write_other_rows_`` by kernels."""
+    chosen, tokens, rests = chains.split.chosen, chains.tokens, chains.rests
+    assert rests is not None
+    if len(logits):
+        value = chain_gradients(chains.grads, chains.picked, chosen, tokens, rests)
+        entries = ColumnValues(chosen.at_rows(), chosen.local, value)
+        of_row = chains.split.of_row
+        write_split_rows_(gradient, logits, of_row, rests, entries, shard, tokens=tokens)
+
+
+class ColumnValues(NamedTuple):
+    """Single numbers [N] of a gradient, each at another place; contiguous."""
+
+    row: torch.Tensor
+    """int64"""
+
+    column: torch.Tensor
+    """int64, this rank's, negative for those of other ranks."""
+
+    value: torch.Tensor
+    """fp32"""
+
+
+def write_split_rows_(
+    gradient: torch.Tensor,
+    logits: torch.Tensor,
+    of_row: torch.Tensor,
+    rests: torch.Tensor,
+    chosen: ColumnValues,
+    shard: VocabShard,
+    *,
+    tokens: LabelTerm | None = None,
+) -> None:
+    """Write rows [T, Vp] by kernels: those that are not chosen in one pass, then the chosen ones.
+
+    Args:
+        of_row: int32 [T], 0 for rows that are left as they are.
+        rests: fp32 [3, T]: peak and logarithm of the sum over the columns that are not chosen, and
+            the derivative of their log-sum-exp; rows at 0 are not read.
+    """
     from megatron_ext.ops.partition_kl.triton_kernels import (
         other_rows_kernel,
         store_entries_kernel,
     )
 
-    rows, chosen, tokens = len(logits), chains.split.chosen, chains.tokens
+    rows, config = len(logits), fitting_config(ROW_CONFIGS[0], shard.width)
     if not rows:
         return
-    rests = chains.rests
-    assert rests is not None
-    value = chain_gradients(chains.grads, chains.picked, chosen, tokens, rests)
-    config = fitting_config(ROW_CONFIGS[0], shard.width)
     other_rows_kernel[(rows,)](
         logits,
-        chains.split.of_row,
+        of_row,
         rests,
         None if tokens is None else tokens.column,
         None if tokens is None else token_numbers(tokens),
@@ -315,13 +350,11 @@ def write_other_rows_by_kernel_(
         BLOCK=config.block,
         num_warps=config.num_warps,
     )
-    count, block = len(chosen.column), 256
+    count, block = len(chosen.value), 256
     if count:
         store_entries_kernel[(-(-count // block),)](
             gradient,
-            chosen.at_rows(),
-            chosen.local,
-            value,
+            *chosen,
             gradient.stride(0),
             count,
             BLOCK=block,

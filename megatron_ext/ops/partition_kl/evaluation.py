@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard, merge_argmax
+from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.ops.chunk_rows import ExpSums, merge_exp_sums, merge_top_columns
 from megatron_ext.ops.labels import LabelRows, LabelTerm, label_losses, label_rows
@@ -92,7 +92,7 @@ def evaluate_partition_kl(
     Accumulates in fp32 (fp64 for fp64 logits). No fp32 tensor is as large as the logits.
     Collectives on the shards' group, as many on every rank: two all-reduces of the statistics of
     both models' rows and of N chosen logits and Ts labels, side by side; one of [2 C] columns of
-    the most probable events; with ``labels`` two of [Ts] for the largest columns; and for each
+    the most probable events; with ``labels`` one of [Ts] for the largest columns; and for each
     slice of C' singles one all-reduce of [2, C'] and, where shared tokens cross ranks, an
     all-to-all of those. By kernel, forward KL with a gradient takes an all-reduce of [C'] more.
 
@@ -164,7 +164,7 @@ def evaluate_partition_kl(
         single,
         chain,
         token_loss,
-        _top_column(models[0], plan.student_shard),
+        _top_column(models[0], tokens, plan.student_shard),
         lambda: [part.told() for part in merged],
     )
 
@@ -411,12 +411,15 @@ def _agreement(models: list[_Model], merged: list[_Merged], pair: SingleChunks) 
     return torch.where(is_rest[0] | is_rest[1], is_rest[0] & is_rest[1], student == teacher)
 
 
-def _top_column(student: _Model, shard: VocabShard) -> torch.Tensor | None:
-    """``PartitionValues.top_column``; two all-reduces."""
-    statistics = student.statistics
-    if statistics.top_column is None or shard.group is None:
-        return statistics.top_column
-    return merge_argmax(statistics.largest(), statistics.top_column + shard.start, shard.group)
+def _top_column(
+    student: _Model, tokens: LabelTerm | None, shard: VocabShard
+) -> torch.Tensor | None:
+    """``PartitionValues.top_column``; one all-reduce."""
+    column = student.statistics.top_column
+    if column is None or tokens is None or shard.group is None:
+        return column
+    largest = student.statistics.largest()
+    return merge_top_columns([column], [largest], [tokens.whole], [shard])[0]
 
 
 def _token_term(

@@ -164,14 +164,14 @@ class SplitStatistics(NamedTuple):
         unscaled = unscaled if has_unscaled else members
         return cls(members, others, unscaled, column, is_masked, top_column)
 
-    def largest(self) -> torch.Tensor:
-        """The largest logit [T] of a row over its columns of this rank, -inf where there is none,
-        if members' sums are known at temperature 1."""
+    def largest(self) -> ExpSums:
+        """The largest logit [T] of a row over its columns of this rank, and a sum that is 0 where
+        there is none; of rows whose members' sums are known at temperature 1."""
         first, second = (
             part.peak.masked_fill(part.total == 0, -torch.inf)
             for part in (self.unscaled, self.others)
         )
-        return torch.maximum(first, second)
+        return ExpSums(torch.maximum(first, second), self.unscaled.total + self.others.total)
 
 
 def split_statistics(
