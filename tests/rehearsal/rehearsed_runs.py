@@ -29,9 +29,17 @@ def _one_step(folder: Path, name: str, objective: str | None = None) -> DistillC
     return config if objective is None else changed(config, loss=LossConfig(objective=objective))
 
 
+def _few_rows(folder: Path, name: str, objective: str, microbatches: int) -> DistillConfig:
+    """By an objective whose kernels take the interpreter long."""
+    return changed(
+        _one_step(folder, name, objective),
+        training={"micro_batch_size": 1, "global_batch_size": microbatches},
+    )
+
+
 RUNS: dict[str, Callable[[Path, str], DistillConfig]] = {
     "teacher": lambda folder, name: changed(teacher_run(folder), training={"global_batch_size": 1}),
-    "strict_topk": lambda folder, name: _one_step(folder, name, "strict_topk"),
+    "strict_topk": lambda folder, name: _few_rows(folder, name, "strict_topk", 2),
     "validated": lambda folder, name: changed(
         student_run(folder, "validated"), training={"save_interval": 1}
     ),
@@ -50,11 +58,7 @@ RUNS: dict[str, Callable[[Path, str], DistillConfig]] = {
     ),
     "packed": lambda folder, name: changed(_one_step(folder, name), data={"packing": True}),
     "partition": lambda folder, name: _one_step(folder, name, "partition_kl"),
-    # One row: its kernel takes the interpreter long.
-    "byte_prefix": lambda folder, name: changed(
-        _one_step(folder, name, "byte_prefix"),
-        training={"micro_batch_size": 1, "global_batch_size": 1},
-    ),
+    "byte_prefix": lambda folder, name: _few_rows(folder, name, "byte_prefix", 1),
 }
 """By name; all but the first learn from the teacher that the first makes."""
 

@@ -115,25 +115,28 @@ def test_sums_of_rows_tell_what_a_read_of_all_numbers_does(
     places = {name: rows for name, rows in places.items() if rows.any()}
     assert {*_READ, "student unread"} <= places.keys()
     others = torch.arange(inputs.alignment.chunk_count) % 2 == 1
-    columns = (2, 7)
-    if implementation == "triton" and not EVERY_COMBINATION:
-        columns, places = (7,), {name: places[name] for name in _READ}
-    for column in columns:
-        for place, rows in places.items():
-            teacher, student = inputs.teacher.logits.clone(), inputs.student_logits.clone()
-            row = rows.nonzero()[0].tolist()
-            (student if place.startswith("student") else teacher)[(*row, column)] = poison
-            bad = replace(
-                inputs,
-                student_logits=student,
-                teacher=replace(inputs.teacher, logits=teacher),
-                # Of chunks that another teacher teaches, the first among them.
-                chunk_mask=others if column == 2 else None,
-            )
-            read = check_finite(bad).bad[0].tolist()
-            assert objective(bad).bad().tolist() == read, place
-            is_bad = poison != -torch.inf and "unread" not in place
-            assert sum(read) == is_bad, place
+    met = [*product((2, 7), places)]
+    if not EVERY_COMBINATION:
+        # Each place with one of the columns, and at the other temperature with the other.
+        columns = (2, 7) if temperature == 1.0 else (7, 2)
+        met = [*zip(columns * len(places), places, strict=False)]
+        if implementation == "triton":
+            met = [(7, place) for place in _READ]
+    for column, place in met:
+        teacher, student = inputs.teacher.logits.clone(), inputs.student_logits.clone()
+        row = places[place].nonzero()[0].tolist()
+        (student if place.startswith("student") else teacher)[(*row, column)] = poison
+        bad = replace(
+            inputs,
+            student_logits=student,
+            teacher=replace(inputs.teacher, logits=teacher),
+            # Of chunks that another teacher teaches, the first among them.
+            chunk_mask=others if column == 2 else None,
+        )
+        read = check_finite(bad).bad[0].tolist()
+        assert objective(bad).bad().tolist() == read, place
+        is_bad = poison != -torch.inf and "unread" not in place
+        assert sum(read) == is_bad, place
 
 
 @pytest.mark.parametrize("name", ["vocab_kl", "next_token"])
