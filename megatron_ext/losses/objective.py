@@ -59,6 +59,9 @@ class Needs:
     boundary: bool = False
     """Tokens that begin a word."""
 
+    word_starts: bool = False
+    """The student's tokens that begin a word, before the models have run, to count by."""
+
     completions: Literal["chunks", "prefixes", "repeats"] | None = None
     """Continuations that both models can predict, looked up in each batch: of whole chunks
     (``CompletionTable``), behind every prefix (``PrefixTable``), or of a token that is repeated

@@ -219,7 +219,7 @@ class RunConstants:
     boundary: BoundaryColumns | None = None
 
     word_starts: torch.Tensor | None = None
-    """bool [V] by the student's labels, where there are boundaries; for ``KnownAhead``."""
+    """bool [V] by the student's labels, for ``KnownAhead``."""
 
     learned: LearnedProjection | None = None
     """A learned projection, a submodule of the student, in place of ``projection``."""
@@ -288,7 +288,7 @@ class RunConstants:
                 layout=layout,
                 device=device,
             )
-            word_starts = boundary.of_labels(student_shard)
+            word_starts = boundary.of_labels(student_shard) if needs.word_starts else None
         if needs.completions == "chunks":
             table = CompletionTable.from_tokenizers(*tokenizers)
         if needs.completions == "prefixes":

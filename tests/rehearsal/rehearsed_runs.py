@@ -40,6 +40,7 @@ def _few_rows(folder: Path, name: str, objective: str, microbatches: int) -> Dis
 RUNS: dict[str, Callable[[Path, str], DistillConfig]] = {
     "teacher": lambda folder, name: changed(teacher_run(folder), training={"global_batch_size": 1}),
     "strict_topk": lambda folder, name: _few_rows(folder, name, "strict_topk", 2),
+    "alm": lambda folder, name: _few_rows(folder, name, "alm", 2),
     "validated": lambda folder, name: changed(
         student_run(folder, "validated"), training={"save_interval": 1}
     ),

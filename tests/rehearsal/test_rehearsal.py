@@ -24,10 +24,10 @@ from tests.training.tiny_run import write_corpus, write_rank_list
 
 ALL = bool(os.environ.get("MEGATRON_EXT_ALL_TEXT"))
 LOSSES = list(CASES) if ALL else ["partition_kl"]
-RUNS = ["teacher", "strict_topk"]
+RUNS = ["teacher", "alm"]
 if ALL:
     RUNS += ["validated", "resumed", "distributed", "linear", "dskd", "learned", "packed"]
-    RUNS += ["partition", "byte_prefix"]
+    RUNS += ["partition", "byte_prefix", "strict_topk"]
 LAUNCHES = {
     "projected_kl": {"logits": 26, "tile": 35},
     "partition_kl": {"logits": 60, "tile": 61},

@@ -250,7 +250,8 @@ class AlmLoss(LikelihoodObjective):
     @property
     def needs(self) -> Needs:
         """Boundaries, with ``debias`` or merged chunks."""
-        return Needs(boundary=self.debias or self.merge != "none")
+        merges = self.merge != "none"
+        return Needs(boundary=self.debias or merges, word_starts=self.merge == "words")
 
     @property
     def target_forms(self) -> tuple[TargetForm, ...]:
