@@ -1,55 +1,40 @@
 """What holds for every test."""
 
+import argparse
 import gc
 import os
+import sys
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
-import torch
-from hypothesis import settings
 
-from tests.absent_devices import seed_no_absent_device
 from tests.durations import DurationRecorder, in_order
 from tests.fork_server import fork_server
-from tests.unsynced_disk import do_not_wait_for_the_disk
 
 # Nothing that is imported and collected is garbage, and to look for some takes a third of the time.
 gc.disable()
 
-# Triton decides as it is imported whether kernels are compiled for a GPU or run in Python.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-    # megatron-core decorates with torch.compile, which imports its compiler in every process.
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
-if os.environ.get("TRITON_INTERPRET") == "1":
-    from tests.triton_interpreter import interpret_quickly
+def _hands_tests_out():
+    """Whether this process only starts workers, which wait for what it imports."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-n", "--numprocesses", default="0")
+    given, _ = parser.parse_known_args(sys.argv[1:])
+    return given.numprocesses != "0" and "PYTEST_XDIST_WORKER" not in os.environ
 
-    interpret_quickly()
+
+if not _hands_tests_out():
+    import_module("tests.testing_process")
 
 # A name on the hub that is not in a cache of the test's own is out of reach.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-# Files side by side share the cores: threads of each that wait for its others only take time. What
-# the tests start has it from the environment.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-
-do_not_wait_for_the_disk()
-seed_no_absent_device()
-
 # Before anyone starts the server, which is then the one for all: a test that starts it for data
 # workers, say, would have every rank after it import megatron-core anew.
 fork_server()
-
-# Enough for each run of the suite; all of them where everything is run.
-settings.register_profile("suite", max_examples=15, deadline=None)
-settings.register_profile("everything", max_examples=400, deadline=None)
-settings.load_profile("everything" if os.environ.get("MEGATRON_EXT_ALL_TEXT") else "suite")
 
 _LONG = ("training", "evaluation", "huggingface", "teachers", "examples", "cli", "ops")
 """Folders of files that take long, first of all those that start processes; what counts until
@@ -97,6 +82,8 @@ def pytest_collection_modifyitems(items):
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup():
     """Draw the same numbers whatever ran before."""
+    import torch
+
     torch.manual_seed(0)
 
 
