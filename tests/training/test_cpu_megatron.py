@@ -20,6 +20,8 @@ def made_on_a_gpu(rank):
         "pinned": torch.zeros(2, device="cuda:0", pin_memory=True),
         "number": torch.ones(2, device=0),
         "window": torch.hann_window(3, device="cuda"),
+        "drawn": torch.normal(0.0, 1.0, (2,), device="cuda"),
+        "nested": torch.nested.nested_tensor([[1.0]], device="cuda"),
         "frequencies": torch.fft.fftfreq(4, device="cuda"),
         "like": torch.randn_like(value, device="cuda"),
         "new": value.new_full((2,), 3.0, device=named),

@@ -67,16 +67,17 @@ def _redirect_tensors() -> None:
     """
     # What torch sends to a device in ``with torch.device(...)``; listed before it is replaced.
     makers = {id(function) for function in _device_constructors()}
-    for module in (torch, torch.fft):
+    for module in (torch, torch.fft, torch.nested):
         for name, value in list(vars(module).items()):
-            if id(value) in makers or name.endswith("_like"):
+            if id(value) in makers or name.endswith("_like") or name == "normal":
                 setattr(module, name, _on_cpu(value))
     tensor = torch.Tensor
     for name in dir(tensor):
         if name.startswith("new_"):
             setattr(tensor, name, _on_cpu(getattr(tensor, name)))
     for name, redirected in (("to", _moved_to), ("type", _type_of), ("cuda", _unmoved)):
-        setattr(tensor, name, redirected(getattr(tensor, name)))
+        before = getattr(tensor, name)
+        setattr(tensor, name, wraps(before)(redirected(before)))
 
 
 def _on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,7 +102,6 @@ def _on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
 def _moved_to(to: Callable[..., Any]) -> Callable[..., Any]:
     on_cpu = _on_cpu(to)
 
-    @wraps(to)
     def moved(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args and _is_cuda(args[0]):
             args = ("cpu", *args[1:])
@@ -111,7 +111,6 @@ def _moved_to(to: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _type_of(type_: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(type_)
     def named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         found = type_(self, *args, **kwargs)
         # The optimizers sort parameters by this string, "torch.cuda.FloatTensor" and so on.
@@ -120,12 +119,8 @@ def _type_of(type_: Callable[..., Any]) -> Callable[..., Any]:
     return named
 
 
-def _unmoved(cuda: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(cuda)
-    def unmoved(self: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return self
-
-    return unmoved
+def _unmoved(_: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *_, **__: self
 
 
 def _is_cuda(device: object) -> bool:
