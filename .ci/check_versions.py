@@ -31,6 +31,7 @@ EXTRAS: Final = ("huggingface", "sentencepiece", "tiktoken", "fast", "train", "a
 TOOLS: Final = ("pytest", "pytest-xdist", "hypothesis", "mistral-common>=1.8", "requests>=2.32")
 
 CORE: Final = (
+    "tests/training/test_cpu_megatron.py",
     "tests/training/test_megatron_parts.py",
     "tests/training/test_layouts.py",
     "tests/training/test_faults.py",
