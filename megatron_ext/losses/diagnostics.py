@@ -63,17 +63,14 @@ def chunk_output(
     averages = dict(
         zip([*means, *of_rows], zip(sums.columns.unbind(), counts, strict=True), strict=True)
     )
-    kept = chunk_loss.detach()
-    if used is not None:
-        kept = torch.where(used, kept, 0.0)
     return LossOutput(
         loss_sum=sums.loss,
         count=sums.number,
-        chunk_loss=kept,
+        chunk_loss=sums.kept,
         metrics=averages
         | dict(metrics or {})
         | _class_metrics(sums.by_class)
-        | _text_metrics(inputs, kept, used, implementation),
+        | _text_metrics(inputs, sums.kept, used, implementation),
     )
 
 

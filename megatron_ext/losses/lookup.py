@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.constants import NO_CHUNK
 from megatron_ext.errors import LossError
 from megatron_ext.losses.vocabulary_match import IdTable
+from megatron_ext.ops.chunk_likelihood import ChunkPlaces, PlaceAfter
+from megatron_ext.ops.chunk_rows import ChunkRows
 from megatron_ext.ops.partition_kl import ChainRows
 
 if TYPE_CHECKING:
@@ -68,32 +70,39 @@ class CompletionSource(Protocol):
         """
 
 
-class PlaceAfter(NamedTuple):
-    """Row after each chunk [C]; an arbitrary row where there is none."""
+def chunk_rows(alignment: AlignmentBatch) -> tuple[ChunkRows, ChunkRows]:
+    """Student's and teacher's rows by chunk, which were sorted where data was loaded."""
+    return (
+        ChunkRows(
+            alignment.student_order,
+            alignment.student_offsets,
+            alignment.student_chunk_id.flatten(),
+        ),
+        ChunkRows(
+            alignment.teacher_order,
+            alignment.teacher_offsets,
+            alignment.teacher_chunk_id.flatten(),
+        ),
+    )
 
-    row: torch.Tensor
-    exists: torch.Tensor
+
+def chunk_places(
+    alignment: AlignmentBatch, labels: torch.Tensor, teacher_labels: torch.Tensor
+) -> tuple[ChunkPlaces, ChunkPlaces]:
+    """Where chunks are in the student's rows and in the teacher's; labels [B, T]."""
+    own, its = chunk_rows(alignment)
+    return (
+        ChunkPlaces(own, alignment.student_spans, labels, alignment.student_behind),
+        ChunkPlaces(its, alignment.teacher_spans, teacher_labels, alignment.teacher_behind),
+    )
 
 
 def places_after(
     alignment: AlignmentBatch, labels: torch.Tensor, teacher_labels: torch.Tensor
 ) -> tuple[PlaceAfter, PlaceAfter]:
     """Rows after each chunk in the student's rows and in the teacher's; labels [B, T]."""
-    return (
-        _place_after(alignment.student_spans, alignment.student_behind, labels),
-        _place_after(alignment.teacher_spans, alignment.teacher_behind, teacher_labels),
-    )
-
-
-def _place_after(
-    spans: torch.Tensor, behind: torch.Tensor | None, labels: torch.Tensor
-) -> PlaceAfter:
-    """A row exists where it is of the same sequence and has a label, unless it is given."""
-    if behind is not None:
-        return PlaceAfter(behind.clamp(min=0), behind >= 0)
-    within = spans[:, 1] % labels.shape[1] != 0
-    row = torch.where(within, spans[:, 1], 0)
-    return PlaceAfter(row, within & (labels.flatten()[row] >= 0))
+    own, its = chunk_places(alignment, labels, teacher_labels)
+    return own.after(), its.after()
 
 
 class ChunkSide:

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.constants import NO_CHUNK
 from megatron_ext.distributed.vocab_parallel import MadeOnce, VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs
 from megatron_ext.losses.checks import check_match
+from megatron_ext.losses.lookup import chunk_rows
 from megatron_ext.losses.targets import TeacherTargets
 from megatron_ext.ops.chunk_rows import ChunkedLogits, ChunkRows
 from megatron_ext.ops.matched_divergence import Matching
@@ -95,22 +95,6 @@ def counted_ids(inputs: DistillationInputs) -> tuple[torch.Tensor, torch.Tensor]
     return (
         torch.where(counts[student], student, NO_CHUNK),
         torch.where(counts[teacher], teacher, NO_CHUNK),
-    )
-
-
-def chunk_rows(alignment: AlignmentBatch) -> tuple[ChunkRows, ChunkRows]:
-    """Student's and teacher's rows by chunk, which were sorted where data was loaded."""
-    return (
-        ChunkRows(
-            alignment.student_order,
-            alignment.student_offsets,
-            alignment.student_chunk_id.flatten(),
-        ),
-        ChunkRows(
-            alignment.teacher_order,
-            alignment.teacher_offsets,
-            alignment.teacher_chunk_id.flatten(),
-        ),
     )
 
 

@@ -16,8 +16,9 @@ from megatron_ext.losses.base import (
     DistillationInputs,
     KnownAhead,
 )
-from megatron_ext.losses.lookup import Completions, CompletionSource, PlaceAfter, places_after
+from megatron_ext.losses.lookup import Completions, CompletionSource, places_after
 from megatron_ext.losses.vocabulary_match import IdTable
+from megatron_ext.ops.chunk_likelihood import PlaceAfter
 from megatron_ext.ops.tile_plan import Tile, TilePlan
 
 

@@ -18,6 +18,7 @@ def chunk_sums_kernel(
     chunks,
     sums_ptr,
     counts_ptr,
+    kept_ptr,
     HAS_USED: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -28,8 +29,8 @@ def chunk_sums_kernel(
 
     ``values`` are [K, C], the first column the loss; ``offsets`` int32 [C + 1] those of a side's
     rows. Writes ``sums`` fp32: [K] of the columns, then by class the number of used chunks and
-    their loss; and ``counts`` int64: of used chunks and of their rows, then by class of used chunks
-    and of all.
+    their loss; ``counts`` int64: of used chunks and of their rows, then by class of used chunks and
+    of all; and the used chunks' loss, if some are not used.
     """
     program = tl.program_id(0)
     number = program - COLUMNS
@@ -56,7 +57,10 @@ def chunk_sums_kernel(
             rows += tl.load(offsets_ptr + chunk + 1, mask=used, other=0) - begin
         counted += tl.where(chosen, 1, 0)
         # A value of NaN is that of its own chunk alone.
-        total += tl.load(column + chunk, mask=chosen, other=0.0)
+        value = tl.load(column + chunk, mask=chosen, other=0.0)
+        total += value
+        if HAS_USED:
+            tl.store(kept_ptr + chunk, value, mask=exists & (program == 0))
     count = tl.sum(counted, axis=0)
     if is_column:
         tl.store(sums_ptr + program, tl.sum(total, axis=0))

@@ -52,6 +52,9 @@ class ChunkSums(NamedTuple):
 
     by_class: ClassSums
 
+    kept: torch.Tensor
+    """[C]: the chunks' loss without a graph, 0 of those that are not used."""
+
 
 class CountedChunks(NamedTuple):
     """Which chunks are used, and what they are counted by."""
@@ -84,8 +87,8 @@ def chunk_sums(
     values = torch.stack([column.detach().to(dtype) for column in (chunk_loss, *columns)])
     by = _by_kernel if uses_triton(implementation, values) else _by_torch
     loss, *others = _ChunkSums.apply(chunk_loss, values, chunks, by)
-    sums, count, rows, *by_class = others
-    return ChunkSums(loss, sums, count, rows, ClassSums(*by_class))
+    sums, count, rows, kept, *by_class = others
+    return ChunkSums(loss, sums, count, rows, ClassSums(*by_class), kept)
 
 
 class _ChunkSums(torch.autograd.Function):
@@ -98,7 +101,7 @@ class _ChunkSums(torch.autograd.Function):
         sums = by(values, chunks)
         ctx.save_for_backward(chunks.used)
         ctx.count, ctx.dtype = len(chunk_loss), chunk_loss.dtype
-        out = (sums.loss, sums.columns, sums.number, sums.rows, *sums.by_class)
+        out = (sums.loss, sums.columns, sums.number, sums.rows, sums.kept, *sums.by_class)
         ctx.mark_non_differentiable(*out[1:])
         # Else each of them gets a gradient of zeros.
         ctx.set_materialize_grads(False)
@@ -120,7 +123,8 @@ def _by_torch(values: torch.Tensor, chunks: CountedChunks) -> ChunkSums:
     used, device = chunks.used, values.device
     if used is None:
         used = torch.ones(values.shape[1], dtype=torch.bool, device=device)
-    sums = values.where(used, 0.0).sum(dim=1)
+    kept = values.where(used, 0.0)
+    sums = kept.sum(dim=1)
     numbers = torch.arange(chunks.class_count, device=device)[:, None]
     is_member = numbers == (values[0] if chunks.classes is None else chunks.classes)
     counted = is_member & used
@@ -135,7 +139,7 @@ def _by_torch(values: torch.Tensor, chunks: CountedChunks) -> ChunkSums:
     rows = torch.zeros((), dtype=torch.int64, device=device)
     if chunks.offsets is not None:
         rows = chunks.offsets.diff().where(used, 0).sum()
-    return ChunkSums(sums[0], sums[1:], used.sum(), rows, by_class)
+    return ChunkSums(sums[0], sums[1:], used.sum(), rows, by_class, kept[0])
 
 
 def _by_kernel(values: torch.Tensor, chunks: CountedChunks) -> ChunkSums:
@@ -144,6 +148,7 @@ def _by_kernel(values: torch.Tensor, chunks: CountedChunks) -> ChunkSums:
     (columns, count), classes = values.shape, chunks.class_count
     sums = values.new_empty(columns + 2 * classes)
     counts = values.new_empty(2 + 2 * classes, dtype=torch.int64)
+    kept = values[0] if chunks.used is None else torch.empty_like(values[0])
     chunk_sums_kernel[(columns + 1 + classes,)](
         values,
         chunks.used,
@@ -152,6 +157,7 @@ def _by_kernel(values: torch.Tensor, chunks: CountedChunks) -> ChunkSums:
         count,
         sums,
         counts,
+        kept,
         HAS_USED=chunks.used is not None,
         HAS_ROWS=chunks.offsets is not None,
         COLUMNS=columns,
@@ -161,7 +167,7 @@ def _by_kernel(values: torch.Tensor, chunks: CountedChunks) -> ChunkSums:
     of_columns, used, loss = sums.split([columns, classes, classes])
     (used_count, rows), of_used, of_all = counts.split([2, classes, classes])
     by_class = ClassSums(used, loss, of_used, of_all)
-    return ChunkSums(of_columns[0], of_columns[1:], used_count, rows, by_class)
+    return ChunkSums(of_columns[0], of_columns[1:], used_count, rows, by_class, kept)
 
 
 class LabelSums(NamedTuple):

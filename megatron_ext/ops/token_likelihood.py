@@ -5,13 +5,21 @@ T rows, Vp local columns. Equations are in the README.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
 
 import torch
 
-from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard, row_slices, scaled_logits
-from megatron_ext.ops.chunk_rows import ExpSums, merge_exp_sums, merge_top_columns
-from megatron_ext.ops.labels import label_losses, label_rows
+from megatron_ext.distributed.vocab_parallel import (
+    LogSumExp,
+    VocabShard,
+    accumulation_dtype,
+    merge_log_sum_exp,
+    row_slices,
+    scaled_logits,
+)
+from megatron_ext.ops.chunk_rows import ExpSums, merge_top_columns, token_log_probs
+from megatron_ext.ops.labels import label_rows
 from megatron_ext.ops.launch import (
     ROW_CONFIGS,
     Implementation,
@@ -19,10 +27,14 @@ from megatron_ext.ops.launch import (
     check_implementation,
     fitting_config,
     launch_rows,
+    small_block,
     uses_compiled,
     uses_triton,
 )
 from megatron_ext.ops.softmax_statistics import row_statistics
+
+_BLOCK: Final = 1024
+"""Rows of a program that needs no logits."""
 
 
 class RowGradient(NamedTuple):
@@ -254,28 +266,95 @@ def evaluate_token_likelihood(
     """
     check_implementation("token_likelihood", implementation)
     sides = [student] if teacher is None else [student, teacher]
-    sums, columns, tops = zip(
-        *(_exp_sums(side, with_top_column and side is student, implementation) for side in sides),
-        strict=True,
-    )
-    merged = merge_exp_sums([part for own in sums for part in own], student.shard)
+    sums = [1 if side.members is None else 2 for side in sides]
+    lengths = [count * len(side.logits) for count, side in zip(sums, sides, strict=True)]
+    lengths += [len(side.logits) for side in sides]
+    dtype = accumulation_dtype(student.logits.dtype)
+    peak, total = student.logits.new_empty(2, sum(lengths), dtype=dtype)
+    places = [ExpSums(*both) for both in _pairs(peak.split(lengths), total.split(lengths))]
+    local = [
+        _local_sums(side, sets, token, with_top_column and side is student, implementation)
+        for side, sets, token in zip(sides, places, places[len(sides) :], strict=False)
+    ]
+    merged = merge_log_sum_exp(peak, total, student.shard.group)
+    normalisers = [LogSumExp(*both) for both in _pairs(*(part.split(lengths) for part in merged))]
+    likelihoods, split = [], []
+    for side, sets, token in zip(sides, normalisers, normalisers[len(sides) :], strict=False):
+        rows = len(side.logits)
+        whole = LogSumExp(*(part[:rows] for part in sets))
+        members = LogSumExp(*(part[len(part) - rows :] for part in sets))
+        likelihoods.append(_likelihood(side, token, whole, members, implementation))
+        split.append((whole, members))
     top_column = None
     if with_top_column:
-        own, whole = sums[0][0], merged[0]
-        (top_column,) = merge_top_columns([tops[0]], [own], [whole], [student.shard])
-    likelihoods, normalisers = [], []
-    for side in sides:
-        whole, token = merged.pop(0), merged.pop(0)
-        members = whole if side.members is None else merged.pop(0)
-        loss = label_losses(
-            token, whole, side.token_id, None, side.shard, implementation=implementation
-        )
-        log_mass = (members.peak - whole.peak).add_(members.log_sum).sub_(whole.log_sum)
-        mass = torch.zeros_like(log_mass) if side.members is None else log_mass
-        likelihoods.append(TokenLikelihood(loss.neg_(), mass, whole.log_sum))
-        normalisers.append((whole, members))
+        own = ExpSums(*(part[: len(student.logits)] for part in places[0]))
+        (top_column,) = merge_top_columns([local[0][1]], [own], [split[0][0]], [student.shard])
     other = likelihoods[1] if teacher is not None else None
-    return EvaluatedLikelihood(likelihoods[0], other, *normalisers[0], columns[0], top_column)
+    return EvaluatedLikelihood(likelihoods[0], other, *split[0], local[0][0], top_column)
+
+
+def _pairs(
+    first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    return zip(first, second, strict=True)
+
+
+def _local_sums(
+    side: TokenRows,
+    sets: ExpSums,
+    token: ExpSums,
+    with_top_column: bool,
+    implementation: Implementation,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fill the sums over all columns and over the set, and the token's; returns the columns of the
+    token, and of the largest logit if it is asked for."""
+    statistics = row_statistics(
+        side.logits,
+        side.shard,
+        members=side.members,
+        with_column=with_top_column,
+        into=sets,
+        implementation=implementation,
+    )
+    looked_up = label_rows(
+        side.logits.detach(), side.token_id, side.shard, 1.0, token, implementation=implementation
+    )
+    return looked_up.column, statistics.column
+
+
+def _likelihood(
+    side: TokenRows,
+    token: LogSumExp,
+    whole: LogSumExp,
+    members: LogSumExp,
+    implementation: Implementation,
+) -> TokenLikelihood:
+    """Log-probabilities of a model's rows from merged sums. By kernel one launch."""
+    if token.peak.dtype != torch.float32 or not uses_triton(implementation, token.peak):
+        log_prob = token_log_probs(token, whole, side.token_id, side.shard)
+        log_mass = torch.zeros_like(log_prob)
+        if side.members is not None:
+            log_mass = (members.peak - whole.peak).add_(members.log_sum).sub_(whole.log_sum)
+        return TokenLikelihood(log_prob, log_mass, whole.log_sum)
+    from megatron_ext.ops.likelihood_kernels import token_likelihoods_kernel
+
+    rows = len(side.token_id)
+    log_prob, log_mass = token.peak.new_empty(2, rows)
+    if rows:
+        block = small_block(rows, _BLOCK)
+        token_likelihoods_kernel[(-(-rows // block),)](
+            *token,
+            *whole,
+            *members,
+            side.token_id.contiguous(),
+            side.shard.vocab_size,
+            rows,
+            log_prob,
+            log_mass,
+            HAS_MEMBERS=side.members is not None,
+            BLOCK=block,
+        )
+    return TokenLikelihood(log_prob, log_mass, whole.log_sum)
 
 
 def write_likelihood_gradient(
@@ -312,27 +391,6 @@ def write_likelihood_gradient(
         gradient,
         implementation=implementation,
     )
-
-
-def _exp_sums(
-    side: TokenRows, with_top_column: bool, implementation: Implementation
-) -> tuple[list[ExpSums], torch.Tensor, torch.Tensor]:
-    """Sums over all columns, the token's, and the set's if it is asked for; the token's column, and
-    the largest logit's if that is."""
-    statistics = row_statistics(
-        side.logits,
-        side.shard,
-        members=side.members,
-        with_column=with_top_column,
-        implementation=implementation,
-    )
-    whole, members = map(ExpSums, statistics.peak, statistics.total)
-    token = ExpSums(torch.empty_like(whole.peak), torch.empty_like(whole.peak))
-    looked_up = label_rows(
-        side.logits.detach(), side.token_id, side.shard, 1.0, token, implementation=implementation
-    )
-    sums = [whole, token] if side.members is None else [whole, token, members]
-    return sums, looked_up.column, statistics.column
 
 
 def token_likelihood_reference(

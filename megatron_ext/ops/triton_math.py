@@ -241,15 +241,21 @@ def projected_terms(p, log_p, projected, log_projected, mass, mixture, DIRECTION
 
 
 @triton.jit
+def exp_less_one(x):
+    """``exp(x) - 1``, small ones to all their digits."""
+    series = 1 / 720 + x / 5040
+    series = 1 / 120 + x * series
+    series = 1 / 24 + x * series
+    series = 1 / 6 + x * series
+    series = 1 / 2 + x * series
+    series = x * (1 + x * series)
+    return tl.where(tl.abs(x) < 0.25, series, tl.exp(x) - 1)
+
+
+@triton.jit
 def lost_share(log_share):
-    """``1 - exp(log_share)`` of a logarithm that is 0 or less, small ones to all their digits."""
-    series = 1 / 720 + log_share / 5040
-    series = 1 / 120 + log_share * series
-    series = 1 / 24 + log_share * series
-    series = 1 / 6 + log_share * series
-    series = 1 / 2 + log_share * series
-    series = log_share * (1 + log_share * series)
-    return -tl.where(log_share > -0.25, series, tl.exp(log_share) - 1)
+    """``1 - exp(log_share)`` of a logarithm that is 0 or less."""
+    return -exp_less_one(log_share)
 
 
 @triton.jit

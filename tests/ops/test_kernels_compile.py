@@ -1,7 +1,10 @@
 """Every kernel compiles to machine code for a Hopper GPU, which interpreting does not show."""
 
+from typing import get_args
+
 import pytest
 
+from megatron_ext.ops.binary_divergence import Difference
 from tests.ops.compile_kernel import arguments, compiled_variants, compiles
 from tests.ops.projected_kl_variants import (
     learned_variants,
@@ -53,7 +56,7 @@ def test_unit_gradient():
 
 def test_sums():
     chunks = arguments(
-        "values sums: *fp32; used: *i1; class: *i8; offsets: *i32; counts: *i64; chunks: i32"
+        "values sums kept: *fp32; used: *i1; class: *i8; offsets: *i32; counts: *i64; chunks: i32"
     )
     labels = arguments("row_loss sums: *fp32; column label count: *i64; rows: i32")
     rows = arguments(
@@ -74,6 +77,39 @@ def test_sums():
             ("bad_rows_kernel", {**rows, "teacher_told_ptr": "*i1"}, no_labels),
         ],
     )
+
+
+def test_likelihoods():
+    tokens = arguments(
+        "token_peak token_sum whole_peak whole_sum members_peak members_sum log_prob log_mass: "
+        "*fp32; token: *i64; vocab_size rows: i32"
+    )
+    sides = "; ".join(
+        f"{side}_log_prob {side}_log_mass: *fp32; {side}_label {side}_spans {side}_behind: *i64; "
+        f"{side}_order {side}_offsets: *i32; {side}_length: i32"
+        for side in ("student", "teacher")
+    )
+    chunks = arguments(f"{sides}; used flags: *i1; numbers: *fp32; behind: *i64; chunks: i32")
+    next_rows = dict.fromkeys(("student_behind_ptr", "teacher_behind_ptr", "used_ptr"))
+    gradients = arguments(
+        "on_chunk on_boundary on_token on_mass: *fp32; chunk behind: *i64; rows chunks: i32"
+    )
+    events = arguments(
+        "student teacher numbers: *fp32; compared kept: *i1; chunks: i32; "
+        "temperature coin alpha: fp32"
+    )
+    block = {"BLOCK": 128}
+    variants = [
+        ("token_likelihoods_kernel", tokens, {"HAS_MEMBERS": True, "BLOCK": 1024}),
+        ("chunk_likelihoods_kernel", chunks, {**next_rows, **block}),
+        ("chunk_likelihoods_kernel", chunks, block),
+        ("chunk_likelihood_gradients_kernel", gradients, block),
+    ]
+    variants += [
+        ("compare_events_kernel", events, {"DIFFERENCE": name, **block})
+        for name in get_args(Difference)
+    ]
+    compiles("likelihood_kernels", variants)
 
 
 def test_labels():
@@ -427,6 +463,7 @@ def test_rows_are_read_16_bytes_at_once(module, variant):
         ("triton_math", 1),
         ("softmax_kernels", 1),
         ("sum_kernels", 4),
+        ("likelihood_kernels", 4),
         ("chunk_kernels", 2),
         ("vocab_kl.triton_kernels", 2),
         ("partition_kl.triton_kernels", 5),

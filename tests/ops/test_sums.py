@@ -38,6 +38,7 @@ def test_chunks_are_summed_by_column_and_class(implementation, has_mask):
     torch.testing.assert_close(sums.loss.double(), double.sum(), **close)
     torch.testing.assert_close(sums.columns[1].double(), 2 * double.sum(), **close)
     assert sums.columns[0] == (agreement & kept).sum()
+    assert torch.equal(sums.kept, loss.detach().where(kept, 0.0))
     assert (sums.number, sums.rows) == (kept.sum(), chunks.offsets.diff()[kept].sum())
     assert sums.number.dtype == sums.rows.dtype == torch.int64
     for number in range(CLASSES):

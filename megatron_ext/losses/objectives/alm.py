@@ -6,7 +6,7 @@ T rows, Vp local columns, C chunks, G groups, at most C.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
@@ -16,16 +16,18 @@ from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
 from megatron_ext.losses.checks import check_choice
-from megatron_ext.losses.diagnostics import chunk_output, over_chunks
+from megatron_ext.losses.diagnostics import chunk_output
 from megatron_ext.losses.lookup import places_after
 from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, TargetForm
-from megatron_ext.losses.objectives.chunk_likelihood import (
-    ChunkLikelihoods,
-    LikelihoodObjective,
-    labelled_ahead,
+from megatron_ext.losses.objectives.chunk_likelihood import LikelihoodObjective, labelled_ahead
+from megatron_ext.ops.binary_divergence import (
+    BinaryOptions,
+    Difference,
+    check_binary_divergence,
+    compare_events,
 )
+from megatron_ext.ops.chunk_likelihood import ChunkLikelihoods
 from megatron_ext.ops.chunk_rows import index_sum
-from megatron_ext.ops.divergence import Difference, binary_divergence, check_binary_divergence
 from megatron_ext.ops.launch import Implementation, check_implementation
 
 
@@ -37,12 +39,6 @@ class ChunkGroups(NamedTuple):
 
     is_last: torch.Tensor
     """bool [C]: True for the last chunk of a group."""
-
-    @classmethod
-    def single(cls, count: int, device: torch.device) -> ChunkGroups:
-        """Groups of one chunk each."""
-        each = torch.arange(count, device=device)
-        return cls(each, torch.ones_like(each, dtype=torch.bool))
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of ``values`` [C] over the group of each chunk, [C]."""
@@ -83,7 +79,7 @@ class AlmLoss(LikelihoodObjective):
 
     ``log P_c`` is the sum of the teacher's log-probabilities of the chunk's tokens, ``log Q_c``
     the student's, in nats; D compares "the chunk comes" with "it does not" at the temperature
-    tau (``ops/divergence``). With ``debias`` each has the log-probability added that a
+    tau (``ops/binary_divergence``). With ``debias`` each has the log-probability added that a
     boundary token follows, ``inputs.boundary``. The output counts groups of chunks: with ``merge``
     "none" the chunks themselves.
 
@@ -123,7 +119,7 @@ class AlmLoss(LikelihoodObjective):
     """tau, the best of the paper's ablation; not multiplied back."""
 
     coin: float = 0.01
-    """Nats taken off both likelihoods, so that none is certain; see ``ops/divergence``.
+    """Nats taken off both likelihoods, so that none is certain; see ``ops/binary_divergence``.
     ``1e-6 * temperature`` is tokenkit's."""
 
     renyi_alpha: float = 0.5
@@ -161,9 +157,7 @@ class AlmLoss(LikelihoodObjective):
 
     def compare(self, inputs: DistillationInputs, chunks: ChunkLikelihoods) -> LossOutput:
         """See ``LikelihoodObjective``."""
-        alignment = inputs.alignment
-        assert alignment is not None
-        groups = self._groups(inputs, alignment, chunks)
+        groups = self._groups(inputs, chunks)
         student, teacher_nats = (
             self._log_likelihood(likelihood, boundary, chunks.usable, groups)
             for likelihood, boundary in (
@@ -171,32 +165,24 @@ class AlmLoss(LikelihoodObjective):
                 (chunks.teacher, chunks.teacher_boundary),
             )
         )
-        # NaN does not count as impossible: it must show in the loss.
-        impossible = (student == -torch.inf) | (teacher_nats == -torch.inf)
-        compared = chunks.usable & groups.is_last
-        kept = compared & ~impossible
-        # Values left out become an ordinary number first: the gradient of a where() is 0 only
-        # where both sides are finite. Rounding can put a certain chunk above 0.
-        student, teacher_nats = (
-            torch.where(kept, nats, -1.0).clamp(max=0.0) for nats in (student, teacher_nats)
-        )
-        loss = binary_divergence(
+        compared = chunks.usable if groups is None else chunks.usable & groups.is_last
+        events = compare_events(
             teacher_nats,
             student,
-            difference=self.difference,
-            temperature=self.temperature,
-            coin=self.coin,
-            renyi_alpha=self.renyi_alpha,
-        )
-        members = groups.sum(chunks.usable.to(loss.dtype))
-        return chunk_output(
-            inputs,
-            loss,
-            usable=kept,
-            means={"student_nats": -student, "teacher_nats": -teacher_nats, "chunks": members},
-            metrics={"impossible": over_chunks(impossible.to(loss.dtype), compared)},
+            compared,
+            BinaryOptions(self.difference, self.temperature, self.coin, self.renyi_alpha),
             implementation=self.implementation,
         )
+        means = {"student_nats": events.student_nats, "teacher_nats": events.teacher_nats}
+        means["chunks"] = torch.ones_like(events.loss)
+        if groups is not None:
+            means["chunks"] = groups.sum(chunks.usable.to(events.loss.dtype))
+        output = chunk_output(
+            inputs, events.loss, usable=events.kept, means=means, implementation=self.implementation
+        )
+        count = compared.sum()
+        impossible = (count - output.count).to(events.loss.dtype)
+        return replace(output, metrics=output.metrics | {"impossible": (impossible, count)})
 
     @property
     def reads_boundaries(self) -> bool:
@@ -222,12 +208,12 @@ class AlmLoss(LikelihoodObjective):
         closes = starts[places[0].row] | ~(usable & places[0].exists & places[1].exists)
         return (usable & chunk_groups(alignment, usable=usable, closes=closes).is_last).sum()
 
-    def _groups(
-        self, inputs: DistillationInputs, alignment: AlignmentBatch, chunks: ChunkLikelihoods
-    ) -> ChunkGroups:
-        """Groups by ``merge``. ``words``: one all-reduce."""
+    def _groups(self, inputs: DistillationInputs, chunks: ChunkLikelihoods) -> ChunkGroups | None:
+        """Groups by ``merge``, None for chunks alone. ``words``: one all-reduce."""
         if self.merge == "none":
-            return ChunkGroups.single(alignment.chunk_count, inputs.labels.device)
+            return None
+        alignment = inputs.alignment
+        assert alignment is not None
         if self.merge == "words":
             closes = _before_boundary(inputs, alignment, self.name)
         else:
@@ -240,9 +226,12 @@ class AlmLoss(LikelihoodObjective):
         chunk: torch.Tensor,
         boundary: torch.Tensor,
         usable: torch.Tensor,
-        groups: ChunkGroups,
+        groups: ChunkGroups | None,
     ) -> torch.Tensor:
-        """Log-likelihood [C] of each chunk's group, debiased at the group's end."""
+        """Log-likelihood [C] of each chunk's group, debiased at the group's end; arbitrary where
+        the chunk is not usable."""
+        if groups is None:
+            return chunk + boundary if self.debias else chunk
         if self.debias:
             chunk = chunk + torch.where(groups.is_last, boundary, 0.0)
         return groups.sum(torch.where(usable, chunk, 0.0))

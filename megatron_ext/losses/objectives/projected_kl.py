@@ -24,7 +24,8 @@ from megatron_ext.losses.checks import (
     why_nemo,
 )
 from megatron_ext.losses.diagnostics import chunk_output
-from megatron_ext.losses.matched_columns import chunk_rows, chunked_pair
+from megatron_ext.losses.lookup import chunk_rows
+from megatron_ext.losses.matched_columns import chunked_pair
 from megatron_ext.losses.objective import (
     LOSS_REGISTRY,
     Evaluated,

@@ -12,11 +12,8 @@ from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
 from megatron_ext.losses.diagnostics import chunk_output, over_chunks
 from megatron_ext.losses.matched_columns import counted_ids
 from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, TargetForm
-from megatron_ext.losses.objectives.chunk_likelihood import (
-    ChunkLikelihoods,
-    LikelihoodObjective,
-    labelled_ahead,
-)
+from megatron_ext.losses.objectives.chunk_likelihood import LikelihoodObjective, labelled_ahead
+from megatron_ext.ops.chunk_likelihood import ChunkLikelihoods
 from megatron_ext.ops.chunk_rows import chunk_slots, index_sum
 from megatron_ext.ops.launch import Implementation, check_implementation
 
