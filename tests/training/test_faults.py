@@ -1,9 +1,12 @@
 """What a run survives, and how it ends where it cannot: alike on every rank, nothing lost."""
 
+import pickle
 import time
+import traceback
 
 import pytest
 
+from megatron_ext.training.checkpoints.writer import reduced_frame
 from tests.fork_server import fork_server
 from tests.process_group import run_ranks
 from tests.training.fault_runs import lose_peer, survive_faults
@@ -51,6 +54,18 @@ def test_skips_in_a_row_have_a_limit(ranks):
         assert "iteration 3" in run["error"]
         assert run["counts"]["skips_in_a_row"] == 2
         assert run["latest"] == "iter_0000002"
+
+
+def test_the_traceback_of_a_writers_error_can_be_sent_to_rank_0():
+    try:
+        raise OSError("no space")
+    except OSError as error:
+        lines = traceback.extract_tb(error.__traceback__)
+    # Python 3.13 keeps code in them, which torch 2.8 would send, too.
+    assert pickle.loads(pickle.dumps(lines)).format() == lines.format()
+    make, values = pickle.loads(pickle.dumps(reduced_frame(lines[0])))
+    assert make(*values) == lines[0]
+    assert make(*values).line == 'raise OSError("no space")'
 
 
 @pytest.mark.parametrize("name", ["full-disk", "full-disk-async"])

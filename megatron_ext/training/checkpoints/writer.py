@@ -11,6 +11,7 @@ removes.
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import os
 import pickle
@@ -24,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import FrameSummary
 from types import SimpleNamespace
 from typing import Any, BinaryIO, Final
 
@@ -64,6 +66,21 @@ _WRITERS: Final = 2
 _RANK_0_WRITES: Final = ("finish_index", "save_format")
 """Parts of megatron-core in which rank 0 alone writes while the others go on to the next
 collective."""
+
+
+def reduced_frame(frame: FrameSummary) -> tuple[Callable[..., FrameSummary], tuple[Any, ...]]:
+    """Reduce a line of a traceback to what can be pickled.
+
+    Python 3.13 keeps the line's code, too. torch sends the errors of a rank's writers to rank 0
+    with their tracebacks, up to 2.8 with that code: the rank then failed in the place of the save,
+    and rank 0 waited for it.
+    """
+    made = functools.partial(FrameSummary, lookup_line=False, line=frame.line)
+    return made, (frame.filename, frame.lineno, frame.name)
+
+
+if hasattr(FrameSummary, "_code"):
+    copyreg.pickle(FrameSummary, reduced_frame)
 
 
 class NotedErrors:
