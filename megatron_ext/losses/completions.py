@@ -28,7 +28,7 @@ from megatron_ext.losses.lookup import (
     joined,
 )
 from megatron_ext.losses.vocabulary_match import IdTable
-from megatron_ext.ops.partition_kl import ChainRows, Chains, SingleRows
+from megatron_ext.ops.partition_kl import ChainEdges, ChainRows, Chains, SingleRows
 from megatron_ext.projection.speller import Speller
 from megatron_ext.tokenizers.base import ByteTokenizer
 
@@ -197,13 +197,23 @@ class ChunkCompletions(Completions):
 
     singles: SingleRows
 
-    single_chunk: torch.Tensor
-    """[singles] int64: chunk of each single, ascending."""
-
     chains: Chains
 
-    chain_chunk: torch.Tensor
-    """[H] int64: chunk of each chain, ascending."""
+    chunk: torch.Tensor
+    """[singles + H] int64: chunk of each single, ascending, and of each chain, ascending."""
+
+    place: torch.Tensor
+    """[C] int32: place of each chunk in ``chunk``, -1 of one that is left out."""
+
+    @property
+    def single_chunk(self) -> torch.Tensor:
+        """[singles] of ``chunk``"""
+        return self.chunk[: len(self.singles.student)]
+
+    @property
+    def chain_chunk(self) -> torch.Tensor:
+        """[H] of ``chunk``"""
+        return self.chunk[len(self.singles.student) :]
 
     @classmethod
     def of(
@@ -246,18 +256,28 @@ class ChunkCompletions(Completions):
             for chunk in chain_chunk.tolist()
         ]
         counts = [len(ids) for ids, _ in completions]
+        own, its = (
+            side.chain_rows(chain_chunk, joined([ids[number] for ids in completions]))
+            for number, side in enumerate(sides)
+        )
+        completion_chain = ids_tensor(np.repeat(np.arange(len(completions)), counts))
+        numbers = own.step_chain, its.step_chain, completion_chain
         chains = Chains(
-            student=sides[0].chain_rows(chain_chunk, joined([ids for ids, _ in completions])),
-            teacher=sides[1].chain_rows(chain_chunk, joined([ids for _, ids in completions])),
-            completion_chain=ids_tensor(np.repeat(np.arange(len(completions)), counts)),
+            student=own,
+            teacher=its,
+            completion_chain=completion_chain,
             completion_pointers=(0, *np.cumsum(counts, dtype=np.int64).tolist()),
             longest=max((side.longest(chain_chunk) for side in sides), default=0),
+            edges=ChainEdges.of(numbers, len(completions)),
         )
+        chunk = np.concatenate([single_chunk, chain_chunk])
+        place = np.full(alignment.chunk_count, -1, dtype=np.int32)
+        place[chunk] = np.arange(len(chunk))
         return cls(
             singles=SingleRows(*(ids_tensor(side.first_rows(single_chunk)) for side in sides)),
-            single_chunk=ids_tensor(single_chunk),
             chains=chains,
-            chain_chunk=ids_tensor(chain_chunk),
+            chunk=ids_tensor(chunk),
+            place=torch.from_numpy(place),
             chunk_count=alignment.chunk_count,
         )
 
@@ -277,12 +297,13 @@ class ChunkCompletions(Completions):
         return replace(
             self,
             singles=SingleRows(*map(change, self.singles)),
-            single_chunk=change(self.single_chunk),
-            chain_chunk=change(self.chain_chunk),
+            chunk=change(self.chunk),
+            place=change(self.place),
             chains=chains._replace(
                 student=ChainRows(*map(change, chains.student)),
                 teacher=ChainRows(*map(change, chains.teacher)),
                 completion_chain=change(chains.completion_chain),
+                edges=chains.edges and ChainEdges(*map(change, chains.edges)),
             ),
         )
 

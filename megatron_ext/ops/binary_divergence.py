@@ -89,8 +89,8 @@ class BinaryOptions(NamedTuple):
     renyi_alpha: float = 0.5
 
 
-class ComparedEvents(NamedTuple):
-    """Events of both models, [C] each; numbers are arbitrary where an event is not ``kept``."""
+class EventDifferences(NamedTuple):
+    """Differences of the models' likelihoods, [C] each; arbitrary where it is not ``kept``."""
 
     loss: torch.Tensor
     """With a graph to the student's log-probabilities."""
@@ -111,7 +111,7 @@ def compare_events(
     options: BinaryOptions,
     *,
     implementation: Implementation = "auto",
-) -> ComparedEvents:
+) -> EventDifferences:
     """``binary_divergence`` of events, some of which are left out; by kernel one launch.
 
     Args:
@@ -121,13 +121,13 @@ def compare_events(
         compared: bool [C]; the numbers of other events are ignored, NaN included.
     """
     if student.dtype == torch.float32 and uses_triton(implementation, student):
-        return ComparedEvents(*_ByKernel.apply(student, teacher, compared, options))
+        return EventDifferences(*_ByKernel.apply(student, teacher, compared, options))
     kept = compared & (student != -torch.inf) & (teacher != -torch.inf)
     # Values left out become an ordinary number first: the gradient of a where() is 0 only where
     # both sides are finite.
     own, its = (torch.where(kept, nats, -1.0).clamp(max=0.0) for nats in (student, teacher))
     loss = binary_divergence(its, own, **options._asdict())
-    return ComparedEvents(loss, -own.detach(), -its, kept)
+    return EventDifferences(loss, -own.detach(), -its, kept)
 
 
 class _ByKernel(torch.autograd.Function):

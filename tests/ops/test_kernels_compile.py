@@ -290,6 +290,15 @@ def test_partition_kl_numbers():
         ("rest_terms_kernel", rest, {**block, "DIRECTION": direction, "IS_LOST": is_lost})
         for direction, is_lost in (("forward", True), ("reverse", False), ("jensen_shannon", False))
     ]
+    columns = " ".join(
+        f"{part}{column}"
+        for part in ("single", "chain")
+        for column in ("", "_rest", "_teacher_rest")
+    )
+    by_chunk = arguments(
+        f"{columns} values factor: *fp32; single_agreement chain_agreement counted usable: *i1; "
+        "place: *i32; factor: fp32; singles chunks: i32"
+    )
     unscaled = {"scale_ptr": None, "DIRECTION": "forward", "IS_LOST": True}
     rests.append(("rest_terms_kernel", rest, block | unscaled))
     compiles(
@@ -298,6 +307,8 @@ def test_partition_kl_numbers():
             ("single_norms_kernel", norms, block),
             ("single_agreement_kernel", agreement, block),
             ("whole_rows_kernel", whole, block),
+            ("values_by_chunk_kernel", by_chunk, block),
+            ("values_by_chunk_kernel", by_chunk, {**block, "factor_ptr": None}),
             *rests,
         ],
     )
@@ -467,7 +478,7 @@ def test_rows_are_read_16_bytes_at_once(module, variant):
         ("chunk_kernels", 2),
         ("vocab_kl.triton_kernels", 2),
         ("partition_kl.triton_kernels", 5),
-        ("partition_kl.number_kernels", 4),
+        ("partition_kl.number_kernels", 5),
         ("partition_kl.split_kernels", 3),
         ("sorted_l1.selection_kernel", 1),
         ("sorted_l1.triton_kernels", 3),

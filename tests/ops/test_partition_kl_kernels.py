@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from megatron_ext.errors import LossError
+from megatron_ext.ops.partition_kl import EventComparison, values_by_chunk
 from tests.ops.kernel_case import (
     ALL_THREE,
+    BOTH,
     DEVICE,
     DIRECTIONS,
     DTYPES,
@@ -275,3 +277,38 @@ def test_logits_that_kernels_do_not_read_are_refused():
     turned = replace(case, student_logits=case.student_logits.t().contiguous().t())
     with pytest.raises(LossError, match="not contiguous in their columns"):
         turned.run(logits=turned.student_logits)
+
+
+@BOTH
+@pytest.mark.parametrize("has_factors", [False, True])
+@pytest.mark.parametrize(("singles", "chains", "chunks"), [(300, 70, 413), (0, 3, 5), (2, 0, 3)])
+def test_values_are_put_where_their_chunks_are(
+    implementation, has_factors, singles, chains, chunks
+):
+    generator = torch.Generator().manual_seed(chunks)
+    chunk = torch.randperm(chunks, generator=generator)[: singles + chains]
+    place = torch.full((chunks,), -1, dtype=torch.int32)
+    place[chunk] = torch.arange(len(chunk), dtype=torch.int32)
+    numbers = torch.randn(3, len(chunk), generator=generator)
+    agrees = torch.rand(len(chunk), generator=generator) < 0.5
+    counted = torch.rand(chains, generator=generator) < 0.7
+    factor = torch.rand(chunks, generator=generator) if has_factors else 0.25
+    expected, compared = torch.zeros(4, chunks), torch.zeros(chunks, dtype=torch.bool)
+    expected[:, chunk] = torch.cat([numbers, agrees[None].float()])
+    expected[0] *= factor
+    compared[chunk] = torch.cat([torch.ones(singles, dtype=torch.bool), counted])
+    columns = [*(row.to(DEVICE) for row in numbers), agrees.to(DEVICE)]
+    parts = [EventComparison(*(x[part] for x in columns)) for part in _halves(singles)]
+    values, usable = values_by_chunk(
+        parts,
+        counted.to(DEVICE),
+        place.to(DEVICE),
+        factor.to(DEVICE) if has_factors else factor,
+        implementation=implementation,
+    )
+    torch.testing.assert_close(values.cpu(), expected, rtol=1e-6, atol=0)
+    assert torch.equal(usable.cpu(), compared)
+
+
+def _halves(singles):
+    return slice(0, singles), slice(singles, None)

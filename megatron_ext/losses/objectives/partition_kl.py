@@ -46,6 +46,7 @@ from megatron_ext.ops.partition_kl import (
     RowMasses,
     evaluate_partition_kl,
     shared_columns,
+    values_by_chunk,
 )
 
 
@@ -60,8 +61,8 @@ class ComparedEvents(NamedTuple):
     chunk: torch.Tensor
     """int64: the number of each chunk."""
 
-    usable: torch.Tensor
-    """bool: chunks that can be compared."""
+    place: torch.Tensor
+    """int32: place of each chunk of the alignment among them, -1 of one that is left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,12 +139,6 @@ class PartitionKLLoss(FusedObjective):
     ) -> Evaluated:
         """``evaluate_partition_kl``; its collectives."""
         events = self._events(inputs)
-        assert inputs.alignment is not None
-        used, weight = events.usable, self._chunk_weight(inputs.alignment)
-        if inputs.chunk_mask is not None:
-            used = inputs.chunk_mask[events.chunk] & used
-        if isinstance(weight, torch.Tensor):
-            weight = weight[events.chunk]
         told: tuple[torch.Tensor | bool, ...] = ()
         if self.tells_bad(inputs):
             of_student = True if ce_scale is not None else read_rows(inputs).flatten()
@@ -152,7 +147,7 @@ class PartitionKLLoss(FusedObjective):
             inputs.student_logits.flatten(0, 1),
             events.teacher,
             events.plan,
-            grad_scale=(used * (weight * scale)).float(),
+            grad_scale=self._event_scale(inputs, events, scale),
             labels=None if ce_scale is None else inputs.labels.flatten(),
             ce_weight=1.0 if ce_scale is None else label_factors(inputs, ce_scale),
             gradient=gradient,
@@ -216,9 +211,22 @@ class PartitionKLLoss(FusedObjective):
                     temperature=self.temperature, direction=self.direction, mixture=self.mixture
                 ),
             ),
-            chunk=torch.cat([completions.single_chunk, completions.chain_chunk]),
-            usable=torch.cat([torch.ones_like(singles.student, dtype=torch.bool), counted]),
+            chunk=completions.chunk,
+            place=completions.place,
         )
+
+    def _event_scale(
+        self, inputs: DistillationInputs, events: ComparedEvents, scale: Scale
+    ) -> torch.Tensor:
+        """Upstream gradient of each divergence [singles + chains]."""
+        assert inputs.alignment is not None
+        weight = self._chunk_weight(inputs.alignment)
+        factor = (weight[events.chunk] if isinstance(weight, torch.Tensor) else weight) * scale
+        if inputs.chunk_mask is not None:
+            return (inputs.chunk_mask[events.chunk] * factor).float()
+        if isinstance(factor, torch.Tensor):
+            return factor.float().expand(len(events.chunk)).contiguous()
+        return torch.full(events.chunk.shape, factor, device=inputs.labels.device)
 
     def _chunk_weight(
         self, alignment: AlignmentBatch, dtype: torch.dtype = torch.float32
@@ -237,15 +245,15 @@ class PartitionKLLoss(FusedObjective):
     ) -> LossOutput:
         """Output from the values of singles and chains, reordered by chunk."""
         assert inputs.alignment is not None
-        compared, count = _joined(parts), inputs.alignment.chunk_count
-        values = torch.stack([*compared[:3], *(part.to(compared[0]) for part in compared[3:])])
-        values = values.new_zeros(len(values), count).index_copy_(1, events.chunk, values)
-        divergence, student_rest, teacher_rest, agreement = values
-        usable = torch.zeros(count, dtype=torch.bool, device=values.device)
+        factor = self._chunk_weight(inputs.alignment, parts[0].divergence.dtype)
+        values, usable = values_by_chunk(
+            parts, events.plan.counted, events.place, factor, implementation=self.implementation
+        )
+        loss, student_rest, teacher_rest, agreement = values
         return chunk_output(
             inputs,
-            self._chunk_weight(inputs.alignment, divergence.dtype) * divergence,
-            usable=usable.index_copy_(0, events.chunk, events.usable),
+            loss,
+            usable=usable,
             means={
                 "teacher_rest": teacher_rest,
                 "student_rest": student_rest,
@@ -268,10 +276,6 @@ class PartitionKLLoss(FusedObjective):
     def why_no_linear_form(self) -> str | None:
         """None: each chunk is a term."""
         return None
-
-
-def _joined(parts: tuple[EventComparison, EventComparison]) -> EventComparison:
-    return EventComparison(*(torch.cat(pair) for pair in zip(*parts, strict=True)))
 
 
 LOSS_REGISTRY.register("partition_kl", PartitionKLLoss)

@@ -1,6 +1,8 @@
 from megatron_ext.ops.partition_kl.chain_masses import RowMasses
 from megatron_ext.ops.partition_kl.evaluation import evaluate_partition_kl
+from megatron_ext.ops.partition_kl.kernel_numbers import values_by_chunk
 from megatron_ext.ops.partition_kl.operands import (
+    ChainEdges,
     ChainRows,
     Chains,
     EventComparison,
@@ -12,6 +14,7 @@ from megatron_ext.ops.partition_kl.operands import (
 from megatron_ext.ops.partition_kl.shared_columns import ColumnSet, SharedColumns, shared_columns
 
 __all__ = [
+    "ChainEdges",
     "ChainRows",
     "Chains",
     "ColumnSet",
@@ -24,4 +27,5 @@ __all__ = [
     "evaluate_partition_kl",
     "partition_kl_reference",
     "shared_columns",
+    "values_by_chunk",
 ]

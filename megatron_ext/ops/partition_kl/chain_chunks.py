@@ -26,7 +26,6 @@ from megatron_ext.ops.partition_kl.chain_masses import (
 from megatron_ext.ops.partition_kl.kernel_numbers import chain_gradients
 from megatron_ext.ops.partition_kl.operands import (
     ChainRows,
-    Chains,
     EventComparison,
     PartitionPlan,
 )
@@ -98,21 +97,6 @@ def compare_chains(
     )
 
 
-class ChainEdges(NamedTuple):
-    """Where each chain begins among ascending ones, int32 [H + 1] each."""
-
-    student_steps: torch.Tensor
-    teacher_steps: torch.Tensor
-    completions: torch.Tensor
-
-    @classmethod
-    def of(cls, chains: Chains) -> ChainEdges:
-        """Find them, on the device."""
-        bounds = torch.arange(chains.chain_count + 1, device=chains.completion_chain.device)
-        own, its = chains.student.step_chain, chains.teacher.step_chain
-        return cls(*(_edges(each, bounds) for each in (own, its, chains.completion_chain)))
-
-
 def compare_chains_by_kernel(
     student: ChosenLogits,
     teacher: ChosenLogits | RowMasses,
@@ -120,9 +104,8 @@ def compare_chains_by_kernel(
     grad_scale: torch.Tensor | None,
     *,
     with_gradient: bool,
-    edges: ChainEdges | None = None,
 ) -> tuple[EventComparison, ChosenLogits]:
-    """``compare_chains`` by a kernel, which has a program for each chain; None: edges are found."""
+    """``compare_chains`` by a kernel, which has a program for each chain."""
     from megatron_ext.ops.partition_kl.chain_kernels import compare_chains_kernel
 
     chains, count = plan.chains, plan.chains.chain_count
@@ -136,7 +119,7 @@ def compare_chains_by_kernel(
         its = torch.cat(teacher[::2]), torch.cat(teacher[1::2])
     else:
         its = teacher.chosen, teacher.rest
-    edges = edges or ChainEdges.of(chains)
+    edges = chains.found_edges()
     if grad_scale is None:
         grad_scale = rest.new_ones(count)
     if count:
@@ -168,11 +151,6 @@ def compare_chains_by_kernel(
         gradients = torch.zeros_like(chosen), torch.zeros_like(rest)
     compared = EventComparison(divergence, student_rest, teacher_rest, agreement)
     return compared, ChosenLogits(*gradients)
-
-
-def _edges(chain: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-    """Where each chain begins among ascending ones, int32 [H + 1]."""
-    return torch.searchsorted(chain, bounds, out_int32=True)
 
 
 def _masses(logits: ChosenLogits, rows: ChainRows, plan: PartitionPlan) -> RowMasses:

@@ -17,7 +17,6 @@ from megatron_ext.ops.chunk_rows import ExpSums, merge_exp_sums, merge_top_colum
 from megatron_ext.ops.labels import LabelRows, LabelTerm, label_losses, label_rows
 from megatron_ext.ops.launch import Implementation, uses_compiled, uses_triton
 from megatron_ext.ops.partition_kl.chain_chunks import (
-    ChainEdges,
     ChainGradient,
     ChosenLogits,
     compare_chains,
@@ -165,7 +164,7 @@ def evaluate_partition_kl(
         chain,
         token_loss,
         _top_column(models[0], tokens, plan.student_shard),
-        lambda: [part.told() for part in merged],
+        lambda: _told(merged, tokens),
     )
 
 
@@ -205,7 +204,8 @@ def _chains_by_kernel(
     gradient: torch.Tensor | None,
 ) -> EventComparison:
     """``_chains`` by kernels."""
-    edges = ChainEdges.of(plan.chains)
+    plan = plan._replace(chains=plan.chains._replace(edges=plan.chains.found_edges()))
+    edges = plan.chains.found_edges()
     read = models if masses is None else models[:1]
     sides = [
         chain_logits(
@@ -224,7 +224,6 @@ def _chains_by_kernel(
         plan,
         grad_scale,
         with_gradient=gradient is not None,
-        edges=edges,
     )
     if gradient is not None:
         split, picked, rests = models[0].split, merged[0].picked, sides[0].rests
@@ -349,6 +348,13 @@ class _Merged(NamedTuple):
         top = top.masked_fill(top == -torch.inf, 0.0)
         parts = (first - top + members.log_sum, second - top + self.others.log_sum)
         return LogSumExp(top, torch.logaddexp(*parts))
+
+
+def _told(merged: list[_Merged], tokens: LabelTerm | None) -> list[torch.Tensor]:
+    """``PartitionValues.bad``; what a row with labels has in all has been added up."""
+    if tokens is None:
+        return [part.told() for part in merged]
+    return [tokens.whole.log_sum, *(part.told() for part in merged[1:])]
 
 
 def _merge(models: list[_Model], plan: PartitionPlan) -> list[_Merged]:

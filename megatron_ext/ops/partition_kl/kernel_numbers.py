@@ -5,6 +5,7 @@ T rows, C chunks of one token a side, N chosen columns, R rows of chains.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -12,9 +13,14 @@ import torch
 from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard
 from megatron_ext.ops.chunk_rows import ExpSums
 from megatron_ext.ops.labels import LabelTerm
-from megatron_ext.ops.launch import small_block
+from megatron_ext.ops.launch import Implementation, small_block, uses_triton
 from megatron_ext.ops.partition_kl.chain_masses import ChosenColumns
-from megatron_ext.ops.partition_kl.operands import ChainRows, Chains, PartitionPlan
+from megatron_ext.ops.partition_kl.operands import (
+    ChainRows,
+    Chains,
+    EventComparison,
+    PartitionPlan,
+)
 from megatron_ext.ops.partition_kl.shared_columns import ColumnSet
 from megatron_ext.ops.partition_kl.split_statistics import RowSplit
 
@@ -149,6 +155,57 @@ def whole_rows(members: LogSumExp, others: LogSumExp, weight: torch.Tensor) -> t
             *members, *others, weight, rows, numbers, BLOCK=block
         )
     return numbers
+
+
+def values_by_chunk(
+    parts: Sequence[EventComparison],
+    counted: torch.Tensor,
+    place: torch.Tensor,
+    factor: torch.Tensor | float,
+    *,
+    implementation: Implementation = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values of chunks from those of singles and chains; by kernel one launch. No graph.
+
+    Args:
+        parts: Of C singles and of H chains.
+        counted: bool [H]: chains that are compared.
+        place: int32 [N]: place of each chunk among the singles and then the chains, -1 for none.
+        factor: [N] of the divergences, or that of all.
+
+    Returns:
+        [4, N]: divergences by their factors, rests of student and teacher, agreement; 0 of a chunk
+        without a place. And bool [N]: chunks that are compared.
+    """
+    if parts[0].divergence.dtype != torch.float32 or not uses_triton(implementation, *parts[0][:1]):
+        joined = [torch.cat(pair) for pair in zip(*parts, strict=True)]
+        # What has the place -1 takes what is behind the last.
+        events = torch.nn.functional.pad(torch.stack([x.to(joined[0]) for x in joined]), (0, 1))
+        compared = torch.cat([torch.ones_like(parts[0].agreement), counted, counted.new_zeros(1)])
+        values = events[:, place.long()]
+        values[0] *= factor
+        return values, compared[place.long()]
+    from megatron_ext.ops.partition_kl.number_kernels import values_by_chunk_kernel
+
+    singles, chunks = len(parts[0].divergence), len(place)
+    values = parts[0].divergence.new_empty(4, chunks)
+    usable = torch.empty(chunks, dtype=torch.bool, device=place.device)
+    is_own = isinstance(factor, torch.Tensor)
+    if chunks:
+        block = small_block(chunks, _BLOCK)
+        values_by_chunk_kernel[(-(-chunks // block),)](
+            *(column.contiguous() for part in parts for column in part),
+            counted,
+            place,
+            factor if is_own else None,
+            1.0 if is_own else factor,
+            singles,
+            chunks,
+            values,
+            usable,
+            BLOCK=block,
+        )
+    return values, usable
 
 
 class SplitRows(NamedTuple):

@@ -198,3 +198,56 @@ def rest_terms_kernel(
     tl.store(factors_ptr + count + chunk, slope - tl.exp(log_q) * total, mask=exists)
     weight = tl.zeros((BLOCK,), tl.float32) + weight / temperature
     tl.store(factors_ptr + 2 * count + chunk, weight, mask=exists)
+
+
+@kernel(
+    do_not_specialize=["singles", "chunks"],
+    do_not_specialize_on_alignment=["factor_ptr", "single_agreement_ptr", "chain_agreement_ptr"],
+)
+def values_by_chunk_kernel(
+    single_ptr,
+    single_rest_ptr,
+    single_teacher_rest_ptr,
+    single_agreement_ptr,
+    chain_ptr,
+    chain_rest_ptr,
+    chain_teacher_rest_ptr,
+    chain_agreement_ptr,
+    counted_ptr,
+    place_ptr,
+    factor_ptr,
+    factor,
+    singles,
+    chunks,
+    values_ptr,
+    usable_ptr,
+    BLOCK: tl.constexpr,
+):
+    """Divergences by their factors, rests and agreement of BLOCK chunks, [4, C], and which are
+    compared.
+
+    ``place`` is that of a chunk among the singles and then the chains, -1 for none.
+    """
+    chunk = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = chunk < chunks
+    place = tl.load(place_ptr + chunk, mask=exists, other=-1)
+    is_single = (place >= 0) & (place < singles)
+    is_chain = place >= singles
+    chain = place - singles
+    counted = tl.load(counted_ptr + chain, mask=is_chain, other=0) != 0
+    tl.store(usable_ptr + chunk, is_single | (is_chain & counted), mask=exists)
+    if factor_ptr is not None:
+        factor = tl.load(factor_ptr + chunk, mask=exists, other=0.0)
+    out = values_ptr + chunk
+    value = tl.load(single_ptr + place, mask=is_single, other=0.0)
+    value += tl.load(chain_ptr + chain, mask=is_chain, other=0.0)
+    tl.store(out, value * factor, mask=exists)
+    value = tl.load(single_rest_ptr + place, mask=is_single, other=0.0)
+    value += tl.load(chain_rest_ptr + chain, mask=is_chain, other=0.0)
+    tl.store(out + chunks, value, mask=exists)
+    value = tl.load(single_teacher_rest_ptr + place, mask=is_single, other=0.0)
+    value += tl.load(chain_teacher_rest_ptr + chain, mask=is_chain, other=0.0)
+    tl.store(out + 2 * chunks, value, mask=exists)
+    agrees = tl.load(single_agreement_ptr + place, mask=is_single, other=0) != 0
+    agrees = agrees | (tl.load(chain_agreement_ptr + chain, mask=is_chain, other=0) != 0)
+    tl.store(out + 3 * chunks, tl.where(agrees, 1.0, 0.0), mask=exists)

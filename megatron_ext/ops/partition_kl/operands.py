@@ -51,6 +51,20 @@ class ChainRows(NamedTuple):
     """int64 [E]: possible tokens after the prefix, each once in a chain; negative for none."""
 
 
+class ChainEdges(NamedTuple):
+    """Where each chain begins among ascending numbers of chains, int32 [H + 1] each."""
+
+    student_steps: torch.Tensor
+    teacher_steps: torch.Tensor
+    completions: torch.Tensor
+
+    @classmethod
+    def of(cls, numbers: Sequence[torch.Tensor], chain_count: int) -> ChainEdges:
+        """Find them among the chains of both sides' steps and of completions."""
+        bounds = torch.arange(chain_count + 1, device=numbers[0].device)
+        return cls(*(torch.searchsorted(each, bounds, out_int32=True) for each in numbers))
+
+
 class Chains(NamedTuple):
     """Both models' rows of the same chunks; completion ``e`` is the same text on both sides."""
 
@@ -66,10 +80,18 @@ class Chains(NamedTuple):
     longest: int
     """Most steps of a chain on either side, on the host."""
 
+    edges: ChainEdges | None = None
+    """None: to be found where they are needed, in four launches."""
+
     @property
     def chain_count(self) -> int:
         """H."""
         return len(self.completion_pointers) - 1
+
+    def found_edges(self) -> ChainEdges:
+        """``edges``."""
+        numbers = self.student.step_chain, self.teacher.step_chain, self.completion_chain
+        return self.edges or ChainEdges.of(numbers, self.chain_count)
 
 
 class PartitionPlan(NamedTuple):
