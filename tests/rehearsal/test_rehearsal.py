@@ -36,7 +36,7 @@ LAUNCHES = {
 
 if ALL:
     LAUNCHES |= {
-        "hybrid_kl": {"logits": 46, "tile": 55},
+        "hybrid_kl": {"logits": 38, "tile": 47},
         "uld": {"logits": 40, "tile": 49},
         "vocab_kl": {"logits": 35, "tile": 46},
         "alm": {"logits": 37, "tile": 46},

@@ -119,7 +119,7 @@ def evaluate_matched_divergence(
     p_top, q_top = merge_argmax(values.best, values.column, student.shard.group)
     common, labelled = values.value + rest.value, student_rows.labelled
     return MatchedDivergence(
-        common + options.uncommon_weight * values.uncommon,
+        torch.add(common, values.uncommon, alpha=options.uncommon_weight),
         common,
         values.uncommon,
         values.discarded,

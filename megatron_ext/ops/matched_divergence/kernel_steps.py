@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch.distributed import ProcessGroup
 
 from megatron_ext.distributed.shard_collectives import all_reduce_sum, group_size
 from megatron_ext.distributed.vocab_parallel import row_slices
@@ -97,8 +98,8 @@ class MatchedPair(NamedTuple):
         }
 
 
-class SliceValues(NamedTuple):
-    """Values of a slice of chunks over this rank's columns."""
+class SliceSums(NamedTuple):
+    """Sums of a slice of chunks over this rank's columns, or over all shards."""
 
     value: torch.Tensor
     """[C']"""
@@ -106,28 +107,55 @@ class SliceValues(NamedTuple):
     row_slope: torch.Tensor
     """[T]: ``sum_v q_i f_q`` of the rows of these chunks, 0 elsewhere."""
 
-    best: torch.Tensor
-    """[2, C']: largest P^ and Q^; -inf without a real column."""
+    chosen: torch.Tensor
+    """[T]: ``sum_v q_i[v] sign[v]`` of the rows of these chunks, 0 elsewhere."""
 
-    column: torch.Tensor
-    """int64 [2, C']: global columns of ``best``."""
+    memory: torch.Tensor
+    """All of them, each from a multiple of 16 bytes on: a kernel is compiled anew for another."""
+
+    @classmethod
+    def zeros(cls, student: ModelRows, chunks: slice) -> SliceSums:
+        """Memory of zeros for the sums of a slice."""
+        lengths = chunks.stop - chunks.start, len(student.logits)
+        size = sum(map(_padded, (*lengths, lengths[1])))
+        return cls._of(student.lse.peak.new_zeros(size), *lengths)
+
+    @classmethod
+    def _of(cls, memory: torch.Tensor, chunks: int, rows: int) -> SliceSums:
+        first, second = _padded(chunks), _padded(chunks) + _padded(rows)
+        row_slope, chosen = memory[first : first + rows], memory[second : second + rows]
+        return cls(memory[:chunks], row_slope, chosen, memory)
+
+    def over_shards(self, group: ProcessGroup | None) -> SliceSums:
+        """Sums over all shards; one all-reduce."""
+        return self._of(all_reduce_sum(self.memory, group), len(self.value), len(self.chosen))
 
 
-def compare_by_kernel(pair: MatchedPair, chunks: slice, moved: torch.Tensor | None) -> SliceValues:
-    """Compare these chunks; one read of both models' rows."""
+def _padded(length: int) -> int:
+    """``length`` numbers of 4 bytes, up to a multiple of 16 bytes."""
+    return -(-length // 4) * 4
+
+
+def compare_by_kernel(
+    pair: MatchedPair, chunks: slice, moved: torch.Tensor | None, sums: SliceSums
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compare these chunks; one read of both models' rows.
+
+    Returns:
+        [2, C'], largest P^ and Q^, -inf without a real column; and int64 [2, C'], global columns of
+        these.
+    """
     from megatron_ext.ops.matched_divergence.triton_kernels import compare_kernel
 
     student, count = pair.student, chunks.stop - chunks.start
     width = student.shard.valid_width
-    value = student.lse.peak.new_empty(count)
-    row_slope = torch.zeros_like(student.lse.peak)
-    best = value.new_empty(2, count)
-    column = torch.empty(2, count, dtype=torch.int64, device=value.device)
+    best = sums.value.new_empty(2, count)
+    column = torch.empty(2, count, dtype=torch.int64, device=best.device)
 
     def launch(config: LaunchConfig) -> None:
         compare_kernel[(2 * count,)](
-            value_ptr=value,
-            row_slope_ptr=row_slope,
+            value_ptr=sums.value,
+            row_slope_ptr=sums.row_slope,
             best_ptr=best,
             column_ptr=column,
             first_chunk=chunks.start,
@@ -146,7 +174,7 @@ def compare_by_kernel(pair: MatchedPair, chunks: slice, moved: torch.Tensor | No
         launch(chosen_config(("matched", logits, width, flags), LANE_CONFIGS, launch))
     if not width:
         column.fill_(torch.iinfo(torch.int64).max)
-    return SliceValues(value, row_slope, best, column)
+    return best, column
 
 
 def write_gradient(
@@ -196,7 +224,8 @@ def evaluate_by_kernels(task: MatchedTask) -> MatchedValues:
     """Values of all chunks, and their rows of the gradient. Collectives: ``function.py``."""
     places = task.options.top_u
     assert places is not None
-    results, gradient, student = MatchedValues.empty(task.scale), task.gradient, task.student
+    results: list[MatchedValues] = []
+    gradient, student = task.gradient, task.student
     group, weight = student.shard.group, task.options.uncommon_weight
     models = (student, task.teacher)
     pair = MatchedPair.of(task)
@@ -210,19 +239,19 @@ def evaluate_by_kernels(task: MatchedTask) -> MatchedValues:
             )
         )
         compared = compare_sorted(student_top, teacher_top, places, group, by_kernel=True)
-        results.uncommon[chunks], results.discarded[chunks] = compared.value, compared.left_out
 
         moved = pair.moved(chunks)
-        values = compare_by_kernel(pair, chunks, moved)
-        results.best[:, chunks], results.column[:, chunks] = values.best, values.column
+        sums = SliceSums.zeros(student, chunks)
+        best, column = compare_by_kernel(pair, chunks, moved, sums)
+        if gradient is not None:
+            keep_chosen(
+                student, chunks, student_top.columns, compared.signs, chosen_logits, sums.chosen
+            )
+        sums = sums.over_shards(group)
+        results.append(MatchedValues(sums.value, compared.value, compared.left_out, best, column))
         if gradient is None:
-            results.value[chunks] = all_reduce_sum(values.value, group)
             continue
-        chosen = keep_chosen(student, chunks, student_top.columns, compared.signs, chosen_logits)
-        sums = all_reduce_sum(torch.cat([values.value, values.row_slope, chosen]), group)
-        lengths = [len(values.value), len(chosen), len(chosen)]
-        results.value[chunks], row_slope, chosen = sums.split(lengths)
-        shift, centre = _centre(task, row_slope, chosen)
+        shift, centre = _centre(task, sums.row_slope, sums.chosen)
         base, scale = task.rest.slope, task.scale
         write_gradient(
             pair, chunks, moved, gradient, base=base, shift=shift, centre=centre, scale=scale
@@ -231,7 +260,7 @@ def evaluate_by_kernels(task: MatchedTask) -> MatchedValues:
         write_chosen(
             student, chunks, *candidates, centre, scale, gradient, weight=weight, base=base
         )
-    return results
+    return MatchedValues.joined(results, task.scale)
 
 
 def _widest(task: MatchedTask, places: int) -> int:

@@ -5,6 +5,7 @@ Vps Vpt local columns, C chunks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -208,7 +209,7 @@ class RestMasses(NamedTuple):
 
 
 class MatchedValues(NamedTuple):
-    """Results [C], filled slice by slice, and [2, C] largest columns of teacher and student."""
+    """Results [C], and [2, C] largest columns of teacher and student."""
 
     value: torch.Tensor
     """Divergence over the matched columns alone."""
@@ -228,6 +229,13 @@ class MatchedValues(NamedTuple):
         value, uncommon, discarded = like.new_empty(3, len(like))
         best = like.new_empty(2, len(like))
         return cls(value, uncommon, discarded, best, torch.empty_like(best, dtype=torch.int64))
+
+    @classmethod
+    def joined(cls, parts: Sequence[MatchedValues], like: torch.Tensor) -> MatchedValues:
+        """Results of slices as those of all chunks of ``like``, as they are where there is one."""
+        if len(parts) < 2:
+            return parts[0] if parts else cls.empty(like)
+        return cls(*(torch.cat(columns, dim=-1) for columns in zip(*parts, strict=True)))
 
 
 class MatchedTask(NamedTuple):

@@ -224,9 +224,9 @@ def _by_kernel(
             student_top, teacher_top, top_u, group, by_kernel=True
         )
         if gradient is not None:
-            centre = all_reduce_sum(
-                keep_chosen(student, chunks, student_top.columns, signs, chosen_logits), group
-            )
+            own = torch.zeros_like(student.lse.peak)
+            keep_chosen(student, chunks, student_top.columns, signs, chosen_logits, own)
+            centre = all_reduce_sum(own, group)
             spread_centre(student, chunks, centre, scale, gradient)
             write_chosen(
                 student, chunks, student_top.columns, signs, chosen_logits, centre, scale, gradient

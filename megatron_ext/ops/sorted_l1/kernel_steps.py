@@ -84,19 +84,24 @@ def select_by_kernel(
 
 
 def keep_chosen(
-    model: ModelRows, chunks: slice, columns: torch.Tensor, signs: torch.Tensor, kept: torch.Tensor
-) -> torch.Tensor:
-    """``sum_v q_i[v] sign[v]`` [T] of this rank's candidates, 0 in rows of other chunks.
+    model: ModelRows,
+    chunks: slice,
+    columns: torch.Tensor,
+    signs: torch.Tensor,
+    kept: torch.Tensor,
+    centre: torch.Tensor,
+) -> None:
+    """Fill ``centre`` with ``sum_v q_i[v] sign[v]`` of this rank's candidates.
 
     Args:
         columns: int32 [C', K]
         signs: int8 [C', K]
         kept: [T, K] in the logits' dtype, which receives the rows' logits at the candidates: they
             are needed after the gradient has overwritten them.
+        centre: [T]; rows of other chunks stay as they are.
     """
     from megatron_ext.ops.sorted_l1.triton_kernels import keep_chosen_kernel
 
-    centre = torch.zeros_like(model.lse.peak)
     if len(columns):
         keep_chosen_kernel[(len(columns),)](
             model.logits,
@@ -115,7 +120,6 @@ def keep_chosen(
             BLOCK=small_block(columns.shape[1], _CANDIDATES.block),
             num_warps=_CANDIDATES.num_warps,
         )
-    return centre
 
 
 def spread_centre(
