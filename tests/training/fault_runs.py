@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 
 from megatron_ext.errors import DistributedError
 from megatron_ext.training import watchdog
+from megatron_ext.training.checkpoints import rank_writers
 from megatron_ext.training.checkpoints import writer as checkpoint_writer
 from megatron_ext.training.checkpoints.saved_run import SavedRun
 from megatron_ext.training.configuration.config import LossConfig
@@ -64,6 +65,7 @@ def survive_faults(rank, folder):
         "full-disk": _full_disk(rank, folder, is_async=False),
         "full-disk-async": _full_disk(rank, folder, is_async=True),
         "killed-writer": _killed_writer(rank, folder),
+        "hung-writer": _hung_writer(rank, folder),
         "full-disk-common": _full_disk_for_common_state(rank, folder),
         "stuck": _stuck(rank),
     }
@@ -172,6 +174,24 @@ def _killed_writer(rank, folder):
         run = _run(config_of(folder, "killed", async_save=True, train_iters=2))
     assert not _children(parent)
     return run | {"warnings": warnings.getvalue()}
+
+
+def _hung_writer(rank, folder):
+    """Rank 1's first writer in the background hangs where it was forked."""
+    real, hung = rank_writers._in_background, folder / "hung"
+
+    def hang_once(function, begun, *arguments):
+        if rank == 1 and not hung.exists():
+            hung.touch()
+            time.sleep(600)
+        real(function, begun, *arguments)
+
+    with (
+        patch.object(rank_writers, "_in_background", hang_once),
+        patch.object(rank_writers, "_START_S", 0.5),
+    ):
+        run = _run(config_of(folder, "hung-writer", async_save=True, train_iters=1))
+    return run | {"hung": hung.exists()}
 
 
 def _children(parent):

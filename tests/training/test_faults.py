@@ -6,7 +6,7 @@ import traceback
 
 import pytest
 
-from megatron_ext.training.checkpoints.writer import reduced_frame
+from megatron_ext.training.checkpoints.rank_writers import reduced_frame
 from tests.fork_server import fork_server
 from tests.process_group import run_ranks
 from tests.training.fault_runs import lose_peer, survive_faults
@@ -91,6 +91,13 @@ def test_a_full_disk_at_the_last_save_is_an_error_on_every_rank(ranks, name):
         assert "make room" in run["error"]
         assert run["latest"] == "iter_0000003"
         assert run["hidden"] == []
+
+
+def test_a_writer_that_hangs_where_it_was_forked_is_started_anew(ranks):
+    for rank in ranks:
+        assert rank["hung-writer"]["error"] is None
+        assert rank["hung-writer"]["latest"] == "iter_0000001"
+    assert ranks[1]["hung-writer"]["hung"]
 
 
 def test_what_rank_0_cannot_write_alone_is_an_error_on_every_rank(ranks):
