@@ -235,7 +235,12 @@ def _milliseconds(run: Callable[[LaunchConfig], object], config: LaunchConfig) -
 
 def small_block(width: int, block: int) -> int:
     """``block``, or the power of two that holds ``width`` where that is smaller; at least 16."""
-    return max(16, min(block, 1 << max(width - 1, 0).bit_length()))
+    return max(16, min(block, power_of_two(width)))
+
+
+def power_of_two(count: int) -> int:
+    """The least power of two that holds ``count``, at least 16."""
+    return max(16, 1 << max(count - 1, 0).bit_length())
 
 
 def fitting_config(config: LaunchConfig, width: int) -> LaunchConfig:

@@ -1,6 +1,6 @@
 """Log-probabilities of several tokens of a row and of all others together, and their gradient.
 
-T rows, K tokens, Vp local columns, W words of 32 columns. Equations are in ``ops/README.md``.
+T rows, K tokens, Vp local columns. Equations are in ``ops/README.md``.
 """
 
 from __future__ import annotations
@@ -18,20 +18,28 @@ from megatron_ext.distributed.vocab_parallel import (
     scaled_logits,
 )
 from megatron_ext.ops.chunk_rows import ExpSums, local_column, merge_top_columns
-from megatron_ext.ops.launch import Implementation, uses_compiled, uses_triton
+from megatron_ext.ops.launch import (
+    Implementation,
+    power_of_two,
+    uses_compiled,
+    uses_triton,
+)
 from megatron_ext.ops.partition_kl.chain_chunks import ColumnValues, write_split_rows_
-from megatron_ext.ops.partition_kl.split_statistics import member_bits, statistics_of_sets
+from megatron_ext.ops.partition_kl.split_statistics import statistics_of_sets
 
 
 class SelectedTokens(NamedTuple):
-    """Log-probabilities of several tokens of each row, replicated over the group. No graph."""
+    """Log-probabilities of several tokens of each row, replicated over the group. No graph.
+
+    K' tokens: K and, with labels, one more of each row.
+    """
 
     log_prob: torch.Tensor
-    """[T, K + 1] of the tokens, -inf for none, and of all others together. These are summed from
+    """[T, K' + 1] of the tokens, -inf for none, and of all others together. These are summed from
     their own columns, so that they are exact where the selected ones hold nearly all."""
 
     column: torch.Tensor
-    """int64 [T, K]: this rank's column of each token, -1 where it has none."""
+    """int64 [T, K']: this rank's column of each token, -1 where it has none."""
 
     whole: LogSumExp
     """[T] of ``logits / temperature`` over all columns; the logarithm is NaN where the row has NaN
@@ -40,15 +48,60 @@ class SelectedTokens(NamedTuple):
     rest: LogSumExp
     """[T] over the columns that are not selected."""
 
+    place: torch.Tensor | None = None
+    """int64 [T]: place of each label among the tokens; K, the last, is that of a label which is
+    none of the others, and of rows without one. None without labels."""
+
+    token_loss: torch.Tensor | None = None
+    """[T] cross-entropy of each label, 0 where there is none, NaN of one beyond the vocabulary."""
+
     top_column: torch.Tensor | None = None
     """int64 [T]: global column of the largest logit, the first of equals, if that is asked for."""
+
+    def without_label(self, log_prob: torch.Tensor) -> torch.Tensor:
+        """[T, K + 1] of ``log_prob`` [T, K' + 1], with its graph: a label that is none of the
+        tokens joins the rest."""
+        if self.place is None:
+            return log_prob
+        label, rest = log_prob[:, -2], log_prob[:, -1]
+        # Their sum would have no derivative.
+        is_nothing = (label == -torch.inf) & (rest == -torch.inf)
+        label, rest = label.masked_fill(is_nothing, 0.0), rest.masked_fill(is_nothing, 0.0)
+        joined = torch.logaddexp(label, rest).masked_fill(is_nothing, -torch.inf)
+        return torch.cat([log_prob[:, :-2], joined[:, None]], dim=1)
+
+
+class _AskedTokens(NamedTuple):
+    token_id: torch.Tensor
+    """int64 [T, K']"""
+
+    column: torch.Tensor
+    """int64 [T, K'], -1 for none of this rank's."""
+
+    place: torch.Tensor | None
+
+    @classmethod
+    def of(
+        cls, token_id: torch.Tensor, labels: torch.Tensor | None, shard: VocabShard
+    ) -> _AskedTokens:
+        """Tokens, and labels that are none of them."""
+        place = None
+        if labels is not None:
+            count = token_id.shape[1]
+            hits = (token_id == labels[:, None]) & (labels[:, None] >= 0)
+            places = torch.arange(count, device=labels.device)
+            place = torch.where(hits, places, count).amin(dim=1)
+            is_apart = (place == count) & (labels >= 0) & (labels < shard.vocab_size)
+            apart = torch.where(is_apart, labels, -1)
+            token_id = torch.cat([token_id, apart[:, None]], dim=1)
+        return cls(token_id, local_column(token_id, shard).contiguous(), place)
 
 
 class _LocalTokens(NamedTuple):
     """What this rank has of each row."""
 
     picked: torch.Tensor
-    """[T, K] selected logits over the temperature, 0 for those that it does not have."""
+    """[T, K'] selected logits over the temperature, 0 for those that it does not have."""
 
     peak: torch.Tensor
     """[T] of its other columns, 0 where there is none."""
@@ -66,38 +119,56 @@ def evaluate_selected_tokens(
     token_id: torch.Tensor,
     shard: VocabShard,
     *,
+    labels: torch.Tensor | None = None,
     temperature: float = 1.0,
     with_top_column: bool = False,
     implementation: Implementation = "auto",
 ) -> SelectedTokens:
     """``log_softmax(logits / temperature)`` at ``token_id``, and the logarithm of the rest's mass.
 
-    In fp32, fp64 for fp64 logits. Two all-reduces of [T] and one of [T, K], with the top column one
-    more of [T].
+    In fp32, fp64 for fp64 logits. Two all-reduces of [T] and one of [T, K'], with the top column
+    one more of [T]. By kernel five launches.
 
     Args:
         logits: [T, Vp], any float dtype; not copied whole.
         token_id: int64 [T, K], global and each once in a row; a negative id is no token. The same
             on every rank.
+        labels: int64 [T], negative for none: their cross-entropy is evaluated, too, at this
+            temperature.
         with_top_column: Compute ``SelectedTokens.top_column``.
         implementation: See ``ops.launch``; kernels at temperature 1, else torch.
     """
-    read = _local
-    if _uses_kernels(implementation, shard, temperature, logits):
-        read = _local_by_kernel
-    elif uses_compiled(implementation, logits):
-        read = _local_by_loops
-    column = local_column(token_id, shard).contiguous()
-    local = read(logits.detach(), column, shard, temperature, with_top_column)
+    by_kernel = _uses_kernels(implementation, shard, temperature, logits)
+    if by_kernel:
+        asked, local = _read_by_kernel(logits.detach(), token_id, labels, shard, with_top_column)
+    else:
+        asked = _AskedTokens.of(token_id, labels, shard)
+        read = _local_by_loops if uses_compiled(implementation, logits) else _local
+        local = read(logits.detach(), asked.column, shard, temperature, with_top_column)
     rest = merge_log_sum_exp(local.peak, local.total, shard.group)
-    picked = all_reduce_sum(local.picked, shard.group).masked_fill(token_id < 0, -torch.inf)
+    picked = all_reduce_sum(local.picked, shard.group)
     top_column = local.top_column
     if top_column is not None and shard.group is not None:
-        own, its = local.picked.masked_fill(column < 0, -torch.inf), local.total > 0
+        own, its = local.picked.masked_fill(asked.column < 0, -torch.inf), local.total > 0
         here = ExpSums(_largest(own, local.peak, its), torch.ones_like(local.total))
-        whole = LogSumExp(_largest(picked, rest.peak, rest.log_sum != -torch.inf), rest.log_sum)
+        everywhere = picked.masked_fill(asked.token_id < 0, -torch.inf)
+        has_others = rest.log_sum != -torch.inf
+        whole = LogSumExp(_largest(everywhere, rest.peak, has_others), rest.log_sum)
         (top_column,) = merge_top_columns([top_column], [here], [whole], [shard])
+    numbers = _log_probs_by_kernel if by_kernel else _log_probs
+    log_prob, whole, loss = numbers(picked, rest, asked, labels, shard.vocab_size)
+    return SelectedTokens(log_prob, asked.column, whole, rest, asked.place, loss, top_column)
 
+
+def _log_probs(
+    picked: torch.Tensor,
+    rest: LogSumExp,
+    asked: _AskedTokens,
+    labels: torch.Tensor | None,
+    vocab_size: int,
+) -> tuple[torch.Tensor, LogSumExp, torch.Tensor | None]:
+    """``log_prob``, ``whole`` and ``token_loss`` of merged logits [T, K'] and the rest's sum."""
+    picked = picked.masked_fill(asked.token_id < 0, -torch.inf)
     entries = torch.cat([picked, (rest.peak + rest.log_sum)[:, None]], dim=-1)
     top = entries.amax(dim=-1)
     top = top.masked_fill(top == -torch.inf, 0.0)
@@ -105,17 +176,47 @@ def evaluate_selected_tokens(
     of_rest = (rest.peak - top) + rest.log_sum
     entries = torch.cat([picked - top[:, None], of_rest[:, None]], dim=-1)
     log_total = entries.exp().sum(dim=-1).log()
-    return SelectedTokens(
-        entries - log_total[:, None],
-        column,
-        LogSumExp(top, log_total),
-        LogSumExp(*rest),
-        top_column,
-    )
+    log_prob, whole = entries - log_total[:, None], LogSumExp(top, log_total)
+    if labels is None or asked.place is None:
+        return log_prob, whole, None
+    loss = -log_prob.gather(1, asked.place[:, None])[:, 0]
+    loss = loss.masked_fill(labels < 0, 0.0).masked_fill(labels >= vocab_size, torch.nan)
+    return log_prob, whole, loss
+
+
+def _log_probs_by_kernel(
+    picked: torch.Tensor,
+    rest: LogSumExp,
+    asked: _AskedTokens,
+    labels: torch.Tensor | None,
+    vocab_size: int,
+) -> tuple[torch.Tensor, LogSumExp, torch.Tensor | None]:
+    from megatron_ext.ops.selected_kernels import token_log_probs_kernel
+
+    rows, entries = picked.shape
+    log_prob, whole = picked.new_empty(rows, entries + 1), picked.new_empty(2, rows)
+    loss = None if labels is None else picked.new_empty(rows)
+    if rows:
+        token_log_probs_kernel[(rows,)](
+            picked,
+            *rest,
+            asked.token_id,
+            labels,
+            asked.place,
+            vocab_size,
+            rows,
+            entries,
+            log_prob,
+            whole,
+            loss,
+            HAS_LABELS=labels is not None,
+            BLOCK=power_of_two(entries),
+        )
+    return log_prob, LogSumExp(whole[0], whole[1]), loss
 
 
 def _largest(picked: torch.Tensor, peak: torch.Tensor, has_others: torch.Tensor) -> torch.Tensor:
-    """The largest [T] of selected logits [T, K], -inf for none, and of the peaks of others."""
+    """The largest [T] of selected logits [T, K'], -inf for none, and of the peaks of others."""
     others = peak.masked_fill(~has_others, -torch.inf)
     return torch.cat([picked, others[:, None]], dim=1).amax(dim=1)
 
@@ -128,28 +229,46 @@ def write_selected_gradient(
     shard: VocabShard,
     gradient: torch.Tensor,
     *,
+    labels: torch.Tensor | None = None,
+    label_scale: torch.Tensor | float = 1.0,
     temperature: float = 1.0,
     implementation: Implementation = "auto",
 ) -> None:
-    """Write d(on_log_prob . log_prob)/d logits into ``gradient`` [T, Vp], which may be the logits.
+    """Write d(on_log_prob . log_prob + label_scale * sum token_loss)/d logits into ``gradient``.
 
-    A row that gets no gradient gives exactly 0, whatever it holds. No collectives.
+    A row that gets no gradient gives exactly 0, whatever it holds. No collectives. By kernel three
+    launches.
 
     Args:
-        found: Of these logits.
-        on_log_prob: [T, K + 1], ignored where a token has no mass.
+        found: Of these logits and labels.
+        on_log_prob: [T, K' + 1], ignored where a token has no mass.
+        gradient: [T, Vp], which may be the logits.
+        label_scale: Upstream gradient of each cross-entropy: a number or a scalar.
     """
+    upstream = _Upstream(on_log_prob, labels, label_scale)
+    if _uses_kernels(implementation, shard, temperature, logits, gradient):
+        _write_by_kernel(logits.detach(), found, upstream, shard, gradient)
+        return
     log_sum = found.rest.log_sum
     # An empty rest has no columns with mass: any finite number will do.
     rest = LogSumExp(found.rest.peak, log_sum.masked_fill(log_sum == -torch.inf, 0.0))
-    found = found._replace(rest=rest)
-    on_log_prob = on_log_prob.masked_fill(found.log_prob == -torch.inf, 0.0).div(temperature)
-    write = _write_by_torch
-    if _uses_kernels(implementation, shard, temperature, logits, gradient):
-        write = _write_by_kernel
-    elif uses_compiled(implementation, logits, gradient):
-        write = _write_by_loops
-    write(logits.detach(), found, on_log_prob, shard, gradient, temperature)
+    on_tokens = upstream.with_labels(found).div(temperature)
+    write = _write_by_loops if uses_compiled(implementation, logits, gradient) else _write_by_torch
+    write(logits.detach(), found._replace(rest=rest), on_tokens, shard, gradient, temperature)
+
+
+class _Upstream(NamedTuple):
+    on_log_prob: torch.Tensor
+    labels: torch.Tensor | None
+    label_scale: torch.Tensor | float
+
+    def with_labels(self, found: SelectedTokens) -> torch.Tensor:
+        """Upstream gradients [T, K' + 1], the labels' among them; 0 where there is no mass."""
+        on_tokens = self.on_log_prob
+        if self.labels is not None and found.place is not None:
+            weight = ((self.labels >= 0) * self.label_scale).to(on_tokens.dtype)
+            on_tokens = on_tokens.scatter_add(1, found.place[:, None], -weight[:, None])
+        return on_tokens.masked_fill(found.log_prob == -torch.inf, 0.0)
 
 
 def _uses_kernels(
@@ -184,37 +303,81 @@ def _write_by_torch(
 def _write_by_kernel(
     logits: torch.Tensor,
     found: SelectedTokens,
-    grad: torch.Tensor,
+    upstream: _Upstream,
     shard: VocabShard,
     gradient: torch.Tensor,
-    temperature: float,
 ) -> None:
-    rows, count = found.column.shape
-    # Of a selected logit, and of the log-sum-exp of the rest.
-    of_logits = grad - found.log_prob.exp() * grad.sum(dim=-1, keepdim=True)
-    of_logits.masked_fill_((grad == 0).all(dim=-1, keepdim=True), 0.0)
-    row = torch.arange(rows, device=logits.device)
-    # Of K = 1 flattening alone makes a view with gaps.
-    value = of_logits[:, :-1].contiguous().flatten()
-    chosen = ColumnValues(row.repeat_interleave(count), found.column.flatten(), value)
-    rests = torch.stack([*found.rest, of_logits[:, -1]])
-    write_split_rows_(gradient, logits, (row + 1).int(), rests, chosen, shard)
+    from megatron_ext.ops.selected_kernels import token_gradients_kernel
+
+    (rows, entries), scale = found.column.shape, upstream.label_scale
+    if not rows:
+        return
+    row = found.column.new_empty(rows * entries)
+    of_row = found.column.new_empty(rows, dtype=torch.int32)
+    value = found.rest.peak.new_empty(rows * entries)
+    rests = found.rest.peak.new_empty(3, rows)
+    token_gradients_kernel[(rows,)](
+        found.log_prob,
+        upstream.on_log_prob.float().contiguous(),
+        *found.rest,
+        upstream.labels,
+        found.place,
+        scale.float() if isinstance(scale, torch.Tensor) else None,
+        0.0 if isinstance(scale, torch.Tensor) else scale,
+        rows,
+        entries,
+        row,
+        value,
+        rests,
+        of_row,
+        HAS_LABELS=upstream.labels is not None,
+        BLOCK=power_of_two(entries + 1),
+    )
+    chosen = ColumnValues(row, found.column.flatten(), value)
+    write_split_rows_(gradient, logits, of_row, rests, chosen, shard)
 
 
-def _local_by_kernel(
+def _read_by_kernel(
     logits: torch.Tensor,
-    column: torch.Tensor,
+    token_id: torch.Tensor,
+    labels: torch.Tensor | None,
     shard: VocabShard,
-    temperature: float,
     with_top_column: bool,
-) -> _LocalTokens:
-    rows, count = column.shape
-    row = torch.arange(rows, device=logits.device)
-    place = row.repeat_interleave(count)
-    bits = member_bits(place, column.flatten(), rows, -(-shard.width // 32))
-    found = statistics_of_sets(logits, (row + 1).int(), bits, shard, for_labels=with_top_column)
-    picked = logits.gather(-1, column.clamp(min=0)).float().masked_fill_(column < 0, 0.0)
-    return _LocalTokens(picked, *found.others, found.top_column)
+) -> tuple[_AskedTokens, _LocalTokens]:
+    from megatron_ext.ops.selected_kernels import ask_tokens_kernel
+
+    (rows, count), has_labels = token_id.shape, labels is not None
+    entries, words = count + has_labels, -(-shard.width // 32)
+    asked, column = token_id.new_empty(2, rows, entries)
+    place = token_id.new_empty(rows) if has_labels else None
+    picked = logits.new_empty(rows, entries, dtype=torch.float32)
+    of_row = token_id.new_empty(rows, dtype=torch.int32)
+    bits = token_id.new_zeros(1 + rows, words, dtype=torch.int32)
+    if rows:
+        token_id = token_id.contiguous()
+        ask_tokens_kernel[(rows,)](
+            logits,
+            token_id,
+            labels,
+            logits.stride(0),
+            token_id.stride(0),
+            shard.start,
+            shard.valid_width,
+            shard.vocab_size,
+            words,
+            count,
+            asked,
+            column,
+            place,
+            picked,
+            of_row,
+            bits,
+            HAS_LABELS=has_labels,
+            BLOCK=power_of_two(entries),
+        )
+    found = statistics_of_sets(logits, of_row, bits, shard, for_labels=with_top_column)
+    local = _LocalTokens(picked, *found.others, found.top_column)
+    return _AskedTokens(asked, column, place), local
 
 
 def _local_by_loops(

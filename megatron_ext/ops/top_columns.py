@@ -17,6 +17,7 @@ from megatron_ext.ops.chunk_rows import ChunkRows
 from megatron_ext.ops.launch import (
     Implementation,
     check_implementation,
+    power_of_two,
     uses_compiled,
     uses_triton,
 )
@@ -41,7 +42,7 @@ def top_columns(
     logits: torch.Tensor,
     k: int,
     shard: VocabShard,
-    allowed: torch.Tensor | None = None,
+    excluded: torch.Tensor | None = None,
     *,
     implementation: Implementation = "auto",
 ) -> torch.Tensor:
@@ -51,16 +52,22 @@ def top_columns(
 
     Args:
         logits: [T, Vp], any float dtype, compared in fp32.
-        allowed: bool [Vp], the columns to choose from; None: all real ones.
+        excluded: bool [Vp], columns that are not chosen, padding among them, from
+            ``VocabShard.excluded_columns``; None: padding alone.
         implementation: See ``ops.launch``.
 
     Returns:
         int64 [T, k], the largest first, -1 where fewer are allowed. The same on every rank. One
         all-gather of int64 [T, min(k, Vp)].
     """
-    local = _local_keys(logits, k, shard, allowed, implementation)
-    everywhere = gather_columns(local, shard.group)
-    keys = everywhere.topk(min(k, everywhere.shape[-1]), dim=-1).values
+    if excluded is None:
+        excluded = shard.excluded_columns(logits.device)
+    keys = _local_keys(logits, k, shard, excluded, implementation)
+    if shard.group is not None:
+        everywhere = gather_columns(keys, shard.group)
+        keys = everywhere.topk(min(k, everywhere.shape[-1]), dim=-1).values
+    if uses_triton(implementation, logits) and len(keys):
+        return _columns_by_kernel(keys, k)
     columns = torch.where(keys == NO_KEY, -1, key_columns(keys))
     return torch.nn.functional.pad(columns, (0, k - columns.shape[-1]), value=-1)
 
@@ -115,7 +122,8 @@ def top_log_probs(
     statistics = row_statistics(logits, shard, with_column=False, implementation=implementation)
     width = min(k, shard.width)
     packed = pack_pair(statistics.peak[0].float(), statistics.total[0].float())
-    keys = _local_keys(logits, k, shard, None, implementation)
+    excluded = shard.excluded_columns(logits.device)
+    keys = _local_keys(logits, k, shard, excluded, implementation)
     local = torch.cat([keys, packed[:, None]], dim=-1)
     everywhere = gather_columns(local, shard.group)
     everywhere = everywhere.unflatten(-1, (group_size(shard.group), width + 1))
@@ -128,11 +136,11 @@ def _local_keys(
     logits: torch.Tensor,
     k: int,
     shard: VocabShard,
-    allowed: torch.Tensor | None = None,
+    excluded: torch.Tensor | None,
     implementation: Implementation = "auto",
 ) -> torch.Tensor:
-    """This rank's largest keys, int64 [T, min(k, Vp)], ``NO_KEY`` where it has fewer columns."""
-    excluded = shard.excluded_columns(logits.device, allowed)
+    """This rank's largest keys, int64 [T, min(k, Vp)], descending, ``NO_KEY`` where it has fewer
+    columns."""
     if shard.valid_width and uses_triton(implementation, logits):
         return _keys_by_kernel(logits, min(k, shard.width), shard, excluded)
     if uses_compiled(implementation, logits):
@@ -197,6 +205,7 @@ def _keys_by_kernel(
     logits: torch.Tensor, count: int, shard: VocabShard, excluded: torch.Tensor | None
 ) -> torch.Tensor:
     """``_local_keys`` by the selection of sorted L1, whose candidates alone get keys."""
+    from megatron_ext.ops.selected_kernels import candidate_keys_kernel
     from megatron_ext.ops.sorted_l1.kernel_steps import capacity_of, select_by_kernel
 
     each = torch.arange(len(logits) + 1, dtype=torch.int32, device=logits.device)
@@ -208,13 +217,33 @@ def _keys_by_kernel(
     for first in range(0, len(logits), most):
         part = slice(first, min(first + most, len(logits)))
         found = select_by_kernel(model, part, count, excluded, by_logit=True)
-        is_none = found.values < 0
-        columns = found.columns.masked_fill(is_none, 0).long()
-        own = sort_keys(logits[part].gather(-1, columns), columns + shard.start)
-        keys.append(own.masked_fill_(is_none, NO_KEY).topk(count, dim=-1).values)
+        own = torch.empty_like(found.columns, dtype=torch.int64)
+        candidate_keys_kernel[(len(own),)](
+            logits,
+            found.values,
+            found.columns,
+            first,
+            logits.stride(0),
+            shard.start,
+            own.shape[1],
+            own,
+            BLOCK=power_of_two(own.shape[1]),
+        )
+        keys.append(own.topk(count, dim=-1).values)
     if not keys:
         return each.new_empty(0, count, dtype=torch.int64)
     return torch.cat(keys) if len(keys) > 1 else keys[0]
+
+
+def _columns_by_kernel(keys: torch.Tensor, k: int) -> torch.Tensor:
+    """Columns int64 [T, k] of keys [T, at most k], -1 for none."""
+    from megatron_ext.ops.selected_kernels import columns_of_keys_kernel
+
+    columns = keys.new_empty(len(keys), k)
+    columns_of_keys_kernel[(len(keys),)](
+        keys.contiguous(), keys.shape[1], k, columns, BLOCK=power_of_two(k)
+    )
+    return columns
 
 
 def _merged(peak: torch.Tensor, total: torch.Tensor) -> LogSumExp:

@@ -112,6 +112,57 @@ def test_likelihoods():
     compiles("likelihood_kernels", variants)
 
 
+def test_selected_tokens():
+    rows = arguments(
+        "logits: *bf16; token label asked column place: *i64; picked: *fp32; of_row bits: *i32; "
+        "row_stride token_stride start width vocab_size words tokens: i32"
+    )
+    log_probs = arguments(
+        "picked peak log_sum log_prob whole loss: *fp32; asked label place: *i64; "
+        "vocab_size rows entries: i32"
+    )
+    gradients = arguments(
+        "log_prob on peak log_sum weight value rests: *fp32; label place row: *i64; of_row: *i32; "
+        "weight: fp32; rows entries: i32"
+    )
+    keys = arguments(
+        "logits: *bf16; value: *fp32; column: *i32; keys: *i64; "
+        "first_row row_stride start candidates: i32"
+    )
+    columns = arguments("keys column: *i64; keys columns: i32")
+    tokens = arguments("token partner student_spans teacher_spans out: *i64; tokens: i32")
+    compared = arguments(
+        "student teacher values slope: *fp32; student_spans teacher_spans: *i64; agrees: *i1; "
+        "chunks tokens: i32; mixture: fp32"
+    )
+    slopes = arguments("slope arrives out: *fp32; student_spans: *i64; entries: i32")
+    block, labels = {"BLOCK": 64}, {"HAS_LABELS": True, "BLOCK": 64}
+    unlabelled = {"HAS_LABELS": False, "BLOCK": 64, "label_ptr": None, "place_ptr": None}
+    variants = [
+        ("ask_tokens_kernel", rows, labels),
+        ("ask_tokens_kernel", rows, unlabelled),
+        ("token_log_probs_kernel", log_probs, labels),
+        ("token_log_probs_kernel", log_probs, {**unlabelled, "loss_ptr": None}),
+        ("token_gradients_kernel", gradients, labels),
+        ("token_gradients_kernel", gradients, {**labels, "weight_ptr": None}),
+        ("token_gradients_kernel", gradients, {**unlabelled, "weight_ptr": None}),
+        ("candidate_keys_kernel", keys, block),
+        ("columns_of_keys_kernel", columns, block),
+        ("tokens_of_chunks_kernel", tokens, block),
+        ("tokens_of_chunks_kernel", tokens, {**block, "partner_ptr": None}),
+        ("slopes_of_rows_kernel", slopes, block),
+    ]
+    variants += [
+        (
+            "compare_selected_kernel",
+            compared,
+            {"HAS_LABEL": has, "RENORMALISES": not has, "DIRECTION": direction, **block},
+        )
+        for has, direction in ((True, "forward"), (False, "reverse"), (True, "jensen_shannon"))
+    ]
+    compiles("selected_kernels", variants)
+
+
 def test_labels():
     rows = arguments(
         "label column: *i64; weight label_weight peak total: *fp32; read: *i1; "
@@ -475,6 +526,7 @@ def test_rows_are_read_16_bytes_at_once(module, variant):
         ("softmax_kernels", 1),
         ("sum_kernels", 4),
         ("likelihood_kernels", 4),
+        ("selected_kernels", 3),
         ("chunk_kernels", 2),
         ("vocab_kl.triton_kernels", 2),
         ("partition_kl.triton_kernels", 5),

@@ -100,7 +100,8 @@ def test_top_columns_are_those_of_the_largest_logits_and_the_lowest_of_equals():
     shard = VocabShard(start=0, stop=5, vocab_size=4)
     assert top_columns(logits, 3, shard).tolist() == [[1, 2, 0], [0, 1, 2]]
     allowed = torch.tensor([True, False, True, True, True])
-    assert top_columns(logits, 4, shard, allowed).tolist() == [[2, 0, 3, -1], [0, 2, 3, -1]]
+    excluded = shard.excluded_columns(logits.device, allowed)
+    assert top_columns(logits, 4, shard, excluded).tolist() == [[2, 0, 3, -1], [0, 2, 3, -1]]
     assert top_columns(logits[:0], 3, shard).shape == (0, 3)
 
 
@@ -222,9 +223,58 @@ def test_the_top_columns_are_those_of_torch(implementation, dtype, k, rows, monk
     logits[6, [7, 300, 1200]] = torch.tensor([torch.nan, torch.inf, -torch.inf])
     logits = logits[:rows].to(dtype).to(DEVICE)
     shard = VocabShard(start=10000, stop=12503, vocab_size=12500)
-    for given in (None, (torch.arange(2503) % 4 != 1).to(DEVICE)):
+    allowed = (torch.arange(2503) % 4 != 1).to(DEVICE)
+    for given in (None, shard.excluded_columns(logits.device, allowed)):
         found, by_torch = (
             top_columns(logits, k, shard, given, implementation=by)
             for by in (implementation, "torch")
         )
         assert torch.equal(found, by_torch)
+
+
+@pytest.mark.usefixtures("nan_filled", "in_any_order")
+@ALL_THREE
+@pytest.mark.parametrize("size", [(20_003, 64), (37, 5), (37, 1), (3, 3)])
+@pytest.mark.parametrize("scale", [0.7, torch.tensor(0.7)], ids=["number", "tensor"])
+def test_cross_entropy_rides_along(implementation, size, scale):
+    vocab, k = size
+    logits, ids = _selection(vocab=vocab, k=k)
+    labels = torch.randint(0, vocab, (9,))
+    # Among the tokens, at either end; none; one beyond the vocabulary; one that has no mass.
+    labels[:4] = torch.stack([ids[0, 0], ids[2, -1], torch.tensor(-100), torch.tensor(vocab)])
+    logits[5, labels[5]] = -torch.inf
+    weights = torch.rand(9, k + 2, dtype=torch.float64)
+    reference = logits.clone().requires_grad_()
+    log_probs = torch.log_softmax(reference, dim=-1)
+    losses = -log_probs.gather(1, labels.clamp(0, vocab - 1)[:, None])[:, 0]
+    is_apart = (ids != labels[:, None]).all(dim=1) & (labels >= 0) & (labels < vocab)
+    asked = torch.cat([ids, torch.where(is_apart, labels, -1)[:, None]], dim=1)
+    truth = selected_log_prob_reference(reference, asked)
+    named = truth > -torch.inf
+    counted = (labels >= 0) & (labels < vocab) & losses.detach().isfinite()
+    total = (truth[named] * weights[named]).sum() + 0.7 * losses[counted].sum()
+    (true_grad,) = torch.autograd.grad(total, reference)
+    given = [part.to(DEVICE) for part in (logits.float(), ids, labels)]
+    on = scale.to(DEVICE) if isinstance(scale, torch.Tensor) else scale
+    options = {"labels": given[2], "implementation": implementation}
+    shard = _shard(vocab)
+    found = evaluate_selected_tokens(*given[:2], shard, **options)
+    gradient = torch.full_like(given[0], torch.nan)
+    write_selected_gradient(
+        given[0], found, weights.float().to(DEVICE), shard, gradient, label_scale=on, **options
+    )
+    places = torch.where(is_apart | (labels < 0) | (labels >= vocab), k, 0)
+    hits = (ids == labels[:, None]) & (labels[:, None] >= 0)
+    places = torch.where(hits.any(dim=1), hits.int().argmax(dim=1), places)
+    assert torch.equal(found.place.cpu(), places)
+    loss = found.token_loss.cpu().double()
+    assert loss[2] == 0.0
+    assert loss[3].isnan()
+    rest = torch.arange(9)
+    has_loss = (rest != 2) & (rest != 3)
+    torch.testing.assert_close(loss[has_loss], losses.detach()[has_loss], rtol=1e-5, atol=1e-5)
+    assert loss[5] == torch.inf
+    assert gradient.isfinite().all()
+    # The reference of the row that has a token without mass is the logarithm of 0.
+    got = gradient.cpu().double()[rest != 5]
+    torch.testing.assert_close(got, true_grad[rest != 5], rtol=1e-4, atol=3e-6)

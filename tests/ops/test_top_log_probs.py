@@ -94,7 +94,7 @@ def test_shards_keep_what_one_rank_does():
     for start in (0, 25, 50):
         shard = VocabShard(start=start, stop=start + 25, vocab_size=40)
         local = logits[:, start : start + 25]
-        keys.append(_local_keys(local, 9, shard))
+        keys.append(_local_keys(local, 9, shard, shard.excluded_columns(local.device)))
         inside = local[:, : shard.valid_width].float()
         peak = inside.amax(dim=-1) if shard.valid_width else torch.zeros(4, device=DEVICE)
         pairs.append(pack_pair(peak, torch.exp(inside - peak[:, None]).sum(dim=-1)))
@@ -157,5 +157,11 @@ def test_of_equal_logits_the_first_that_are_allowed_are_taken(implementation, dt
     chosen = allowed & (torch.arange(width) < width - 2)
     truth = logits.float().masked_fill(~chosen.to(DEVICE), -torch.inf)
     columns = torch.argsort(truth, dim=-1, descending=True, stable=True)[:, :k]
-    found = top_columns(logits, k, shard, allowed.to(DEVICE), implementation=implementation)
+    found = top_columns(
+        logits,
+        k,
+        shard,
+        shard.excluded_columns(logits.device, allowed.to(DEVICE)),
+        implementation=implementation,
+    )
     assert torch.equal(found, columns)

@@ -40,7 +40,7 @@ if ALL:
         "uld": {"logits": 40, "tile": 49},
         "vocab_kl": {"logits": 35, "tile": 46},
         "alm": {"logits": 37, "tile": 46},
-        "strict_topk": {"logits": 235, "tile": 244},
+        "strict_topk": {"logits": 39, "tile": 48},
     }
 BY_TORCH = [
     name

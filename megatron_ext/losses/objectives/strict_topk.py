@@ -13,6 +13,7 @@ import torch
 
 from megatron_ext.alignment.alignment import ChunkClass
 from megatron_ext.alignment.batch import AlignmentBatch
+from megatron_ext.distributed.vocab_parallel import MadeOnce, VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
 from megatron_ext.losses.checks import check_alignment, check_match, check_student
@@ -28,8 +29,13 @@ from megatron_ext.losses.objective import (
 from megatron_ext.losses.objectives.selected_likelihood import evaluate_selected
 from megatron_ext.losses.targets import TeacherTargets, check_tail_temperature, topk_log_probs
 from megatron_ext.losses.vocabulary_match import VocabularyMatch
-from megatron_ext.ops.divergence import Divergence, check_divergence, divergence
+from megatron_ext.ops.divergence import Divergence, DivergenceOptions, check_divergence
 from megatron_ext.ops.launch import Implementation, check_implementation
+from megatron_ext.ops.selected_divergence import (
+    SelectedPair,
+    selected_divergence,
+    tokens_of_chunks,
+)
 from megatron_ext.ops.selected_tokens import SelectedTokens, evaluate_selected_tokens
 from megatron_ext.ops.sort_keys import NO_KEY, sort_keys
 from megatron_ext.ops.top_columns import top_columns
@@ -127,11 +133,17 @@ class StrictTopKLoss(FusedObjective):
             inputs, objective="strict_topk", kinds=("logits", "hidden", "topk")
         )
         match = check_match(inputs, objective="strict_topk")
-        top = self._top_tokens(teacher, match)
-        ids = top.student_id[alignment.teacher_spans[:, 0]]
+        top = self._top_tokens(inputs, teacher, match)
+        ids = tokens_of_chunks(
+            top.token_id,
+            top.partner,
+            (alignment.student_spans, alignment.teacher_spans),
+            inputs.labels.numel(),
+            implementation=self.implementation,
+        )
         return evaluate_selected(
             inputs,
-            _of_rows(ids, alignment),
+            ids,
             partial(self._compare, inputs, alignment, top),
             temperature=self.temperature,
             scale=scale,
@@ -148,23 +160,21 @@ class StrictTopKLoss(FusedObjective):
         log_prob: torch.Tensor,
         found: SelectedTokens,
     ) -> LossOutput:
-        """The loss from the student's log-probabilities [T, K + 1]."""
-        log_q = log_prob[alignment.student_spans[:, 0]]
-        log_p = top.log_prob[alignment.teacher_spans[:, 0]].to(log_q.dtype)
-        rest_mass = log_p[:, -1].exp()
-        named = slice(0, log_p.shape[1] - 1)
-        if self.tail == "renormalise":
-            log_p, log_q = _renormalised(log_p[:, :-1]), _renormalised(log_q[:, :-1])
-        divergences = divergence(
-            log_p, log_q, self.direction, self.mixture, implementation=self.implementation
+        """The loss from the student's log-probabilities [T, K' + 1]."""
+        compared = selected_divergence(
+            SelectedPair(
+                log_prob, found, top.log_prob, alignment.student_spans, alignment.teacher_spans
+            ),
+            DivergenceOptions(direction=self.direction, mixture=self.mixture),
+            renormalises=self.tail == "renormalise",
+            implementation=self.implementation,
         )
-        chunk_loss = self.temperature**2 * divergences
-        agreement = log_p[:, named].argmax(dim=-1) == log_q[:, named].argmax(dim=-1)
+        weight = self.temperature**2
         output = chunk_output(
             inputs,
-            chunk_loss,
+            compared.divergence if weight == 1.0 else weight * compared.divergence,
             usable=alignment.chunk_class == ChunkClass.ONE_TO_ONE,
-            means={"top1_agreement": agreement, "rest_mass": rest_mass},
+            means={"top1_agreement": compared.agreement, "rest_mass": compared.rest_mass},
             implementation=self.implementation,
         )
         if top.log_sum is None:
@@ -179,17 +189,16 @@ class StrictTopKLoss(FusedObjective):
         """See ``Objective``."""
         return known.chunks(known.aligned.chunk_class == ChunkClass.ONE_TO_ONE)
 
-    def _top_tokens(self, teacher: TeacherTargets, match: VocabularyMatch) -> _TopTokens:
+    def _top_tokens(
+        self, inputs: DistillationInputs, teacher: TeacherTargets, match: VocabularyMatch
+    ) -> _TopTokens:
         """Top tokens of every teacher row."""
-        student_of = match.student_of(teacher.shard.vocab_size)
+        shards = inputs.student_shard, teacher.shard
+        partner, excluded = _PARTNERS(match.common_student, match.common_teacher, shards, _partners)
         if teacher.kind == "topk":
-            return self._top_of_topk(teacher, student_of)
+            return self._top_of_topk(teacher, partner)
         logits, shard = teacher.to_logits().flatten(0, 1), teacher.shard
-        allowed = torch.zeros(shard.width, dtype=torch.bool, device=logits.device)
-        allowed[: shard.valid_width] = (
-            student_of[shard.start : shard.start + shard.valid_width] >= 0
-        )
-        ids = top_columns(logits, self.top_k, shard, allowed, implementation=self.implementation)
+        ids = top_columns(logits, self.top_k, shard, excluded, implementation=self.implementation)
         found = evaluate_selected_tokens(
             logits,
             ids,
@@ -197,8 +206,7 @@ class StrictTopKLoss(FusedObjective):
             temperature=self.temperature,
             implementation=self.implementation,
         )
-        student_id = torch.where(ids >= 0, student_of[ids.clamp(min=0)], -1)
-        return _TopTokens(student_id, found.log_prob, found.whole.log_sum)
+        return _TopTokens(ids, found.log_prob, partner, found.whole.log_sum)
 
     def _top_of_topk(self, teacher: TeacherTargets, student_of: torch.Tensor) -> _TopTokens:
         """Top tokens of a ``topk`` teacher, all [Tt, K]; those not taken have no student token."""
@@ -238,29 +246,35 @@ class StrictTopKLoss(FusedObjective):
 class _TopTokens(NamedTuple):
     """Tokens that a teacher row is compared on, the same on every rank."""
 
-    student_id: torch.Tensor
+    token_id: torch.Tensor
     """int64 [Tt, K], -1 where there are fewer than K."""
 
     log_prob: torch.Tensor
     """[Tt, K + 1] the teacher's log-probabilities, the rest last."""
 
+    partner: torch.Tensor | None = None
+    """int64 [Vt]: the student's token of each of the teacher's; None: they are the student's."""
+
     log_sum: torch.Tensor | None = None
     """[Tt] logarithm of the row's sum, NaN where it has NaN or +inf; None of a ``topk`` teacher."""
 
 
-def _of_rows(ids: torch.Tensor, alignment: AlignmentBatch) -> torch.Tensor:
-    """``ids`` [C, K] at the chunks' first rows of all of the student's [T, K], -1 elsewhere.
-
-    All rows are read, since gathering the chunks' would copy the logits.
-    """
-    count, rows = alignment.student_chunk_id.numel(), alignment.student_spans[:, 0]
-    return ids.new_full((count, ids.shape[1]), -1).index_copy_(0, rows, ids)
+_PARTNERS: MadeOnce[tuple[torch.Tensor, torch.Tensor | None]] = MadeOnce()
 
 
-def _renormalised(log_prob: torch.Tensor) -> torch.Tensor:
-    """Renormalised ``log_prob`` [C, K]; uniform, without a gradient, where it has no mass."""
-    is_nothing = (log_prob == -torch.inf).all(dim=-1, keepdim=True)
-    return torch.log_softmax(log_prob.masked_fill(is_nothing, 0.0), dim=-1)
+def _partners(
+    own: torch.Tensor, other: torch.Tensor, _: VocabShard, teacher: VocabShard
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The student's token of each of the teacher's, int64 [Vt], -1 for none; and this rank's
+    columns of the teacher without one, padding among them, bool [Vpt]."""
+    partner = VocabularyMatch(common_student=own, common_teacher=other).student_of(
+        teacher.vocab_size
+    )
+    allowed = torch.zeros(teacher.width, dtype=torch.bool, device=own.device)
+    allowed[: teacher.valid_width] = (
+        partner[teacher.start : teacher.start + teacher.valid_width] >= 0
+    )
+    return partner, teacher.excluded_columns(own.device, allowed)
 
 
 LOSS_REGISTRY.register("strict_topk", StrictTopKLoss)

@@ -182,10 +182,11 @@ class VocabKLLoss(FusedObjective):
         inputs: DistillationInputs,
         teacher: TeacherTargets,
         ids: torch.Tensor,
-        log_q: torch.Tensor,
+        log_prob: torch.Tensor,
         found: SelectedTokens,
     ) -> LossOutput:
-        """The loss from the student's log-probabilities [T, K + 1]."""
+        """The loss from the student's log-probabilities [T, K' + 1]."""
+        log_q = found.without_label(log_prob)
         log_p = topk_log_probs(teacher).to(log_q.dtype)
         row_loss = divergence(
             log_p, log_q, self.direction, self.mixture, implementation=self.implementation
