@@ -262,8 +262,8 @@ def compare_events_kernel(
     kept = compared & (own != -float("inf")) & (its != -float("inf"))
     # Rounding can put a certain event above 0, where the difference is flat.
     is_above = own > 0.0
-    own = tl.where(kept, tl.where(is_above, 0.0, own), -1.0)
-    its = tl.where(kept, tl.where(its > 0.0, 0.0, its), -1.0)
+    own = tl.where(is_above, 0.0, own)
+    its = tl.where(its > 0.0, 0.0, its)
     left_out = kept == 0
     if DIFFERENCE == "abs" or DIFFERENCE == "abs_exp":
         # 64 units in the last place, see ``binary_divergence``.

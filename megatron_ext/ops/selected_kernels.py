@@ -159,10 +159,9 @@ def token_gradients_kernel(
     exists = entry < entries
     tl.store(row_ptr + row * entries + entry, tl.zeros((BLOCK,), tl.int64) + row, mask=exists)
     tl.store(value_ptr + row * entries + entry, gradient, mask=exists)
-    log_sum = tl.load(log_sum_ptr + row)
     tl.store(rests_ptr + row, tl.load(peak_ptr + row))
-    # An empty rest has no columns with mass: any finite number will do.
-    tl.store(rests_ptr + rows + row, tl.where(log_sum == -float("inf"), 0.0, log_sum))
+    tl.store(rests_ptr + rows + row, tl.load(log_sum_ptr + row))
+    # 0 of an empty rest, whose sum is not read then.
     of_rest = tl.sum(tl.where(entry == entries, gradient, 0.0), axis=0)
     tl.store(rests_ptr + 2 * rows + row, of_rest)
     tl.store(of_row_ptr + row, (row + 1).to(tl.int32))

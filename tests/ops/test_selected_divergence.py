@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from megatron_ext.distributed.vocab_parallel import VocabShard
+from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard
 from megatron_ext.ops.divergence import DivergenceOptions, divergence_reference
 from megatron_ext.ops.selected_divergence import (
     SelectedPair,
     selected_divergence,
     tokens_of_chunks,
 )
-from megatron_ext.ops.selected_tokens import evaluate_selected_tokens
+from megatron_ext.ops.selected_tokens import SelectedTokens, evaluate_selected_tokens
 from tests.ops.kernel_case import BOTH, DEVICE, DIRECTIONS, assert_as_exact
 
 pytest.importorskip("triton")
@@ -128,3 +128,22 @@ def test_tokens_of_chunks_stand_at_their_student_rows(implementation, has_partne
         implementation=implementation,
     )
     assert torch.equal(out.cpu(), expected)
+
+
+@BOTH
+def test_of_equally_probable_tokens_the_first_is_compared(implementation):
+    log_probs = torch.log(
+        torch.tensor([[0.3, 0.3, 0.1, 0.3], [0.1, 0.3, 0.3, 0.3], [0.3, 0.1, 0.3, 0.3]])
+    ).to(DEVICE)
+    nothing = torch.zeros(0, device=DEVICE)
+    sums = LogSumExp(nothing, nothing)
+    found = SelectedTokens(log_probs, nothing.long(), sums, sums)
+    for teacher_row, agrees in ((0, True), (1, False), (2, True)):
+        spans = _spans([0]).to(DEVICE), _spans([teacher_row]).to(DEVICE)
+        out = selected_divergence(
+            SelectedPair(log_probs, found, log_probs, *spans),
+            DivergenceOptions(),
+            renormalises=False,
+            implementation=implementation,
+        )
+        assert bool(out.agreement) is agrees

@@ -278,3 +278,29 @@ def test_cross_entropy_rides_along(implementation, size, scale):
     # The reference of the row that has a token without mass is the logarithm of 0.
     got = gradient.cpu().double()[rest != 5]
     torch.testing.assert_close(got, true_grad[rest != 5], rtol=1e-4, atol=3e-6)
+
+
+@pytest.mark.usefixtures("nan_filled", "in_any_order")
+@COMPILED
+@pytest.mark.parametrize("start", [0, 20])
+def test_a_shard_has_the_tokens_of_its_own_columns(implementation, start):
+    """One rank's part, as it is before the ranks have met."""
+    logits, ids = _selection()
+    labels = torch.randint(0, 37, (9,))
+    shard = VocabShard(start=start, stop=start + 20, vocab_size=37)
+    own = torch.nn.functional.pad(logits, (0, 3), value=80.0)[:, start : start + 20].float()
+    found = []
+    for by in (implementation, "torch"):
+        given = [part.to(DEVICE) for part in (own, ids, labels)]
+        out = evaluate_selected_tokens(*given[:2], shard, labels=given[2], implementation=by)
+        gradient, on = torch.full_like(given[0], torch.nan), torch.ones_like(out.log_prob)
+        write_selected_gradient(
+            given[0], out, on, shard, gradient, labels=given[2], implementation=by
+        )
+        found.append((out, gradient))
+    (out, gradient), (truth, true_gradient) = found
+    assert torch.equal(out.column, truth.column)
+    assert torch.equal(out.place, truth.place)
+    # What another rank has counts as a logit of 0 here.
+    torch.testing.assert_close(out.log_prob, truth.log_prob, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradient, true_gradient, rtol=1e-4, atol=1e-5)

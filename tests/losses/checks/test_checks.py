@@ -135,6 +135,9 @@ def test_sums_of_rows_tell_what_a_read_of_all_numbers_does(
         )
         read = check_finite(bad).bad[0].tolist()
         assert objective(bad).bad().tolist() == read, place
+        if column == 7 and objective.takes_labels:
+            labelled = objective.evaluate(bad, ce_scale=1.0).output
+            assert labelled.bad().tolist() == read, place
         is_bad = poison != -torch.inf and "unread" not in place
         assert sum(read) == is_bad, place
 
