@@ -160,7 +160,7 @@ def test_selected_tokens():
         )
         for has, direction in ((True, "forward"), (False, "reverse"), (True, "jensen_shannon"))
     ]
-    compiles("selected_kernels", variants)
+    compiles("selected_tokens.triton_kernels", variants)
 
 
 def test_labels():
@@ -526,7 +526,7 @@ def test_rows_are_read_16_bytes_at_once(module, variant):
         ("softmax_kernels", 1),
         ("sum_kernels", 4),
         ("likelihood_kernels", 4),
-        ("selected_kernels", 3),
+        ("selected_tokens.triton_kernels", 3),
         ("chunk_kernels", 2),
         ("vocab_kl.triton_kernels", 2),
         ("partition_kl.triton_kernels", 5),

@@ -5,12 +5,13 @@ import torch
 
 from megatron_ext.distributed.vocab_parallel import LogSumExp, VocabShard
 from megatron_ext.ops.divergence import DivergenceOptions, divergence_reference
-from megatron_ext.ops.selected_divergence import (
+from megatron_ext.ops.selected_tokens import (
     SelectedPair,
+    SelectedTokens,
+    evaluate_selected_tokens,
     selected_divergence,
     tokens_of_chunks,
 )
-from megatron_ext.ops.selected_tokens import SelectedTokens, evaluate_selected_tokens
 from tests.ops.kernel_case import BOTH, DEVICE, DIRECTIONS, assert_as_exact
 
 pytest.importorskip("triton")

@@ -31,12 +31,13 @@ from megatron_ext.losses.targets import TeacherTargets, check_tail_temperature, 
 from megatron_ext.losses.vocabulary_match import VocabularyMatch
 from megatron_ext.ops.divergence import Divergence, DivergenceOptions, check_divergence
 from megatron_ext.ops.launch import Implementation, check_implementation
-from megatron_ext.ops.selected_divergence import (
+from megatron_ext.ops.selected_tokens import (
     SelectedPair,
+    SelectedTokens,
+    evaluate_selected_tokens,
     selected_divergence,
     tokens_of_chunks,
 )
-from megatron_ext.ops.selected_tokens import SelectedTokens, evaluate_selected_tokens
 from megatron_ext.ops.sort_keys import NO_KEY, sort_keys
 from megatron_ext.ops.top_columns import top_columns
 

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_ext.ops.divergence import DivergenceOptions, divergence
 from megatron_ext.ops.launch import Implementation, power_of_two, uses_triton
-from megatron_ext.ops.selected_tokens import SelectedTokens
+from megatron_ext.ops.selected_tokens.operands import SelectedTokens
 
 
 class SelectedDivergence(NamedTuple):
@@ -87,7 +87,7 @@ class _ByKernel(torch.autograd.Function):
         options: DivergenceOptions,
         renormalises: bool,
     ) -> tuple[torch.Tensor, ...]:
-        from megatron_ext.ops.selected_kernels import compare_selected_kernel
+        from megatron_ext.ops.selected_tokens.triton_kernels import compare_selected_kernel
 
         count, tokens = len(pair.student_spans), pair.teacher.shape[1] - 1
         values = log_prob.new_empty(2, count)
@@ -122,7 +122,7 @@ class _ByKernel(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
         if grad is None:
             return (None,) * 4
-        from megatron_ext.ops.selected_kernels import slopes_of_rows_kernel
+        from megatron_ext.ops.selected_tokens.triton_kernels import slopes_of_rows_kernel
 
         slope, spans = ctx.saved_tensors
         count, entries = slope.shape
@@ -161,7 +161,7 @@ def tokens_of_chunks(
         if partner is not None:
             ids = torch.where(ids >= 0, partner[ids.clamp(min=0)], -1)
         return out.index_copy_(0, own[:, 0], ids)
-    from megatron_ext.ops.selected_kernels import tokens_of_chunks_kernel
+    from megatron_ext.ops.selected_tokens.triton_kernels import tokens_of_chunks_kernel
 
     if len(own):
         tokens_of_chunks_kernel[(len(own),)](

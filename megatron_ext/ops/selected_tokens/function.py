@@ -1,11 +1,9 @@
 """Log-probabilities of several tokens of a row and of all others together, and their gradient.
 
-T rows, K tokens, Vp local columns. Equations are in ``ops/README.md``.
+T rows, K tokens, K' with a label apart, Vp local columns. Equations are in the README.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 
@@ -17,100 +15,19 @@ from megatron_ext.distributed.vocab_parallel import (
     row_slices,
     scaled_logits,
 )
-from megatron_ext.ops.chunk_rows import ExpSums, local_column, merge_top_columns
-from megatron_ext.ops.launch import (
-    Implementation,
-    power_of_two,
-    uses_compiled,
-    uses_triton,
+from megatron_ext.ops.chunk_rows import ExpSums, merge_top_columns
+from megatron_ext.ops.launch import Implementation, uses_compiled, uses_triton
+from megatron_ext.ops.selected_tokens.kernel_steps import (
+    log_probs_by_kernel,
+    read_by_kernel,
+    write_by_kernel,
 )
-from megatron_ext.ops.partition_kl.chain_chunks import ColumnValues, write_split_rows_
-from megatron_ext.ops.partition_kl.split_statistics import statistics_of_sets
-
-
-class SelectedTokens(NamedTuple):
-    """Log-probabilities of several tokens of each row, replicated over the group. No graph.
-
-    K' tokens: K and, with labels, one more of each row.
-    """
-
-    log_prob: torch.Tensor
-    """[T, K' + 1] of the tokens, -inf for none, and of all others together. These are summed from
-    their own columns, so that they are exact where the selected ones hold nearly all."""
-
-    column: torch.Tensor
-    """int64 [T, K']: this rank's column of each token, -1 where it has none."""
-
-    whole: LogSumExp
-    """[T] of ``logits / temperature`` over all columns; the logarithm is NaN where the row has NaN
-    or +inf."""
-
-    rest: LogSumExp
-    """[T] over the columns that are not selected."""
-
-    place: torch.Tensor | None = None
-    """int64 [T]: place of each label among the tokens; K, the last, is that of a label which is
-    none of the others, and of rows without one. None without labels."""
-
-    token_loss: torch.Tensor | None = None
-    """[T] cross-entropy of each label, 0 where there is none, NaN of one beyond the vocabulary."""
-
-    top_column: torch.Tensor | None = None
-    """int64 [T]: global column of the largest logit, the first of equals, if that is asked for."""
-
-    def without_label(self, log_prob: torch.Tensor) -> torch.Tensor:
-        """[T, K + 1] of ``log_prob`` [T, K' + 1], with its graph: a label that is none of the
-        tokens joins the rest."""
-        if self.place is None:
-            return log_prob
-        label, rest = log_prob[:, -2], log_prob[:, -1]
-        # Their sum would have no derivative.
-        is_nothing = (label == -torch.inf) & (rest == -torch.inf)
-        label, rest = label.masked_fill(is_nothing, 0.0), rest.masked_fill(is_nothing, 0.0)
-        joined = torch.logaddexp(label, rest).masked_fill(is_nothing, -torch.inf)
-        return torch.cat([log_prob[:, :-2], joined[:, None]], dim=1)
-
-
-class _AskedTokens(NamedTuple):
-    token_id: torch.Tensor
-    """int64 [T, K']"""
-
-    column: torch.Tensor
-    """int64 [T, K'], -1 for none of this rank's."""
-
-    place: torch.Tensor | None
-
-    @classmethod
-    def of(
-        cls, token_id: torch.Tensor, labels: torch.Tensor | None, shard: VocabShard
-    ) -> _AskedTokens:
-        """Tokens, and labels that are none of them."""
-        place = None
-        if labels is not None:
-            count = token_id.shape[1]
-            hits = (token_id == labels[:, None]) & (labels[:, None] >= 0)
-            places = torch.arange(count, device=labels.device)
-            place = torch.where(hits, places, count).amin(dim=1)
-            is_apart = (place == count) & (labels >= 0) & (labels < shard.vocab_size)
-            apart = torch.where(is_apart, labels, -1)
-            token_id = torch.cat([token_id, apart[:, None]], dim=1)
-        return cls(token_id, local_column(token_id, shard).contiguous(), place)
-
-
-class _LocalTokens(NamedTuple):
-    """What this rank has of each row."""
-
-    picked: torch.Tensor
-    """[T, K'] selected logits over the temperature, 0 for those that it does not have."""
-
-    peak: torch.Tensor
-    """[T] of its other columns, 0 where there is none."""
-
-    total: torch.Tensor
-    """[T]: sum of ``exp(logit / tau - peak)`` over them."""
-
-    top_column: torch.Tensor | None
-    """int64 [T]: this rank's column of the largest logit."""
+from megatron_ext.ops.selected_tokens.operands import (
+    AskedTokens,
+    LocalTokens,
+    SelectedTokens,
+    Upstream,
+)
 
 
 @torch.no_grad()
@@ -138,11 +55,12 @@ def evaluate_selected_tokens(
         with_top_column: Compute ``SelectedTokens.top_column``.
         implementation: See ``ops.launch``; kernels at temperature 1, else torch.
     """
-    by_kernel = _uses_kernels(implementation, shard, temperature, logits)
-    if by_kernel:
-        asked, local = _read_by_kernel(logits.detach(), token_id, labels, shard, with_top_column)
+    # A rank of padding alone has nothing to read, and the same numbers as the others.
+    by_kernel = temperature == 1.0 and uses_triton(implementation, logits)
+    if by_kernel and shard.valid_width:
+        asked, local = read_by_kernel(logits.detach(), token_id, labels, shard, with_top_column)
     else:
-        asked = _AskedTokens.of(token_id, labels, shard)
+        asked = AskedTokens.of(token_id, labels, shard)
         read = _local_by_loops if uses_compiled(implementation, logits) else _local
         local = read(logits.detach(), asked.column, shard, temperature, with_top_column)
     rest = merge_log_sum_exp(local.peak, local.total, shard.group)
@@ -155,7 +73,7 @@ def evaluate_selected_tokens(
         has_others = rest.log_sum != -torch.inf
         whole = LogSumExp(_largest(everywhere, rest.peak, has_others), rest.log_sum)
         (top_column,) = merge_top_columns([top_column], [here], [whole], [shard])
-    numbers = _log_probs_by_kernel if by_kernel else _log_probs
+    numbers = log_probs_by_kernel if by_kernel else _log_probs
     log_prob, whole, loss = numbers(picked, rest, asked, labels, shard.vocab_size)
     return SelectedTokens(log_prob, asked.column, whole, rest, asked.place, loss, top_column)
 
@@ -163,7 +81,7 @@ def evaluate_selected_tokens(
 def _log_probs(
     picked: torch.Tensor,
     rest: LogSumExp,
-    asked: _AskedTokens,
+    asked: AskedTokens,
     labels: torch.Tensor | None,
     vocab_size: int,
 ) -> tuple[torch.Tensor, LogSumExp, torch.Tensor | None]:
@@ -182,37 +100,6 @@ def _log_probs(
     loss = -log_prob.gather(1, asked.place[:, None])[:, 0]
     loss = loss.masked_fill(labels < 0, 0.0).masked_fill(labels >= vocab_size, torch.nan)
     return log_prob, whole, loss
-
-
-def _log_probs_by_kernel(
-    picked: torch.Tensor,
-    rest: LogSumExp,
-    asked: _AskedTokens,
-    labels: torch.Tensor | None,
-    vocab_size: int,
-) -> tuple[torch.Tensor, LogSumExp, torch.Tensor | None]:
-    from megatron_ext.ops.selected_kernels import token_log_probs_kernel
-
-    rows, entries = picked.shape
-    log_prob, whole = picked.new_empty(rows, entries + 1), picked.new_empty(2, rows)
-    loss = None if labels is None else picked.new_empty(rows)
-    if rows:
-        token_log_probs_kernel[(rows,)](
-            picked,
-            *rest,
-            asked.token_id,
-            labels,
-            asked.place,
-            vocab_size,
-            rows,
-            entries,
-            log_prob,
-            whole,
-            loss,
-            HAS_LABELS=labels is not None,
-            BLOCK=power_of_two(entries),
-        )
-    return log_prob, LogSumExp(whole[0], whole[1]), loss
 
 
 def _largest(picked: torch.Tensor, peak: torch.Tensor, has_others: torch.Tensor) -> torch.Tensor:
@@ -245,9 +132,9 @@ def write_selected_gradient(
         gradient: [T, Vp], which may be the logits.
         label_scale: Upstream gradient of each cross-entropy: a number or a scalar.
     """
-    upstream = _Upstream(on_log_prob, labels, label_scale)
+    upstream = Upstream(on_log_prob, labels, label_scale)
     if _uses_kernels(implementation, shard, temperature, logits, gradient):
-        _write_by_kernel(logits.detach(), found, upstream, shard, gradient)
+        write_by_kernel(logits.detach(), found, upstream, shard, gradient)
         return
     log_sum = found.rest.log_sum
     # An empty rest has no columns with mass: any finite number will do.
@@ -255,20 +142,6 @@ def write_selected_gradient(
     on_tokens = upstream.with_labels(found).div(temperature)
     write = _write_by_loops if uses_compiled(implementation, logits, gradient) else _write_by_torch
     write(logits.detach(), found._replace(rest=rest), on_tokens, shard, gradient, temperature)
-
-
-class _Upstream(NamedTuple):
-    on_log_prob: torch.Tensor
-    labels: torch.Tensor | None
-    label_scale: torch.Tensor | float
-
-    def with_labels(self, found: SelectedTokens) -> torch.Tensor:
-        """Upstream gradients [T, K' + 1], the labels' among them; 0 where there is no mass."""
-        on_tokens = self.on_log_prob
-        if self.labels is not None and found.place is not None:
-            weight = ((self.labels >= 0) * self.label_scale).to(on_tokens.dtype)
-            on_tokens = on_tokens.scatter_add(1, found.place[:, None], -weight[:, None])
-        return on_tokens.masked_fill(found.log_prob == -torch.inf, 0.0)
 
 
 def _uses_kernels(
@@ -300,93 +173,13 @@ def _write_by_torch(
         gradient[rows] = part.masked_fill_(unused[rows], 0.0)
 
 
-def _write_by_kernel(
-    logits: torch.Tensor,
-    found: SelectedTokens,
-    upstream: _Upstream,
-    shard: VocabShard,
-    gradient: torch.Tensor,
-) -> None:
-    from megatron_ext.ops.selected_kernels import token_gradients_kernel
-
-    (rows, entries), scale = found.column.shape, upstream.label_scale
-    if not rows:
-        return
-    row = found.column.new_empty(rows * entries)
-    of_row = found.column.new_empty(rows, dtype=torch.int32)
-    value = found.rest.peak.new_empty(rows * entries)
-    rests = found.rest.peak.new_empty(3, rows)
-    token_gradients_kernel[(rows,)](
-        found.log_prob,
-        upstream.on_log_prob.float().contiguous(),
-        *found.rest,
-        upstream.labels,
-        found.place,
-        scale.float() if isinstance(scale, torch.Tensor) else None,
-        0.0 if isinstance(scale, torch.Tensor) else scale,
-        rows,
-        entries,
-        row,
-        value,
-        rests,
-        of_row,
-        HAS_LABELS=upstream.labels is not None,
-        BLOCK=power_of_two(entries + 1),
-    )
-    chosen = ColumnValues(row, found.column.flatten(), value)
-    write_split_rows_(gradient, logits, of_row, rests, chosen, shard)
-
-
-def _read_by_kernel(
-    logits: torch.Tensor,
-    token_id: torch.Tensor,
-    labels: torch.Tensor | None,
-    shard: VocabShard,
-    with_top_column: bool,
-) -> tuple[_AskedTokens, _LocalTokens]:
-    from megatron_ext.ops.selected_kernels import ask_tokens_kernel
-
-    (rows, count), has_labels = token_id.shape, labels is not None
-    entries, words = count + has_labels, -(-shard.width // 32)
-    asked, column = token_id.new_empty(2, rows, entries)
-    place = token_id.new_empty(rows) if has_labels else None
-    picked = logits.new_empty(rows, entries, dtype=torch.float32)
-    of_row = token_id.new_empty(rows, dtype=torch.int32)
-    bits = token_id.new_zeros(1 + rows, words, dtype=torch.int32)
-    if rows:
-        token_id = token_id.contiguous()
-        ask_tokens_kernel[(rows,)](
-            logits,
-            token_id,
-            labels,
-            logits.stride(0),
-            token_id.stride(0),
-            shard.start,
-            shard.valid_width,
-            shard.vocab_size,
-            words,
-            count,
-            asked,
-            column,
-            place,
-            picked,
-            of_row,
-            bits,
-            HAS_LABELS=has_labels,
-            BLOCK=power_of_two(entries),
-        )
-    found = statistics_of_sets(logits, of_row, bits, shard, for_labels=with_top_column)
-    local = _LocalTokens(picked, *found.others, found.top_column)
-    return _AskedTokens(asked, column, place), local
-
-
 def _local_by_loops(
     logits: torch.Tensor,
     column: torch.Tensor,
     shard: VocabShard,
     temperature: float,
     with_top_column: bool,
-) -> _LocalTokens:
+) -> LocalTokens:
     from megatron_ext.ops import selection_loops as loops
     from megatron_ext.ops.row_loops import flat_rows, in_threads
 
@@ -397,7 +190,7 @@ def _local_by_loops(
     written = (part.numpy() for part in (picked, peak, total, top_column))
     arguments = rows, column.numpy(), *written
     in_threads(lambda a, b: loops.selected_logits(a, b, *arguments), len(logits))
-    return _LocalTokens(picked, peak, total, top_column if with_top_column else None)
+    return LocalTokens(picked, peak, total, top_column if with_top_column else None)
 
 
 def _write_by_loops(
@@ -428,7 +221,7 @@ def _local(
     shard: VocabShard,
     temperature: float,
     with_top_column: bool,
-) -> _LocalTokens:
+) -> LocalTokens:
     excluded = shard.excluded_columns(logits.device)
     slices: list[tuple[torch.Tensor, ...]] = []
     for rows in row_slices(*logits.shape, device=logits.device):
@@ -444,9 +237,9 @@ def _local(
     if not slices:
         empty = scaled_logits(logits[:, 0], temperature, None)
         top = empty.long() if with_top_column else None
-        return _LocalTokens(empty.new_zeros(column.shape), empty, empty.clone(), top)
+        return LocalTokens(empty.new_zeros(column.shape), empty, empty.clone(), top)
     picked, peak, total, *columns = (torch.cat(parts) for parts in zip(*slices, strict=True))
-    return _LocalTokens(picked, peak, total, columns[0] if columns else None)
+    return LocalTokens(picked, peak, total, columns[0] if columns else None)
 
 
 def _selected(
