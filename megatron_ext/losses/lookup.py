@@ -18,7 +18,7 @@ from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.constants import NO_CHUNK
 from megatron_ext.errors import LossError
 from megatron_ext.losses.vocabulary_match import IdTable
-from megatron_ext.ops.chunk_likelihood import ChunkPlaces, PlaceAfter
+from megatron_ext.ops.chunk_likelihood import ChunkedLabels, PlaceAfter
 from megatron_ext.ops.chunk_rows import ChunkRows
 from megatron_ext.ops.partition_kl import ChainRows
 
@@ -86,14 +86,14 @@ def chunk_rows(alignment: AlignmentBatch) -> tuple[ChunkRows, ChunkRows]:
     )
 
 
-def chunk_places(
+def chunked_labels(
     alignment: AlignmentBatch, labels: torch.Tensor, teacher_labels: torch.Tensor
-) -> tuple[ChunkPlaces, ChunkPlaces]:
-    """Where chunks are in the student's rows and in the teacher's; labels [B, T]."""
+) -> tuple[ChunkedLabels, ChunkedLabels]:
+    """The student's labels [B, T] and the teacher's, with their chunks."""
     own, its = chunk_rows(alignment)
     return (
-        ChunkPlaces(own, alignment.student_spans, labels, alignment.student_behind),
-        ChunkPlaces(its, alignment.teacher_spans, teacher_labels, alignment.teacher_behind),
+        ChunkedLabels(own, alignment.student_spans, labels, alignment.student_behind),
+        ChunkedLabels(its, alignment.teacher_spans, teacher_labels, alignment.teacher_behind),
     )
 
 
@@ -101,7 +101,7 @@ def places_after(
     alignment: AlignmentBatch, labels: torch.Tensor, teacher_labels: torch.Tensor
 ) -> tuple[PlaceAfter, PlaceAfter]:
     """Rows after each chunk in the student's rows and in the teacher's; labels [B, T]."""
-    own, its = chunk_places(alignment, labels, teacher_labels)
+    own, its = chunked_labels(alignment, labels, teacher_labels)
     return own.after(), its.after()
 
 

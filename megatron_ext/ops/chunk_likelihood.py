@@ -22,8 +22,8 @@ class PlaceAfter(NamedTuple):
     exists: torch.Tensor
 
 
-class ChunkPlaces(NamedTuple):
-    """Where one side's chunks are, and the labels of its rows."""
+class ChunkedLabels(NamedTuple):
+    """Labels of one side's rows, and where its chunks are among them."""
 
     rows: ChunkRows
 
@@ -82,7 +82,7 @@ class ChunkLikelihoods(NamedTuple):
 
 def chunk_likelihoods(
     likelihoods: tuple[RowLikelihoods, RowLikelihoods],
-    places: tuple[ChunkPlaces, ChunkPlaces],
+    places: tuple[ChunkedLabels, ChunkedLabels],
     counted: torch.Tensor | None,
     *,
     implementation: Implementation = "auto",
@@ -124,7 +124,7 @@ class _ByKernel(torch.autograd.Function):
         student_mass: torch.Tensor,
         teacher: torch.Tensor,
         teacher_mass: torch.Tensor,
-        places: tuple[ChunkPlaces, ChunkPlaces],
+        places: tuple[ChunkedLabels, ChunkedLabels],
         counted: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         from megatron_ext.ops.likelihood_kernels import chunk_likelihoods_kernel
@@ -147,9 +147,10 @@ class _ByKernel(torch.autograd.Function):
         ctx.save_for_backward(places[0].rows.chunk_id, behind)
         sums, masses = numbers.split(2)
         follows, usable = flags.unbind()
-        ctx.mark_non_differentiable(follows, usable)
+        (own, its), (own_mass, its_mass) = sums.unbind(), masses.unbind()
+        ctx.mark_non_differentiable(its, its_mass, follows, usable)
         ctx.set_materialize_grads(False)
-        return (*sums.unbind(), *masses.unbind(), follows, usable)
+        return own, its, own_mass, its_mass, follows, usable
 
     @staticmethod
     @once_differentiable
@@ -186,7 +187,7 @@ class _ByKernel(torch.autograd.Function):
         return on_token, on_mass, None, None, None, None
 
 
-def _arguments(log_prob: torch.Tensor, log_mass: torch.Tensor, side: ChunkPlaces) -> list[Any]:
+def _arguments(log_prob: torch.Tensor, log_mass: torch.Tensor, side: ChunkedLabels) -> list[Any]:
     """Arguments of a kernel for one side."""
     rows = side.rows
     return [

@@ -1,6 +1,7 @@
 """What kernels select over three shards, one of padding alone, and the likelihoods of tokens are
 those of torch on one."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.losses import LOSS_REGISTRY, LossOutput
+from megatron_ext.losses.vocabulary_match import BoundaryColumns
 from tests.losses.microbatch import Microbatch
 from tests.process_group import run_ranks
 
@@ -20,7 +22,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "uld": ("uld", {"top_u": 5, "temperature": 1.4}),
     "gold": ("gold", {"uncommon_topk": 4, "uncommon_weight": 0.7}),
     "strict_topk": ("strict_topk", {"top_k": 5}),
-    "alm": ("alm", {"debias": False}),
+    "alm": ("alm", {}),
+    "strict_topk renormalised": ("strict_topk", {"top_k": 5, "tail": "renormalise"}),
     "reverse gold": ("gold", {"uncommon_topk": 20, "direction": "reverse", "temperature": 1.4}),
 }
 
@@ -34,6 +37,13 @@ def sharded(
     for name, (objective, options) in CASES.items():
         batch = Microbatch.random(batch=2, lengths=(5, 4), chunks=3)
         inputs = batch.inputs(rank=rank, ranks=ranks, group=group, padding=PADDING)
+        boundary = BoundaryColumns.of_ids(
+            [2, 30],
+            [0, 4, 20],
+            student_shard=inputs.student_shard,
+            teacher_shard=inputs.teacher.shard,
+        )
+        inputs = replace(inputs, boundary=boundary)
         output = LOSS_REGISTRY[objective](implementation=implementation, **options)(inputs)
         (grad,) = torch.autograd.grad(output.loss_sum, inputs.student_logits)
         found[name] = (_sums(output), grad)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_ext.alignment.batch import AlignmentBatch
-from megatron_ext.losses.lookup import chunk_places
+from megatron_ext.losses.lookup import chunked_labels
 from megatron_ext.ops.chunk_likelihood import RowLikelihoods, chunk_likelihoods
 from tests.ops.kernel_case import BOTH, DEVICE
 
@@ -78,17 +78,20 @@ def test_likelihoods_and_gradients_are_those_of_the_rows(
     counted = torch.rand(count) < 0.8 if has_mask else None
     values = torch.randn(2, 2, samples * rows, dtype=torch.float64)
     truth = [RowLikelihoods(*part.clone().requires_grad_()) for part in values]
-    leaves = [part.float().to(DEVICE).requires_grad_() for part in values]
+    leaves = [part.float().to(DEVICE) for part in values]
+    leaves[0].requires_grad_()
     moved = alignment.to(DEVICE)
     out = chunk_likelihoods(
         tuple(RowLikelihoods(*part) for part in leaves),
-        chunk_places(moved, *labels.to(DEVICE)),
+        chunked_labels(moved, *labels.to(DEVICE)),
         None if counted is None else counted.to(DEVICE),
         implementation=implementation,
     )
     expected = _written_out(alignment, labels, truth, counted)
     assert out.follows.tolist() == [line[4] for line in expected]
     assert out.usable.tolist() == [line[5] for line in expected]
+    graphs = [part.requires_grad for part in out]
+    assert graphs == [True, False, True, False, False, False]
     weights = torch.rand(2, count, dtype=torch.float64)
     total = torch.zeros((), dtype=torch.float64)
     for place, line in enumerate(expected):

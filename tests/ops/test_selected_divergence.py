@@ -132,6 +132,18 @@ def test_tokens_of_chunks_stand_at_their_student_rows(implementation, has_partne
 
 
 @BOTH
+@pytest.mark.parametrize("renormalises", [False, True])
+@pytest.mark.parametrize("side", [0, 1])
+def test_not_a_number_shows(implementation, renormalises, side):
+    """On the side of the student, of the teacher."""
+    case = [part._replace(log_prob=part.log_prob.clone()) for part in _case(5, has_labels=True)]
+    case[side].log_prob[(STUDENT_ROWS, TEACHER_ROWS)[side][0]] = torch.nan
+    out, _ = _compared(case, DivergenceOptions(), renormalises, implementation)
+    assert out.divergence[0].isnan()
+    assert not out.divergence[1:].isnan().any()
+
+
+@BOTH
 def test_of_equally_probable_tokens_the_first_is_compared(implementation):
     log_probs = torch.log(
         torch.tensor([[0.3, 0.3, 0.1, 0.3], [0.1, 0.3, 0.3, 0.3], [0.3, 0.1, 0.3, 0.3]])

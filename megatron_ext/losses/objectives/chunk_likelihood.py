@@ -14,7 +14,7 @@ import torch
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
 from megatron_ext.losses.checks import check_alignment, check_student
-from megatron_ext.losses.lookup import chunk_places
+from megatron_ext.losses.lookup import chunked_labels
 from megatron_ext.losses.objective import Evaluated, FusedObjective, Scale
 from megatron_ext.losses.targets import TargetKind, TeacherTargets
 from megatron_ext.losses.vocabulary_match import BoundaryColumns
@@ -87,7 +87,7 @@ class LikelihoodObjective(FusedObjective):
         with torch.set_grad_enabled(needs_gradient):
             chunks = chunk_likelihoods(
                 (RowLikelihoods(*on), RowLikelihoods(its.log_prob, its.log_mass)),
-                chunk_places(alignment, inputs.labels, labels),
+                chunked_labels(alignment, inputs.labels, labels),
                 inputs.chunk_mask,
                 implementation=self.implementation,
             )

@@ -96,7 +96,7 @@ class StrictTopKLoss(FusedObjective):
 
     implementation: Implementation = "auto"
     """``auto``, ``triton``, ``cpu`` or ``torch``, see ``ops/launch``. At a temperature other than 1
-    kernels only choose the tokens."""
+    torch reads and writes the student's logits."""
 
     def __post_init__(self) -> None:
         check_implementation("strict_topk", self.implementation)

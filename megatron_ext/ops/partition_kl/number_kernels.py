@@ -202,8 +202,11 @@ def rest_terms_kernel(
 
 @kernel(
     do_not_specialize=["singles", "chunks"],
-    do_not_specialize_on_alignment=["factor_ptr", "single_agreement_ptr", "chain_agreement_ptr"],
-)
+    do_not_specialize_on_alignment=[
+        "factor_ptr", "single_rest_ptr", "single_teacher_rest_ptr", "single_agreement_ptr",
+        "chain_agreement_ptr",
+    ],
+)  # fmt: skip
 def values_by_chunk_kernel(
     single_ptr,
     single_rest_ptr,

@@ -563,7 +563,7 @@ def other_rows_kernel(
         )
 
 
-@kernel(do_not_specialize=["count"])
+@kernel(do_not_specialize=["count"], do_not_specialize_on_alignment=["column_ptr"])
 def store_entries_kernel(
     gradient_ptr, row_ptr, column_ptr, value_ptr, gradient_stride, count, BLOCK: tl.constexpr
 ):

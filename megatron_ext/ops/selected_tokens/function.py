@@ -55,6 +55,8 @@ def evaluate_selected_tokens(
         with_top_column: Compute ``SelectedTokens.top_column``.
         implementation: See ``ops.launch``; kernels at temperature 1, else torch.
     """
+    if labels is not None:
+        labels = labels.contiguous()
     # A rank of padding alone has nothing to read, and the same numbers as the others.
     by_kernel = temperature == 1.0 and uses_triton(implementation, logits)
     if by_kernel and shard.valid_width:
@@ -132,6 +134,8 @@ def write_selected_gradient(
         gradient: [T, Vp], which may be the logits.
         label_scale: Upstream gradient of each cross-entropy: a number or a scalar.
     """
+    if labels is not None:
+        labels = labels.contiguous()
     upstream = Upstream(on_log_prob, labels, label_scale)
     if _uses_kernels(implementation, shard, temperature, logits, gradient):
         write_by_kernel(logits.detach(), found, upstream, shard, gradient)

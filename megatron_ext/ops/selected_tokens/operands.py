@@ -78,7 +78,7 @@ class AskedTokens(NamedTuple):
             is_apart = (place == count) & (labels >= 0) & (labels < shard.vocab_size)
             apart = torch.where(is_apart, labels, -1)
             token_id = torch.cat([token_id, apart[:, None]], dim=1)
-        return cls(token_id, local_column(token_id, shard).contiguous(), place)
+        return cls(token_id.contiguous(), local_column(token_id, shard).contiguous(), place)
 
 
 class LocalTokens(NamedTuple):

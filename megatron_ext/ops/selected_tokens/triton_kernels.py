@@ -13,7 +13,7 @@ NO_KEY: tl.constexpr = tl.constexpr(-0x8000000000000000)
 LOW: tl.constexpr = tl.constexpr(0xFFFFFFFF)
 
 
-@kernel(do_not_specialize_on_alignment=["token_ptr", "label_ptr"])
+@kernel(do_not_specialize_on_alignment=["token_ptr", "label_ptr", "column_ptr"])
 def ask_tokens_kernel(
     logits_ptr,
     token_ptr,
@@ -232,8 +232,9 @@ def renormalised(log_prob, inside, count):
     """Log-probabilities among ``count`` entries, uniform where none has mass, and whether one
     has."""
     top = tl.max(tl.where(inside, log_prob, -float("inf")), axis=0)
-    has_mass = top != -float("inf")
-    log_prob = tl.where(has_mass, log_prob - tl.where(has_mass, top, 0.0), 0.0)
+    # NaN is mass, which a maximum leaves out: it must show.
+    has_mass = tl.max(tl.where(inside & (log_prob != -float("inf")), 1, 0), axis=0) > 0
+    log_prob = tl.where(has_mass, log_prob - tl.where(top == -float("inf"), 0.0, top), 0.0)
     total = tl.sum(tl.where(inside, tl.exp(log_prob), 0.0), axis=0)
     return tl.where(inside, log_prob - tl.log(total), -float("inf")), has_mass
 

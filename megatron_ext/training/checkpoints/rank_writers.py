@@ -71,6 +71,11 @@ class WriteResults:
         except (EOFError, pickle.UnpicklingError) as error:
             raise queue.Empty from error
 
+    def clear(self) -> None:
+        """Forget what a writer that was killed has stored."""
+        self._file.seek(0)
+        self._file.truncate()
+
     def close(self) -> None:
         """Free the memory."""
         self._file.close()
@@ -120,16 +125,19 @@ def write_buckets(
 
 
 def _in_background(function: Callable[..., None], begun: int, *arguments: Any) -> None:
-    os.close(begun)
+    os.write(begun, b".")
     _be_a_writer()
     function(*arguments)
 
 
 _START_S: Final = 10.0
+"""Longest time until a writer begins."""
+
 _STARTS: Final = 5
+"""Most writers that are started for a save."""
 
 
-def start_in_background(request: AsyncRequest) -> TemporalAsyncCaller:
+def start_in_background(request: AsyncRequest, results: WriteResults) -> TemporalAsyncCaller:
     """Fork the writer of a request; one that hangs where it was forked is killed and forked anew.
 
     A lock that another thread holds at that moment is never released in the new process. Up to
@@ -143,18 +151,17 @@ def start_in_background(request: AsyncRequest) -> TemporalAsyncCaller:
         return TemporalAsyncCaller()
     for _ in range(_STARTS):
         watchdog.tick()
-        # The writer closes its end as soon as it runs, or by its death.
-        ended, begun = os.pipe()
-        try:
-            writer = TemporalAsyncCaller()
-            function = functools.partial(_in_background, request.async_fn, begun)
-            writer.schedule_async_call(request._replace(async_fn=function, finalize_fns=[]))
-        finally:
-            os.close(begun)
-        has_begun = wait_for_any([ended], timeout=_START_S)
-        os.close(ended)
-        if has_begun:
-            return writer
+        results.clear()
+        writer, (says, begun) = TemporalAsyncCaller(), os.pipe()
+        with os.fdopen(says, "rb") as told:
+            try:
+                function = functools.partial(_in_background, request.async_fn, begun)
+                writer.schedule_async_call(request._replace(async_fn=function, finalize_fns=[]))
+            finally:
+                os.close(begun)
+            # It says that it has begun, or has died.
+            if wait_for_any([told.fileno()], timeout=_START_S):
+                return writer
         writer.close(abort=True)
     raise OSError(f"{_STARTS} writers in the background did not begin within {_START_S} s each")
 

@@ -210,7 +210,7 @@ class CheckpointWriter:
         writer = TemporalAsyncCaller()
         with noted.catch(), _summed_once():
             if self._is_async:
-                writer = start_in_background(request)
+                writer = start_in_background(request, results)
             else:
                 write_at_once(request)
         self._under_way = _Save(
