@@ -282,3 +282,59 @@ def compare_events_kernel(
     tl.store(out + 2 * chunks, -its, mask=exists)
     tl.store(out + 3 * chunks, tl.where(left_out | is_above, 0.0, slope), mask=exists)
     tl.store(kept_ptr + chunk, kept, mask=exists)
+
+
+@kernel(
+    do_not_specialize=["chunks"],
+    do_not_specialize_on_alignment=["student_ptr", "teacher_ptr", "usable_ptr", "sampled_ptr"],
+)
+def sampled_signals_kernel(
+    student_ptr,
+    teacher_ptr,
+    usable_ptr,
+    sampled_ptr,
+    order_ptr,
+    offsets_ptr,
+    chunks,
+    most_signal,
+    most_ratio,
+    most_in_value,
+    most_log_ratio,
+    numbers_ptr,
+    kept_ptr,
+    BLOCK: tl.constexpr,
+):
+    """Signals of BLOCK chunks: [6, C] loss, nats of both models, ratio, whether it is cut, and
+    slope; which are kept."""
+    chunk = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = chunk < chunks
+    own = tl.load(student_ptr + chunk, mask=exists, other=0.0)
+    its = tl.load(teacher_ptr + chunk, mask=exists, other=0.0)
+    kept = tl.load(usable_ptr + chunk, mask=exists, other=0) != 0
+    kept = kept & (own != -float("inf")) & (its != -float("inf"))
+    signal = its - own
+    signal = tl.where(signal > most_signal, most_signal, signal)
+    signal = tl.where(signal < -most_signal, -most_signal, signal)
+    ratio = tl.full((BLOCK,), 1.0, tl.float32)
+    if sampled_ptr is not None:
+        begin = tl.load(offsets_ptr + chunk, mask=exists, other=0)
+        size = tl.load(offsets_ptr + chunk + 1, mask=exists, other=0) - begin
+        total = tl.zeros((BLOCK,), tl.float32)
+        for place in range(0, tl.max(size, axis=0)):
+            inside = exists & (place < size)
+            row = tl.load(order_ptr + begin + place, mask=inside, other=0)
+            total += tl.load(sampled_ptr + row, mask=inside, other=0.0)
+        log_ratio = own - total
+        log_ratio = tl.where(log_ratio > most_log_ratio, most_log_ratio, log_ratio)
+        # NaN where a row's is not known.
+        ratio = tl.where(total == total, tl.exp(log_ratio), 1.0)
+    weight = tl.where(ratio > most_ratio, most_ratio, ratio)
+    near = tl.where(signal > most_in_value, most_in_value, signal)
+    out = numbers_ptr + chunk
+    tl.store(out, tl.where(kept, exp_less_one(near) - near, 0.0), mask=exists)
+    tl.store(out + chunks, -own, mask=exists)
+    tl.store(out + 2 * chunks, -its, mask=exists)
+    tl.store(out + 3 * chunks, ratio, mask=exists)
+    tl.store(out + 4 * chunks, tl.where(ratio > most_ratio, 1.0, 0.0), mask=exists)
+    tl.store(out + 5 * chunks, tl.where(kept, -weight * signal, 0.0), mask=exists)
+    tl.store(kept_ptr + chunk, kept, mask=exists)

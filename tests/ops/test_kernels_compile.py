@@ -109,6 +109,14 @@ def test_likelihoods():
         ("compare_events_kernel", events, {"DIFFERENCE": name, **block})
         for name in get_args(Difference)
     ]
+    signals = arguments(
+        "student teacher sampled numbers: *fp32; usable kept: *i1; order offsets: *i32; "
+        "chunks: i32; most_signal most_ratio most_in_value most_log_ratio: fp32"
+    )
+    variants += [
+        ("sampled_signals_kernel", signals, block),
+        ("sampled_signals_kernel", signals, {**block, "sampled_ptr": None}),
+    ]
     compiles("likelihood_kernels", variants)
 
 
@@ -525,7 +533,7 @@ def test_rows_are_read_16_bytes_at_once(module, variant):
         ("triton_math", 1),
         ("softmax_kernels", 1),
         ("sum_kernels", 4),
-        ("likelihood_kernels", 4),
+        ("likelihood_kernels", 5),
         ("selected_tokens.triton_kernels", 3),
         ("chunk_kernels", 2),
         ("vocab_kl.triton_kernels", 2),

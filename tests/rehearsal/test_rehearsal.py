@@ -41,6 +41,7 @@ if ALL:
         "vocab_kl": {"logits": 35, "tile": 46},
         "alm": {"logits": 37, "tile": 46},
         "strict_topk": {"logits": 39, "tile": 48},
+        "sampled_kl of samples": {"logits": 34},
     }
 BY_TORCH = [
     name

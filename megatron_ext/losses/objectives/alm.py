@@ -6,7 +6,7 @@ T rows, Vp local columns, C chunks, G groups, at most C.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
@@ -16,10 +16,13 @@ from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
 from megatron_ext.losses.checks import check_choice
-from megatron_ext.losses.diagnostics import chunk_output
 from megatron_ext.losses.lookup import places_after
 from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, TargetForm
-from megatron_ext.losses.objectives.chunk_likelihood import LikelihoodObjective, labelled_ahead
+from megatron_ext.losses.objectives.chunk_likelihood import (
+    LikelihoodObjective,
+    labelled_ahead,
+    likelihood_output,
+)
 from megatron_ext.ops.binary_divergence import (
     BinaryOptions,
     Difference,
@@ -177,12 +180,14 @@ class AlmLoss(LikelihoodObjective):
         means["chunks"] = torch.ones_like(events.loss)
         if groups is not None:
             means["chunks"] = groups.sum(chunks.usable.to(events.loss.dtype))
-        output = chunk_output(
-            inputs, events.loss, usable=events.kept, means=means, implementation=self.implementation
+        return likelihood_output(
+            inputs,
+            events.loss,
+            compared,
+            events.kept,
+            means,
+            implementation=self.implementation,
         )
-        count = compared.sum()
-        impossible = (count - output.count).to(events.loss.dtype)
-        return replace(output, metrics=output.metrics | {"impossible": (impossible, count)})
 
     @property
     def reads_boundaries(self) -> bool:

@@ -6,6 +6,7 @@ T rows, Vp local columns, C chunks.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -14,6 +15,7 @@ import torch
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
 from megatron_ext.losses.checks import check_alignment, check_student
+from megatron_ext.losses.diagnostics import chunk_output
 from megatron_ext.losses.lookup import chunked_labels
 from megatron_ext.losses.objective import Evaluated, FusedObjective, Scale
 from megatron_ext.losses.targets import TargetKind, TeacherTargets
@@ -24,6 +26,7 @@ from megatron_ext.ops.chunk_likelihood import (
     chunk_likelihoods,
     labelled_chunks,
 )
+from megatron_ext.ops.launch import Implementation
 from megatron_ext.ops.token_likelihood import (
     TokenLikelihood,
     TokenRows,
@@ -115,6 +118,25 @@ class LikelihoodObjective(FusedObjective):
         """Whether likelihoods of both models are made of sums, which a row of NaN or +inf does not
         have."""
         return inputs.teacher is not None and inputs.teacher.kind != "label"
+
+
+def likelihood_output(
+    inputs: DistillationInputs,
+    chunk_loss: torch.Tensor,
+    compared: torch.Tensor,
+    kept: torch.Tensor,
+    means: Mapping[str, torch.Tensor],
+    *,
+    implementation: Implementation,
+) -> LossOutput:
+    """``chunk_output`` of the ``kept`` chunks, with the metric ``impossible``: those of probability
+    0, of all that are ``compared``; bool [C] each."""
+    output = chunk_output(
+        inputs, chunk_loss, usable=kept, means=means, implementation=implementation
+    )
+    count = compared.sum()
+    impossible = (count - output.count).to(chunk_loss.dtype)
+    return replace(output, metrics=output.metrics | {"impossible": (impossible, count)})
 
 
 def labelled_ahead(known: KnownAhead) -> torch.Tensor:

@@ -9,13 +9,16 @@ import torch
 
 from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, KnownAhead, LossOutput
-from megatron_ext.losses.diagnostics import chunk_output, over_chunks
-from megatron_ext.losses.matched_columns import counted_ids
+from megatron_ext.losses.lookup import chunk_rows
 from megatron_ext.losses.objective import LOSS_REGISTRY, Needs, TargetForm
-from megatron_ext.losses.objectives.chunk_likelihood import LikelihoodObjective, labelled_ahead
+from megatron_ext.losses.objectives.chunk_likelihood import (
+    LikelihoodObjective,
+    labelled_ahead,
+    likelihood_output,
+)
 from megatron_ext.ops.chunk_likelihood import ChunkLikelihoods
-from megatron_ext.ops.chunk_rows import chunk_slots, index_sum
 from megatron_ext.ops.launch import Implementation, check_implementation
+from megatron_ext.ops.sampled_signal import SignalLimits, sampled_signals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,45 +75,34 @@ class SampledKLLoss(LikelihoodObjective):
 
     def compare(self, inputs: DistillationInputs, chunks: ChunkLikelihoods) -> LossOutput:
         """See ``LikelihoodObjective``."""
-        impossible = (chunks.student == -torch.inf) | (chunks.teacher == -torch.inf)
-        kept = chunks.usable & ~impossible
-        # Values left out become an ordinary number first, so that their gradient is 0, too.
-        student, its = (torch.where(kept, x, -1.0) for x in (chunks.student, chunks.teacher))
-        own = student.detach()
-        signal = (its - own).clamp(-self.most_signal, self.most_signal)
-        ratio = self._ratio(inputs, own)
-        weight = ratio.clamp(max=self.most_ratio)
-        near = signal.clamp(max=_MOST_IN_VALUE)
-        value = near.exp() - near - 1
-        loss = value - weight * signal * (student - own)
-        return chunk_output(
+        alignment, sampled = inputs.alignment, inputs.sampled_log_probs
+        assert alignment is not None
+        signals = sampled_signals(
+            chunks.student,
+            chunks.teacher,
+            chunks.usable,
+            None if sampled is None else sampled.flatten(),
+            chunk_rows(alignment)[0],
+            SignalLimits(self.most_signal, self.most_ratio),
+            implementation=self.implementation,
+        )
+        return likelihood_output(
             inputs,
-            loss,
-            usable=kept,
-            means={
-                "student_nats": -own,
-                "teacher_nats": -its,
-                "ratio": ratio,
-                "cut": (ratio > self.most_ratio).to(ratio.dtype),
+            signals.loss,
+            chunks.usable,
+            signals.kept,
+            {
+                "student_nats": signals.student_nats,
+                "teacher_nats": signals.teacher_nats,
+                "ratio": signals.ratio,
+                "cut": signals.cut,
             },
             implementation=self.implementation,
-            metrics={"impossible": over_chunks(impossible.to(loss.dtype), chunks.usable)},
         )
 
     def count_ahead(self, known: KnownAhead) -> torch.Tensor:
         """Chunks with all their labels; exact but for chunks of probability 0."""
         return known.chunks(labelled_ahead(known))
-
-    def _ratio(self, inputs: DistillationInputs, own: torch.Tensor) -> torch.Tensor:
-        """[C] probability of each chunk by the student over that by its engine."""
-        sampled = inputs.sampled_log_probs
-        if sampled is None:
-            return torch.ones_like(own)
-        ids, count = counted_ids(inputs)[0], len(own)
-        values = torch.stack([sampled.flatten().nan_to_num(0.0), sampled.flatten().isnan().float()])
-        slots = chunk_slots(ids, count)
-        sums, unknown = (index_sum(row.to(own.dtype), slots, count + 1)[:-1] for row in values)
-        return torch.where(unknown > 0, 1.0, (own - sums).clamp(max=_MOST_LOG_RATIO).exp())
 
     @property
     def needs(self) -> Needs:
@@ -127,8 +119,5 @@ class SampledKLLoss(LikelihoodObjective):
         """Tiles do not have the engine's log-probabilities."""
         return "tiles do not have the log-probabilities of what was sampled"
 
-
-_MOST_IN_VALUE = 5.0
-_MOST_LOG_RATIO = 20.0
 
 LOSS_REGISTRY.register("sampled_kl", SampledKLLoss)
