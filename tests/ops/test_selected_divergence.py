@@ -59,7 +59,8 @@ def _compared(case, options, renormalises, implementation):
     # A chunk that gets nothing gives nothing.
     weights = torch.tensor([1.0, 0.5, 2.0, 0.0, 0.25], dtype=log_prob.dtype, device=DEVICE)
     (grad,) = torch.autograd.grad((weights * out.divergence).sum(), log_prob)
-    return out, grad
+    # What reaches the logits.
+    return out, grad - log_prob.detach().exp() * grad.sum(dim=1, keepdim=True)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 40])

@@ -19,7 +19,8 @@ class SelectedDivergence(NamedTuple):
     """[C] each."""
 
     divergence: torch.Tensor
-    """With a graph to the student's log-probabilities."""
+    """With a graph to the student's log-probabilities: by kernel up to a multiple of their
+    probabilities, which reaches no logit."""
 
     rest_mass: torch.Tensor
     """The teacher's mass outside the tokens."""

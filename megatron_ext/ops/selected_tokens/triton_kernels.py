@@ -247,6 +247,15 @@ def first_of_largest(values, entry, inside, BLOCK: tl.constexpr):
     return tl.min(tl.where(is_largest, entry, BLOCK), axis=0)
 
 
+@triton.jit
+def compared_terms(log_p, log_q, mixture, DIRECTION: tl.constexpr):
+    """``event_terms``; the slopes of the reverse KL leave out Q, which the softmax takes out."""
+    value, slope = event_terms(log_p, log_q, mixture, DIRECTION)
+    if DIRECTION == "reverse":
+        slope = value
+    return value, slope
+
+
 @kernel(do_not_specialize=["chunks"], do_not_specialize_on_alignment=["teacher_ptr"])
 def compare_selected_kernel(
     student_ptr,
@@ -292,14 +301,14 @@ def compare_selected_kernel(
     if RENORMALISES:
         log_p, _ = renormalised(log_p, inside, tokens)
         log_q, has_mass = renormalised(log_q, inside, tokens)
-        value, slope = event_terms(log_p, log_q, mixture, DIRECTION)
+        value, slope = compared_terms(log_p, log_q, mixture, DIRECTION)
         value = tl.where(inside, value, 0.0)
         slope = tl.where(inside, slope, 0.0)
         slope = tl.where(has_mass, slope - tl.exp(log_q) * tl.sum(slope, axis=0), 0.0)
         of_rest = 0.0
     else:
         log_q = tl.where(entry == tokens, joined, log_q)
-        value, slope = event_terms(log_p, log_q, mixture, DIRECTION)
+        value, slope = compared_terms(log_p, log_q, mixture, DIRECTION)
         value = tl.where(entry <= tokens, value, 0.0)
         of_rest = tl.sum(tl.where(entry == tokens, slope, 0.0), axis=0)
     tl.store(values_ptr + chunk, tl.sum(value, axis=0))
