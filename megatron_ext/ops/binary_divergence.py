@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Final, Literal, NamedTuple, get_args
+from typing import Final, Literal, NamedTuple, get_args
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from megatron_ext.errors import LossError
 from megatron_ext.ops.divergence import log1mexp
 from megatron_ext.ops.launch import Implementation, small_block, uses_triton
+from megatron_ext.ops.unit_gradient import with_slope
 
 Difference = Literal[
     "binary_kl",
@@ -121,7 +121,7 @@ def compare_events(
         compared: bool [C]; the numbers of other events are ignored, NaN included.
     """
     if student.dtype == torch.float32 and uses_triton(implementation, student):
-        return EventDifferences(*_ByKernel.apply(student, teacher, compared, options))
+        return _by_kernel(teacher, student, compared, options)
     kept = compared & (student != -torch.inf) & (teacher != -torch.inf)
     # Values left out become an ordinary number first: the gradient of a where() is 0 only where
     # both sides are finite.
@@ -130,44 +130,30 @@ def compare_events(
     return EventDifferences(loss, -own.detach(), -its, kept)
 
 
-class _ByKernel(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        student: torch.Tensor,
-        teacher: torch.Tensor,
-        compared: torch.Tensor,
-        options: BinaryOptions,
-    ) -> tuple[torch.Tensor, ...]:
-        from megatron_ext.ops.likelihood_kernels import compare_events_kernel
+def _by_kernel(
+    teacher: torch.Tensor, student: torch.Tensor, compared: torch.Tensor, options: BinaryOptions
+) -> EventDifferences:
+    from megatron_ext.ops.likelihood_kernels import compare_events_kernel
 
-        count, block = len(student), small_block(len(student), _BLOCK)
-        numbers, kept = student.new_empty(4, count), torch.empty_like(compared)
-        if count:
-            compare_events_kernel[(-(-count // block),)](
-                student,
-                teacher,
-                compared,
-                count,
-                options.temperature,
-                options.coin,
-                options.renyi_alpha,
-                numbers,
-                kept,
-                DIFFERENCE=options.difference,
-                BLOCK=block,
-            )
-        loss, student_nats, teacher_nats, slope = numbers.unbind()
-        ctx.save_for_backward(slope)
-        ctx.mark_non_differentiable(student_nats, teacher_nats, kept)
-        ctx.set_materialize_grads(False)
-        return loss, student_nats, teacher_nats, kept
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
-        (slope,) = ctx.saved_tensors
-        return None if grad is None else grad * slope, None, None, None
+    count, block = len(student), small_block(len(student), _BLOCK)
+    own = student.detach()
+    numbers, kept = own.new_empty(4, count), torch.empty_like(compared)
+    if count:
+        compare_events_kernel[(-(-count // block),)](
+            own,
+            teacher,
+            compared,
+            count,
+            options.temperature,
+            options.coin,
+            options.renyi_alpha,
+            numbers,
+            kept,
+            DIFFERENCE=options.difference,
+            BLOCK=block,
+        )
+    loss, student_nats, teacher_nats, slope = numbers.unbind()
+    return EventDifferences(with_slope(student, loss, slope), student_nats, teacher_nats, kept)
 
 
 def check_binary_divergence(

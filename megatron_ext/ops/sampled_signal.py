@@ -5,13 +5,13 @@ T rows, C chunks.
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from megatron_ext.ops.chunk_rows import ChunkRows, chunk_slots, index_sum
 from megatron_ext.ops.launch import Implementation, small_block, uses_triton
+from megatron_ext.ops.unit_gradient import with_slope
 
 _BLOCK: Final = 128
 """Chunks of a program."""
@@ -76,8 +76,7 @@ def sampled_signals(
         rows: The student's rows of each chunk.
     """
     if student.dtype == torch.float32 and uses_triton(implementation, student):
-        given = teacher, usable, sampled, rows, limits
-        return SampledSignals(*_ByKernel.apply(student, *given))
+        return _by_kernel(student, teacher, usable, sampled, rows, limits)
     kept = usable & (student != -torch.inf) & (teacher != -torch.inf)
     # Values left out become an ordinary number first, so that their gradient is 0, too.
     student, its = (torch.where(kept, x, -1.0) for x in (student, teacher))
@@ -101,45 +100,35 @@ def _ratio(own: torch.Tensor, sampled: torch.Tensor | None, rows: ChunkRows) -> 
     return torch.where(unknown > 0, 1.0, (own - sums).clamp(max=_MOST_LOG_RATIO).exp())
 
 
-class _ByKernel(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        student: torch.Tensor,
-        teacher: torch.Tensor,
-        usable: torch.Tensor,
-        sampled: torch.Tensor | None,
-        rows: ChunkRows,
-        limits: SignalLimits,
-    ) -> tuple[torch.Tensor, ...]:
-        from megatron_ext.ops.likelihood_kernels import sampled_signals_kernel
+def _by_kernel(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    usable: torch.Tensor,
+    sampled: torch.Tensor | None,
+    rows: ChunkRows,
+    limits: SignalLimits,
+) -> SampledSignals:
+    from megatron_ext.ops.likelihood_kernels import sampled_signals_kernel
 
-        count, block = len(student), small_block(len(student), _BLOCK)
-        numbers, kept = student.new_empty(6, count), torch.empty_like(usable)
-        if count:
-            sampled_signals_kernel[(-(-count // block),)](
-                student,
-                teacher.contiguous(),
-                usable,
-                None if sampled is None else sampled.float().contiguous(),
-                rows.order,
-                rows.offsets,
-                count,
-                *limits,
-                _MOST_IN_VALUE,
-                _MOST_LOG_RATIO,
-                numbers,
-                kept,
-                BLOCK=block,
-            )
-        loss, own, its, ratio, cut, slope = numbers.unbind()
-        ctx.save_for_backward(slope)
-        ctx.mark_non_differentiable(own, its, ratio, cut, kept)
-        ctx.set_materialize_grads(False)
-        return loss, own, its, ratio, cut, kept
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
-        (slope,) = ctx.saved_tensors
-        return None if grad is None else grad * slope, *[None] * 5
+    count, block = len(student), small_block(len(student), _BLOCK)
+    own = student.detach()
+    numbers, kept = own.new_empty(6, count), torch.empty_like(usable)
+    if count:
+        sampled_signals_kernel[(-(-count // block),)](
+            own,
+            teacher.contiguous(),
+            usable,
+            None if sampled is None else sampled.float().contiguous(),
+            rows.order,
+            rows.offsets,
+            count,
+            *limits,
+            _MOST_IN_VALUE,
+            _MOST_LOG_RATIO,
+            numbers,
+            kept,
+            BLOCK=block,
+        )
+    loss, student_nats, teacher_nats, ratio, cut, slope = numbers.unbind()
+    loss = with_slope(student, loss, slope)
+    return SampledSignals(loss, student_nats, teacher_nats, ratio, cut, kept)

@@ -118,6 +118,28 @@ class _KeptGradient(torch.autograd.Function):
         return out.view(ctx.shape), *[None] * 6
 
 
+def with_slope(of: torch.Tensor, value: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
+    """``value`` with a graph to ``of``, by which its derivative is ``slope``, entry by entry."""
+    out: torch.Tensor = _WithSlope.apply(of, value, slope)
+    return out
+
+
+class _WithSlope(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, of: torch.Tensor, value: torch.Tensor, slope: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(slope)
+        ctx.set_materialize_grads(False)
+        return value.view_as(value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+        (slope,) = ctx.saved_tensors
+        return None if grad is None else grad * slope, None, None
+
+
 def transfer(
     gradient: torch.Tensor,
     grad: torch.Tensor,
