@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,12 @@ from megatron_ext.cli.model_arguments import (
 from megatron_ext.distributed.layout import launched_processes
 from megatron_ext.errors import ConfigError
 from megatron_ext.evaluation.lm_eval_tasks import PREFIX, LmEvalTask
-from megatron_ext.evaluation.run_tasks import results_table, write_results, write_samples
+from megatron_ext.evaluation.run_tasks import (
+    cut_warning,
+    results_table,
+    write_results,
+    write_samples,
+)
 from megatron_ext.evaluation.tasks import TASKS, Task, TaskOptions
 
 if TYPE_CHECKING:
@@ -121,8 +127,15 @@ def run(arguments: argparse.Namespace) -> None:
     task = _task(arguments)
     model = load_models(arguments)
     result = task.run(model)
+    from megatron_ext.training.inputs import write_warnings
+
+    cut, texts = model.cut_prompts()
+    if cut:
+        result = replace(result, settings={**result.settings, "cut_prompts": cut})
 
     def write() -> None:
+        if cut:
+            write_warnings([cut_warning(cut, texts)])
         if arguments.output is not None:
             write_results(arguments.output, result, _about(arguments, model))
         if arguments.samples is not None:

@@ -369,7 +369,12 @@ def add_audit_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``audit``."""
     parser.add_argument("old", metavar="OLD", help="the model's tokenizer")
     parser.add_argument("new", metavar="NEW", help="the new tokenizer")
-    parser.add_argument("--data", type=Path, metavar="FILE", help="text, or JSON lines with a text")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help=f"text, or JSON lines with a text; the first {_TEXTS:,} records are read",
+    )
     parser.add_argument(
         "--text-field", default="text", help="field of a record that holds the text"
     )

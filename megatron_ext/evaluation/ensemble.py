@@ -78,6 +78,7 @@ class ByteModel:
         """
         ids, rest = self._opened(prompt)
         room = max(1, self._next_tokens.max_length - len(rest) - following)
+        self.model.generator.cut_texts.add([len(ids)], room)
         tree = ByteTree(
             self._vocabulary, self._after, ids[-room:], prune=self.prune, beam=self.beam
         )
@@ -205,6 +206,10 @@ class ByteEnsemble:
         places = self._first.local(len(prompts))
         texts = [self._completion(prompts[i], i, options) for i in places]
         return self._first.gathered(texts, len(prompts))
+
+    def cut_prompts(self) -> tuple[int, int]:
+        """Those of the model that cuts most."""
+        return max(model.model.cut_prompts() for model in self.models)
 
     def once(self, work: Callable[[], Result]) -> Result:
         """See ``MegatronLanguageModel.once``."""

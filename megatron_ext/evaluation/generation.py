@@ -11,8 +11,8 @@ B rows, T tokens, N scored tokens, R requests, V columns of the whole vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -95,6 +95,20 @@ IsDone = Callable[[Sequence[int]], bool]
 """Whether the generated ids, without the prompt, contain the end of the text."""
 
 
+@dataclass(slots=True)
+class CutTexts:
+    """How many texts have lost their beginnings, of all that this replica has read."""
+
+    cut: int = 0
+    texts: int = 0
+
+    def add(self, lengths: Iterable[int], room: int) -> None:
+        """Count texts of these lengths, of which ``room`` tokens are read."""
+        for length in lengths:
+            self.texts += 1
+            self.cut += length > room
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generator:
     """Generation with one replica of a model, all of whose ranks make the same calls.
@@ -107,6 +121,7 @@ class Generator:
     groups: ProcessGroups
     micro_batch_size: int
     max_length: int
+    cut_texts: CutTexts = field(default_factory=CutTexts)
 
     def generate(
         self,
@@ -138,6 +153,7 @@ class Generator:
                 got=options.max_new_tokens,
                 expected=f"below {self.max_length}",
             )
+        self.cut_texts.add(map(len, prompts), room)
         cut = [prompt[-room:] for prompt in prompts]
         order = sorted(range(len(cut)), key=lambda i: -len(cut[i]))
         completions = [Completion([], [])] * len(cut)
@@ -241,6 +257,7 @@ class TokenScorer:
     groups: ProcessGroups
     micro_batch_size: int
     max_length: int
+    cut_texts: CutTexts = field(default_factory=CutTexts)
 
     def log_likelihoods(self, requests: Sequence[TokenRequest]) -> list[LogLikelihood]:
         """Log-likelihood of each request, in order; the same on every rank of a replica.
@@ -266,6 +283,7 @@ class TokenScorer:
     @torch.no_grad()
     def _scores(self, requests: Sequence[TokenRequest]) -> torch.Tensor:
         """[R, 2] fp64: sums of log-probabilities, and tokens that are not the first choice."""
+        self.cut_texts.add((sum(map(len, request)) for request in requests), self.max_length + 1)
         rows = [
             (request.context + request.continuation)[-self.max_length - 1 :] for request in requests
         ]

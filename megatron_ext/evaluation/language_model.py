@@ -163,6 +163,9 @@ class LanguageModel(Protocol):
     def generate(self, prompts: Sequence[str], options: GenerationOptions) -> list[str]:
         """Completion of each prompt, in order, without prompt, stop string and end of text."""
 
+    def cut_prompts(self) -> tuple[int, int]:
+        """Number of prompts that were too long and lost their beginnings, and of all."""
+
     def once(self, work: Callable[[], Result]) -> Result:
         """Call ``work`` on one rank; all ranks get its result or its error."""
 

@@ -128,6 +128,14 @@ class MegatronLanguageModel:
         ]
         return self.gathered(answers, count)
 
+    def cut_prompts(self) -> tuple[int, int]:
+        """Number of prompts and contexts that were too long and lost their beginnings, and of all;
+        one all-gather of objects over ``dp``."""
+        counts = [self.generator.cut_texts, self.scorer.cut_texts]
+        own = sum(count.cut for count in counts), sum(count.texts for count in counts)
+        of_replicas = self.gathered([own], self.groups.dp_size)
+        return sum(cut for cut, _ in of_replicas), sum(texts for _, texts in of_replicas)
+
     def once(self, work: Callable[[], Result]) -> Result:
         """Result of ``work`` on the main rank.
 

@@ -34,15 +34,30 @@ class RunTasks:
     def __init__(self, evaluation: EvaluationConfig) -> None:
         self._tasks = {name: _task(name, section) for name, section in evaluation.tasks.items()}
         self._micro_batch_size = evaluation.micro_batch_size
+        self._has_warned = False
 
     def __call__(self, student: StudentToEvaluate) -> dict[str, float]:
         """Metrics of all tasks. Collectives: those of the tasks' calls of ``LanguageModel``."""
+        from megatron_ext.training.inputs import write_warnings
+
         model = _language_model(student, self._micro_batch_size)
         metrics: dict[str, float] = {}
         with evaluating(student.chunk):
             for name, task in self._tasks.items():
                 metrics |= main_metrics(name, task.run(model).metrics)
+        cut, texts = model.cut_prompts()
+        if cut and not self._has_warned:
+            self._has_warned = True
+            write_warnings([f"evaluation.tasks: {cut_warning(cut, texts)}"])
         return metrics
+
+
+def cut_warning(cut: int, texts: int) -> str:
+    """What is said of prompts that lost their beginnings."""
+    return (
+        f"{cut:,} of {texts:,} prompts are longer than the model reads, and lost their beginnings: "
+        "raise the sequence length, or take fewer solved examples or new tokens"
+    )
 
 
 def main_metrics(name: str, metrics: Mapping[str, float]) -> dict[str, float]:

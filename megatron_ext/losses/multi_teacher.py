@@ -204,7 +204,8 @@ class MultiTeacherLossAggregator:
         if self.mode == "averaged_logits" and any(other != first for other in others):
             raise LossError(
                 "averaged logits are compared by one objective",
-                got=", ".join(map(repr, self._objectives())),
+                got=", ".join(objective.name for objective in self._objectives()),
+                expected="one, with the same options, and teachers with the student's tokenizer",
                 fix="give all teachers the same, or set the mode to 'sum'",
             )
 

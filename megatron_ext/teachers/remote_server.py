@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import ssl
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,6 +18,8 @@ from megatron_ext.teachers.flight import CLIENT_OPTIONS, fl
 from megatron_ext.teachers.listener import split_address
 
 _RETRY_S: Final = 0.2
+_SILENT_S: Final = 5.0
+"""Seconds until it is said that a server is waited for."""
 _FIX: Final = "look at the teacher's own log; a run goes on from its last checkpoint"
 _CLOSED: Final = "connection closed without a word"
 
@@ -118,6 +122,7 @@ class RemoteServer:
         )
 
     def _socket(self, deadline: float) -> socket.socket:
+        begun, is_told = time.monotonic(), os.environ.get("RANK", "0") != "0"
         while True:
             try:
                 return socket.create_connection(split_address(self.address), self.timeout_s)
@@ -132,6 +137,12 @@ class RemoteServer:
                         expected=f"a server that listens within {self.timeout_s:.0f} s",
                         fix="start it with megatron-ext serve-teacher, and check the address",
                     ) from error
+                if not is_told and time.monotonic() > begun + _SILENT_S:
+                    is_told = True
+                    sys.stderr.write(
+                        f"waiting for the teacher {self.name} at {self.address} "
+                        f"({error.strerror or error}), up to {deadline - begun:.0f} s\n"
+                    )
             time.sleep(_RETRY_S)
 
     def _check_certificate(self, plain: socket.socket, root: Path, host: str) -> None:

@@ -140,7 +140,8 @@ class DistillationMixin(_Base):
         """
         prefix = _prefix(logs)
         if prefix is not None:
-            logs = logs | {f"{prefix}{name}": mean for name, mean in self._means(not prefix)}
+            # In place: an evaluation returns them, and the best model is chosen by one.
+            logs |= {f"{prefix}{name}": mean for name, mean in self._means(not prefix)}
         super().log(logs, start_time)
 
     def _means(self, is_training: bool) -> Iterator[tuple[str, float]]:

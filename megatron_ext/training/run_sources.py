@@ -127,7 +127,9 @@ def routes(sources: Sequence[WeightedDataset], taught: Mapping[str, Sequence[str
                     f"the teacher {name} has a source that the run does not read",
                     where="sources",
                     got=entry,
-                    expected=" or ".join(path for source in sources for path in source.paths),
+                    expected=" or ".join(
+                        dict.fromkeys(path for source in sources for path in source.paths)
+                    ),
                 )
             if any(entry in source.paths and len(source.paths) > 1 for source in sources):
                 raise ConfigError(

@@ -20,6 +20,9 @@ from megatron_ext.transfer.row_sources import NO_SOURCE, RowSources, row_sources
 
 _RUNS: Final = re.compile(r"\s*\S+|\s+")
 _NEWLINES: Final = (1, 2, 3, 4, 8)
+_MANY: Final = 0.05
+"""Share of rows of the mean from which on the audit warns."""
+
 _NUMBERS: Final = ("0", "10", "110", "1110")
 
 
@@ -76,9 +79,19 @@ class TransferAudit:
     fertility: list[FertilityRow]
 
     @property
+    def means(self) -> int:
+        """Ordinary tokens that are neither copies nor spelled by old ones: rows of the mean."""
+        return self.ordinary - self.copied - self.spelled
+
+    @property
     def warnings(self) -> list[str]:
         """What is likely to be lost."""
         found = []
+        if self.means > _MANY * self.ordinary:
+            found.append(
+                f"{self.means:,} of {self.ordinary:,} ordinary tokens are neither copied nor "
+                "spelled by old tokens: their rows are the mean, which training has to replace"
+            )
         if self.digits[0] != self.digits[1]:
             found.append(
                 f"numbers are cut {self.digits[0]} by the old tokenizer and {self.digits[1]} by "
@@ -94,7 +107,7 @@ class TransferAudit:
         row = asdict(self)
         row["specials"] = [special._asdict() for special in self.specials]
         row["fertility"] = [line._asdict() for line in self.fertility]
-        return {**row, "warnings": self.warnings}
+        return {**row, "means": self.means, "warnings": self.warnings}
 
     def lines(self) -> Iterator[str]:
         """The audit as text."""
@@ -105,6 +118,7 @@ class TransferAudit:
         if self.copied_text is not None:
             yield f"copied in text   {self.copied_text:.1%} of its tokens"
         yield f"spelled          {self.spelled:,} by old tokens"
+        yield f"mean             {self.means:,} ordinary tokens that are neither"
         yield f"control tokens   {self.copied_control:,} of {self.control:,} have an old one"
         yield f"digits           old {self.digits[0]}, new {self.digits[1]}"
         for number, (old, new) in self.numbers.items():

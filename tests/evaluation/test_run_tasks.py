@@ -2,15 +2,21 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megatron_ext.errors import ConfigError, MegatronExtError, UnknownNameError
-from megatron_ext.evaluation.run_tasks import RunTasks, main_metrics
-from megatron_ext.training.configuration.teachers import EvaluationConfig, EvaluationTaskConfig
+from megatron_ext.evaluation.run_tasks import RunTasks, cut_warning, main_metrics
+from megatron_ext.evaluation.tasks import gsm8k
+from megatron_ext.training.configuration.teachers import (
+    NEW_TOKENS,
+    EvaluationConfig,
+    EvaluationTaskConfig,
+)
 from tests.evaluation.evaluation_ranks import evaluate
-from tests.evaluation.run_task_ranks import train, write_tasks
+from tests.evaluation.run_task_ranks import run_config, train, write_tasks
 from tests.process_group import run_ranks
 from tests.training.tiny_run import write_corpus, write_rank_list
 
@@ -70,6 +76,28 @@ def test_the_numbers_are_those_of_evaluate_on_the_checkpoint(folder, ranks, tmp_
     last = ranks[-1]["tp2"]["logs"][1][-1]
     for name, value in results.items():
         assert last[f"eval/bits_per_byte/{name}"] == pytest.approx(value, rel=1e-5)
+
+
+def test_prompts_that_lost_their_beginnings_are_counted(folder, tmp_path):
+    options = {"checkpoint": folder / "tp2", "task": "gsm8k", "data": folder / "gsm8k.jsonl"}
+    options |= {"few-shot-data": folder / "gsm8k.jsonl", "output": tmp_path / "results.json"}
+    counts = {"num-fewshot": 2, "max-new-tokens": 4, "seq-length": 24}
+    run_ranks(1, evaluate, [f"--{name}={value}" for name, value in {**options, **counts}.items()])
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["settings"]["cut_prompts"] == results["count"] > 0
+    assert cut_warning(2, 3).startswith("2 of 3 prompts are longer than the model reads")
+
+
+def test_completions_that_leave_no_room_are_refused_before_anything_runs(folder):
+    config = run_config(folder, "no-room")
+    for task, tokens in (("gsm8k", None), ("sums", 999)):
+        section = EvaluationTaskConfig(data="x", task="gsm8k", max_new_tokens=tokens)
+        with pytest.raises(ConfigError, match=rf"evaluation.tasks.{task}.max_new_tokens.* below"):
+            replace(config, evaluation=EvaluationConfig(tasks={task: section}))
+
+
+def test_the_configuration_knows_how_many_tokens_a_task_takes_by_itself():
+    assert {"gsm8k": gsm8k._NEW_TOKENS} == NEW_TOKENS
 
 
 def test_parts_of_a_metric_are_left_out():

@@ -194,11 +194,15 @@ def test_a_server_that_no_student_comes_to_gives_up():
         server.serve(listener, until_client_leaves=True)
 
 
-def test_an_address_that_nobody_listens_at_is_refused_in_time():
+def test_an_address_that_nobody_listens_at_is_refused_in_time(monkeypatch, capsys):
+    monkeypatch.setattr("megatron_ext.teachers.remote_server._SILENT_S", 0.1)
     with closing(TeacherListener("127.0.0.1:0", "")) as listener:
         address = listener.address
     with pytest.raises(DistributedError, match="does not answer; got Connection refused"):
         connected(address, timeout_s=0.5)
+    told = capsys.readouterr().err
+    assert told.count("waiting for the teacher") == 1
+    assert f"at {address} (Connection refused), up to " in told
     with pytest.raises(DistributedError, match="is gone; got exit code 3"):
         connected(address, timeout_s=30, why_gone=lambda: "exit code 3")
 

@@ -88,6 +88,8 @@ def test_the_teacher_stays_as_it_is_and_an_evaluation_logs_its_own_metrics(tmp_p
     metrics = trainer.evaluate()
     assert trainer.state.log_history[-1]["eval_kd"] > 0
     assert metrics["eval_loss"] > 0
+    # What the best model can be chosen by.
+    assert metrics["eval_kd"] == trainer.state.log_history[-1]["eval_kd"]
     assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
     assert not any(weight.requires_grad for weight in teacher.parameters())
 

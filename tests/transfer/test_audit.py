@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,10 @@ def test_an_audit_counts_what_the_tokenizers_do(capsys):
     ordinary = (new.token_bytes(i) for i in range(new.vocab_size))
     assert found.copied == sum(token in common for token in ordinary if token)
     assert any("--keep-digits" in warning for warning in found.warnings)
+    assert found.means == 0
+    unspelled = replace(found, spelled=0)
+    assert unspelled.means == found.spelled
+    assert any("their rows are the mean" in warning for warning in unspelled.warnings)
     specials = {row.role: row for row in found.specials}
     assert specials["eos"].source == "<|im_end|>"
     assert specials["bos"].source is None

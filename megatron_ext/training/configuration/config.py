@@ -25,6 +25,7 @@ from megatron_ext.training.configuration.model import ModelConfig as ModelConfig
 from megatron_ext.training.configuration.model import check_not_negative, check_positive
 from megatron_ext.training.configuration.rollouts import RolloutConfig
 from megatron_ext.training.configuration.teachers import (
+    NEW_TOKENS,
     STUDENT_RANKS,
     EvaluationConfig,
     Placement,
@@ -350,6 +351,7 @@ class DistillConfig:
                 _check_averaged_model(self.section_of(name), teacher.model, self.student)
         self._check_served()
         self._check_rollouts()
+        self._check_tasks()
         is_tied = not self.student.untie_embeddings_and_output_weights
         check_tied(self.training.trainable, is_tied=is_tied)
         check_experts(
@@ -411,6 +413,18 @@ class DistillConfig:
                 got=rollouts.max_new_tokens,
                 expected=f"below student.seq_length, {length}",
             )
+
+    def _check_tasks(self) -> None:
+        length = self.student.seq_length
+        for name, task in self.evaluation.tasks.items():
+            new_tokens = task.max_new_tokens or NEW_TOKENS.get(task.task or name, 0)
+            if new_tokens >= length:
+                raise ConfigError(
+                    "completions leave no room for a prompt",
+                    where=f"evaluation.tasks.{name}.max_new_tokens",
+                    got=new_tokens,
+                    expected=f"below student.seq_length, {length}",
+                )
 
     def _check_served(self) -> None:
         """Check the remote teachers, which have layouts of their own."""

@@ -54,10 +54,7 @@ class RolloutConfig:
             value = getattr(self, name)
             if not least < value <= most:
                 raise ConfigError(
-                    f"{name} is not a share",
-                    where=f"data.rollouts.{name}",
-                    got=value,
-                    expected="more than 0, and at most 1",
+                    f"{name} must be a part of one", got=value, expected="more than 0, at most 1"
                 )
         self._check_ahead()
         if not 0 <= self.temperature < float("inf"):

@@ -164,6 +164,10 @@ def check_placement(
             )
 
 
+NEW_TOKENS: Final = {"gsm8k": 256}
+"""Most tokens of a completion by task, where a section does not say."""
+
+
 @dataclass(kw_only=True, frozen=True, slots=True)
 class EvaluationTaskConfig:
     """A task of ``megatron-ext evaluate`` that a run measures its student by."""
