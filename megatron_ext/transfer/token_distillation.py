@@ -25,6 +25,27 @@ _TOLD: Final = 10
 """Steps between two lines of progress."""
 
 
+def frozen_model(folder: Path, *, feature: str) -> Any:
+    """A HuggingFace folder's model of transformers in fp32, without gradients.
+
+    Raises:
+        ConfigError: transformers cannot read the folder.
+    """
+    with needed_packages(feature):
+        from transformers import AutoModelForCausalLM
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "transformers does not read this model",
+            where=folder,
+            got=(str(error).splitlines() or [type(error).__name__])[0],
+            expected="a HuggingFace folder",
+            fix="export a run or a checkpoint with megatron-ext export-hf",
+        ) from error
+    return model.eval().requires_grad_(False)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillationOptions:
     """Settings of token distillation."""
@@ -176,13 +197,10 @@ class _Rows:
         snippets: dict[int, list[Snippet]],
         options: DistillationOptions,
     ) -> None:
-        with needed_packages("token distillation"):
-            from transformers import AutoModelForCausalLM
         self._options = options
         self._first = [] if old.bos_id is None else [old.bos_id]
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self._model = model.eval().requires_grad_(False).to(self._device)
+        self._model = frozen_model(folder, feature="token distillation").to(self._device)
         self._weights = {"embedding": self._model.get_input_embeddings().weight}
         head = self._model.get_output_embeddings().weight
         if head is not self._weights["embedding"] and options.next_token_weight:

@@ -23,7 +23,6 @@ from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.huggingface.checkpoint_files import CheckpointFiles
 from megatron_ext.huggingface.model_settings import family_of
 from megatron_ext.huggingface.tensor_files import TensorReader
-from megatron_ext.imports import needed_packages
 from megatron_ext.projection.speller import Speller
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.tokenizers.token_bytes import byte_of_character
@@ -33,6 +32,7 @@ from megatron_ext.transfer.hypernetwork import (
     padded,
     rows_fingerprint,
 )
+from megatron_ext.transfer.token_distillation import frozen_model
 
 _TOLD: Final = 10
 _BYTES: Final = 256
@@ -140,13 +140,10 @@ class _Learner:
     """The frozen model, the network and its optimizer."""
 
     def __init__(self, folder: Path, texts: Sequence[str], options: HypernetworkTraining) -> None:
-        with needed_packages("hypernetworks"):
-            from transformers import AutoModelForCausalLM
         self._options, self._texts = options, list(texts)
         self._draw = random.Random(options.seed)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self._model = model.eval().requires_grad_(False).to(self._device)
+        self._model = frozen_model(folder, feature="hypernetworks").to(self._device)
         old = build_tokenizer(TokenizerConfig(model=str(folder)))
         self._speller = Speller(old)
         embedding = self._model.get_input_embeddings()
