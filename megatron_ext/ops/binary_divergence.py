@@ -220,8 +220,9 @@ def _joschu_k2(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def _joschu_k3(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     ratio = x - y
     inside = ratio.clamp(max=LARGEST_LOG_RATIO)
-    tangent = math.expm1(LARGEST_LOG_RATIO) * (ratio - inside)
-    return torch.expm1(inside) - inside + tangent
+    # Apart from ``inside``: a gradient that goes both ways would lose the digits of a small one.
+    beyond = (ratio - LARGEST_LOG_RATIO).clamp(min=0)
+    return torch.expm1(inside) - inside + math.expm1(LARGEST_LOG_RATIO) * beyond
 
 
 def _renyi(x: torch.Tensor, y: torch.Tensor, alpha: float) -> torch.Tensor:
