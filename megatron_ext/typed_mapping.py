@@ -129,7 +129,12 @@ class _Builder(NamedTuple):
         if origin is Literal:
             if value in arguments:
                 return value
-            expected = f"one of {', '.join(map(str, arguments))}"
+            raise self.error(
+                "there is no such choice",
+                where=self.where(keys),
+                got=repr(value),
+                expected=f"one of {', '.join(map(str, arguments))}",
+            )
         elif origin is tuple:
             items = [value] if isinstance(value, str) else value
             if isinstance(items, (list, tuple)) and dataclasses.is_dataclass(arguments[0]):

@@ -151,9 +151,12 @@ def _task(arguments: argparse.Namespace) -> Task:
     for name in ("limit", "max_new_tokens"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
-            raise ConfigError("too small", where=f"--{name.replace('_', '-')}", got=value)
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError("too small", where=flag, got=value, expected="1 or more")
     if arguments.num_fewshot is not None and arguments.num_fewshot < 0:
-        raise ConfigError("too small", where="--num-fewshot", got=arguments.num_fewshot)
+        raise ConfigError(
+            "too small", where="--num-fewshot", got=arguments.num_fewshot, expected="0 or more"
+        )
     check_model_arguments(arguments)
     if arguments.applies_chat_template and arguments.task == "bits_per_byte":
         raise ConfigError(

@@ -53,7 +53,7 @@ def export_adapter(
             learnt; or the output cannot be written.
     """
     check_target(output)
-    checkpoint = find_checkpoint(str(source), where="the checkpoint to export")
+    checkpoint = find_checkpoint(str(source), where="the model")
     slices = CheckpointSlices(checkpoint, verify=verify)
     run = checkpoint_config(checkpoint, verify=verify)
     if slices.lora is None:

@@ -64,7 +64,7 @@ def export_huggingface(
             transformers, or the output cannot be written.
     """
     check_target(output)
-    checkpoint = find_checkpoint(str(source), where="the checkpoint to export")
+    checkpoint = find_checkpoint(str(source), where="the model")
     model = checkpoint_model(checkpoint, verify=verify)
     slices = CheckpointSlices(checkpoint, verify=verify)
     tokenizer = KeptTokenizer(checkpoint)
