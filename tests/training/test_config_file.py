@@ -81,7 +81,10 @@ NO_KEYS = "the configuration file is not a mapping of keys to values"
         ("name: a\ninner:\n  rate: fast", f":3: inner.rate: {WRONG} 'fast'; expected float"),
         ("name: a\ninner:\n  rate: true", f":3: inner.rate: {WRONG} True; expected float"),
         ("name: a\nis_on: 1", f":2: is_on: {WRONG} 1; expected bool"),
-        ("name: a\nshape: oval", f":2: shape: there is no such choice; got 'oval'; expected one of round, square"),
+        (
+            "name: a\nshape: oval",
+            ":2: shape: there is no such choice; got 'oval'; expected one of round, square",
+        ),
         ("name: a\nfiles: [a, 3]", f":2: files: {WRONG} ['a', 3]; expected a list of str"),
         ("name: a\nfiles: {a: b}", f":2: files: {WRONG} {{'a': 'b'}}; expected a list of str"),
         *(
