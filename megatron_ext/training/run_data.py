@@ -70,6 +70,7 @@ def summary(datasets: Sequence[PackedTextDataset]) -> dict[str, Any]:
         "bytes": report.bytes,
         "empty_rows": report.empty_rows,
         "bad_rows": report.bad_rows,
+        "left_out": report.places,
     }
 
 

@@ -1,10 +1,12 @@
 """A run's own data, from its configuration; and what each context-parallel rank reads of it."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron_ext import ArrowTextDataset
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.data.aligner import PackedSample
 from megatron_ext.data.global_batches import Replica
@@ -12,7 +14,7 @@ from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.errors import TokenizerError
 from megatron_ext.training.configuration.config import DataConfig
 from megatron_ext.training.microbatch import Microbatch
-from megatron_ext.training.run_data import RunData
+from megatron_ext.training.run_data import RunData, summary
 from tests.data.readers import student_tokenizer, teacher_tokenizer
 from tests.training.tiny_run import changed, student_run, write_corpus
 
@@ -208,3 +210,11 @@ def test_parts_move_to_a_device_and_whole_rows_are_sent_once(tmp_path):
     assert moved.student.tokens.shape[1] * 2 == moved.sides.student.input_ids.shape[1]
     whole = Microbatch.of(sides, {}).to(CPU)
     assert whole.student.tokens is whole.sides.student.input_ids
+
+
+def test_the_record_of_the_data_has_the_places_of_what_was_left_out(tmp_path):
+    path = tmp_path / "some.jsonl"
+    path.write_text('{"text": "good"}\n{"text": broken\n{"text": ""}\n')
+    found = summary([SimpleNamespace(documents=ArrowTextDataset(path))])
+    assert (found["documents"], found["empty_rows"], found["bad_rows"]) == (1, 1, 1)
+    assert [place.split(": ")[0] for place in found["left_out"]] == [f"{path}:2", f"{path}:3"]
