@@ -52,7 +52,8 @@ def token_likelihoods_kernel(
 
 @triton.jit
 def chunk_of_rows(log_prob_ptr, label_ptr, order_ptr, offsets_ptr, chunk, exists):
-    """Sum of the log-probabilities of each chunk's rows, and whether each of them has a label."""
+    """Sum of the log-probabilities of each chunk's rows, and whether each of them has a label, if
+    there are labels."""
     begin = tl.load(offsets_ptr + chunk, mask=exists, other=0)
     size = tl.load(offsets_ptr + chunk + 1, mask=exists, other=0) - begin
     total = tl.zeros(chunk.shape, tl.float32)
@@ -61,7 +62,8 @@ def chunk_of_rows(log_prob_ptr, label_ptr, order_ptr, offsets_ptr, chunk, exists
         inside = exists & (place < size)
         row = tl.load(order_ptr + begin + place, mask=inside, other=0)
         total += tl.load(log_prob_ptr + row, mask=inside, other=0.0)
-        is_labelled = is_labelled & (tl.load(label_ptr + row, mask=inside, other=0) >= 0)
+        if label_ptr is not None:
+            is_labelled = is_labelled & (tl.load(label_ptr + row, mask=inside, other=0) >= 0)
     return total, is_labelled
 
 
@@ -317,13 +319,7 @@ def sampled_signals_kernel(
     signal = tl.where(signal < -most_signal, -most_signal, signal)
     ratio = tl.full((BLOCK,), 1.0, tl.float32)
     if sampled_ptr is not None:
-        begin = tl.load(offsets_ptr + chunk, mask=exists, other=0)
-        size = tl.load(offsets_ptr + chunk + 1, mask=exists, other=0) - begin
-        total = tl.zeros((BLOCK,), tl.float32)
-        for place in range(0, tl.max(size, axis=0)):
-            inside = exists & (place < size)
-            row = tl.load(order_ptr + begin + place, mask=inside, other=0)
-            total += tl.load(sampled_ptr + row, mask=inside, other=0.0)
+        total, _ = chunk_of_rows(sampled_ptr, None, order_ptr, offsets_ptr, chunk, exists)
         log_ratio = own - total
         log_ratio = tl.where(log_ratio > most_log_ratio, most_log_ratio, log_ratio)
         # NaN where a row's is not known.

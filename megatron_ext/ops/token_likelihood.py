@@ -5,7 +5,6 @@ T rows, Vp local columns. Equations are in the README.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -271,13 +270,13 @@ def evaluate_token_likelihood(
     lengths += [len(side.logits) for side in sides]
     dtype = accumulation_dtype(student.logits.dtype)
     peak, total = student.logits.new_empty(2, sum(lengths), dtype=dtype)
-    places = [ExpSums(*both) for both in _pairs(peak.split(lengths), total.split(lengths))]
+    places = list(map(ExpSums, peak.split(lengths), total.split(lengths)))
     local = [
         _local_sums(side, sets, token, with_top_column and side is student, implementation)
         for side, sets, token in zip(sides, places, places[len(sides) :], strict=False)
     ]
     merged = merge_log_sum_exp(peak, total, student.shard.group)
-    normalisers = [LogSumExp(*both) for both in _pairs(*(part.split(lengths) for part in merged))]
+    normalisers = list(map(LogSumExp, *(part.split(lengths) for part in merged)))
     likelihoods, split = [], []
     for side, sets, token in zip(sides, normalisers, normalisers[len(sides) :], strict=False):
         rows = len(side.logits)
@@ -291,12 +290,6 @@ def evaluate_token_likelihood(
         (top_column,) = merge_top_columns([local[0][1]], [own], [split[0][0]], [student.shard])
     other = likelihoods[1] if teacher is not None else None
     return EvaluatedLikelihood(likelihoods[0], other, *split[0], local[0][0], top_column)
-
-
-def _pairs(
-    first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    return zip(first, second, strict=True)
 
 
 def _local_sums(

@@ -205,8 +205,8 @@ def _keys_by_kernel(
     logits: torch.Tensor, count: int, shard: VocabShard, excluded: torch.Tensor | None
 ) -> torch.Tensor:
     """``_local_keys`` by the selection of sorted L1, whose candidates alone get keys."""
-    from megatron_ext.ops.selected_tokens.triton_kernels import candidate_keys_kernel
     from megatron_ext.ops.sorted_l1.kernel_steps import capacity_of, select_by_kernel
+    from megatron_ext.ops.sorted_l1.selection_kernel import candidate_keys_kernel
 
     each = torch.arange(len(logits) + 1, dtype=torch.int32, device=logits.device)
     rows, nothing = ChunkRows(each[:-1], each, each[:-1].long()), logits.new_empty(0)
@@ -237,7 +237,7 @@ def _keys_by_kernel(
 
 def _columns_by_kernel(keys: torch.Tensor, k: int) -> torch.Tensor:
     """Columns int64 [T, k] of keys [T, at most k], -1 for none."""
-    from megatron_ext.ops.selected_tokens.triton_kernels import columns_of_keys_kernel
+    from megatron_ext.ops.sorted_l1.selection_kernel import columns_of_keys_kernel
 
     columns = keys.new_empty(len(keys), k)
     columns_of_keys_kernel[(len(keys),)](

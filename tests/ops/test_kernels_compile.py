@@ -154,8 +154,6 @@ def test_selected_tokens():
         ("token_gradients_kernel", gradients, labels),
         ("token_gradients_kernel", gradients, {**labels, "weight_ptr": None}),
         ("token_gradients_kernel", gradients, {**unlabelled, "weight_ptr": None}),
-        ("candidate_keys_kernel", keys, block),
-        ("columns_of_keys_kernel", columns, block),
         ("tokens_of_chunks_kernel", tokens, block),
         ("tokens_of_chunks_kernel", tokens, {**block, "partner_ptr": None}),
         ("slopes_of_rows_kernel", slopes, block),
@@ -169,6 +167,8 @@ def test_selected_tokens():
         for has, direction in ((True, "forward"), (False, "reverse"), (True, "jensen_shannon"))
     ]
     compiles("selected_tokens.triton_kernels", variants)
+    of_keys = [("candidate_keys_kernel", keys, block), ("columns_of_keys_kernel", columns, block)]
+    compiles("sorted_l1.selection_kernel", of_keys)
 
 
 def test_labels():

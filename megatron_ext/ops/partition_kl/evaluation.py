@@ -204,8 +204,8 @@ def _chains_by_kernel(
     gradient: torch.Tensor | None,
 ) -> EventComparison:
     """``_chains`` by kernels."""
-    plan = plan._replace(chains=plan.chains._replace(edges=plan.chains.found_edges()))
     edges = plan.chains.found_edges()
+    plan = plan._replace(chains=plan.chains._replace(edges=edges))
     read = models if masses is None else models[:1]
     sides = [
         chain_logits(

@@ -1,4 +1,4 @@
-"""Triton kernel that finds the largest mean probabilities of a chunk without sorting."""
+"""Triton kernels: the largest mean probabilities of a chunk without sorting, and their keys."""
 
 import triton
 import triton.language as tl
@@ -13,6 +13,12 @@ NEVER: tl.constexpr = tl.constexpr(0xFFFFFFFF)
 
 NOWHERE: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 """Column beyond all."""
+
+NO_KEY: tl.constexpr = tl.constexpr(-0x8000000000000000)
+"""``sort_keys.NO_KEY``"""
+
+LOW: tl.constexpr = tl.constexpr(0xFFFFFFFF)
+"""The lower 32 bits."""
 
 K: tl.constexpr = tl.constexpr(8)
 """Columns that a lane reads at once."""
@@ -363,3 +369,42 @@ def select_kernel(
         rest = _store(candidates, both, until - hits, until, column, lowest, rest, True)
         stored += tl.sum(hits, axis=0)
     tl.store(rest_ptr + program, tl.sum(rest, axis=0))
+
+
+@kernel(do_not_specialize=["first_row"])
+def candidate_keys_kernel(
+    logits_ptr,
+    value_ptr,
+    column_ptr,
+    first_row,
+    row_stride,
+    start,
+    candidates,
+    keys_ptr,
+    BLOCK: tl.constexpr,
+):
+    """``sort_keys`` of a row's candidates, ``NO_KEY`` where ``value`` is negative."""
+    row = tl.program_id(0).to(tl.int64)
+    entry = tl.arange(0, BLOCK)
+    at = row * candidates + entry
+    exists = entry < candidates
+    is_one = exists & (tl.load(value_ptr + at, mask=exists, other=-1.0) >= 0.0)
+    column = tl.load(column_ptr + at, mask=is_one, other=0)
+    logit = tl.load(logits_ptr + (first_row + row) * row_stride + column, mask=is_one, other=0.0)
+    logit = logit.to(tl.float32)
+    # 0.0 and -0.0 are equal, but have other bits.
+    bits = tl.where(logit == 0.0, 0.0, logit).to(tl.int32, bitcast=True)
+    # The bits of negative numbers grow with their magnitude.
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+    key = (ordered << 32) | (LOW - (column.to(tl.int64) + start))
+    tl.store(keys_ptr + at, tl.where(is_one, key, NO_KEY), mask=exists)
+
+
+@kernel()
+def columns_of_keys_kernel(keys_ptr, keys, columns, column_ptr, BLOCK: tl.constexpr):
+    """``key_columns`` of a row's ``keys``, -1 for none and beyond the last."""
+    row = tl.program_id(0).to(tl.int64)
+    entry = tl.arange(0, BLOCK)
+    key = tl.load(keys_ptr + row * keys + entry, mask=entry < keys, other=NO_KEY)
+    column = tl.where(key == NO_KEY, -1, LOW - (key & LOW))
+    tl.store(column_ptr + row * columns + entry, column, mask=entry < columns)

@@ -140,9 +140,8 @@ _STARTS: Final = 5
 def start_in_background(request: AsyncRequest, results: WriteResults) -> TemporalAsyncCaller:
     """Fork the writer of a request; one that hangs where it was forked is killed and forked anew.
 
-    A lock that another thread holds at that moment is never released in the new process. Up to
-    Python 3.10 the interpreter takes one of its own there: some writers in a hundred hung in it,
-    where threads of gloo let go of tensors.
+    A lock that another thread holds at that moment is never released in the new process. Python
+    3.10 takes one of the interpreter there, in which some writers in a hundred hung.
 
     Raises:
         OSError: No writer has begun.
