@@ -173,7 +173,7 @@ class HeldOutStream:
                     yield self._trainer.collate(samples, held_out=self._held_out)
 
 
-_REPORTED: Final = ("loss", "ce", "kd")
+_REPORTED: Final = ("ce", "kd")
 """Terms that Megatron-LM logs."""
 
 
@@ -323,18 +323,13 @@ class PretrainDistillation:
         """
         total, no_tokens, report = loss(output)
         share = torch.full_like(total, 1 / self._scale, dtype=torch.float32)
+        reported = {name: (value, share) for name, value in report.shares.items()}
+        reported |= {name: report.metrics[name] for name in _REPORTED if name in report.metrics}
         terms = {
-            name: torch.stack([value.float(), share if name in self._divided else count.float()])
-            for name, (value, count) in report.metrics.items()
-            if name in _REPORTED
+            name: torch.stack([value.float(), count.float()])
+            for name, (value, count) in reported.items()
         }
         return total * self._scale, torch.ones_like(no_tokens), terms
-
-    @property
-    def _divided(self) -> tuple[str, ...]:
-        """Terms whose sum over microbatches and replicas is the mean over a global batch."""
-        term = self._built().step.term
-        return ("loss",) if term is None or term.is_single else ("loss", "kd")
 
     def take_schedule(self, module: ModuleType) -> None:
         """Let the teachers' schedules run before the student's in ``megatron.training.training``.

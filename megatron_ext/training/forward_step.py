@@ -137,6 +137,10 @@ class StepReport(NamedTuple):
     """Metrics of one microbatch, on the device."""
 
     metrics: dict[str, SumCount]
+
+    shares: dict[str, torch.Tensor]
+    """Its shares of sums whose parts are divided by counts over the global batch."""
+
     finite: FiniteCheck
 
     surprise: Surprise | None = None
@@ -347,8 +351,8 @@ class StudentStep:
     ) -> tuple[torch.Tensor, torch.Tensor, StepReport]:
         total = loss.total
         no_tokens = torch.zeros((), dtype=torch.int, device=total.device)
-        metrics = {"loss": (total.detach(), no_tokens)}
-        shares = []
+        metrics, shares = {}, {"loss": total.detach()}
+        of_teachers = []
         for name, output in loss.outputs.items():
             metric_name = self.term.metric_name(name) if self.term else name
             metrics[metric_name] = (output.loss_sum.detach(), output.count)
@@ -357,25 +361,25 @@ class StudentStep:
                 continue
             part = plan.parts[name]
             count = max(self.counts.of_parts[part.count_name], 1)
-            shares.append(part.weight * output.loss_sum.detach() / count)
+            of_teachers.append(part.weight * output.loss_sum.detach() / count)
             if isinstance(part.weight, torch.Tensor):
                 metrics[f"{name}/weight"] = (part.weight, torch.ones_like(no_tokens))
-        if shares:
-            metrics["kd"] = (torch.stack(shares).sum(), no_tokens)
+        if of_teachers and self.counts.compared:
+            shares["kd"] = torch.stack(of_teachers).sum()
         flags = [
             bad if bad is not None else _told(loss.outputs[self._part_name(name)])
             for name, bad in checks.items()
         ]
-        return total, no_tokens, StepReport(metrics, FiniteCheck(torch.cat(flags), tuple(checks)))
+        finite = FiniteCheck(torch.cat(flags), tuple(checks))
+        return total, no_tokens, StepReport(metrics, shares, finite)
 
 
-def _by_dtype(
-    metrics: Mapping[str, SumCount],
-) -> Iterator[tuple[list[tuple[str, int]], torch.Tensor]]:
+def _by_dtype(report: StepReport) -> Iterator[tuple[list[tuple[str, int]], torch.Tensor]]:
     """All sums and counts of a dtype in one tensor, with the name of each and its place in the
     pair: an operation for each dtype, not for each number."""
+    parts = {name: (share,) for name, share in report.shares.items()} | report.metrics
     numbers = {
-        (name, place): part for name, pair in metrics.items() for place, part in enumerate(pair)
+        (name, place): part for name, pair in parts.items() for place, part in enumerate(pair)
     }
     for dtype in dict.fromkeys(part.dtype for part in numbers.values()):
         places = [place for place, part in numbers.items() if part.dtype == dtype]
@@ -384,16 +388,16 @@ def _by_dtype(
 
 def reduce_reports(
     reports: Sequence[StepReport], groups: ProcessGroups
-) -> tuple[dict[str, float], FiniteCheck]:
+) -> tuple[dict[str, Any], FiniteCheck]:
     """Means over the global batch, and the finite check, on the host; on the last stage, empty on
     the others.
 
-    One all-reduce over ``dp_cp``. A metric with the count 0 is a sum of shares that are divided
-    already. Every microbatch has the same metrics.
+    A mean over nothing is None. One all-reduce over ``dp_cp``. Every microbatch has the same
+    metrics.
     """
     if not reports:
         return {}, FiniteCheck(torch.zeros(1, 2, dtype=torch.int32))
-    numbers = [list(_by_dtype(report.metrics)) for report in reports]
+    numbers = [list(_by_dtype(report)) for report in reports]
     bad = torch.stack([report.finite.bad for report in reports]).double().sum(dim=0)
     sums = [
         torch.stack([values for _, values in parts]).double().sum(dim=0)
@@ -405,10 +409,9 @@ def reduce_reports(
     totals = totals.cpu()
     places = [place for part, _ in numbers[0] for place in part]
     found = dict(zip(places, totals.tolist(), strict=False))
-    values = ((found[name, 0], found[name, 1]) for name in reports[0].metrics)
     bad = totals[len(places) :].view(bad.shape)
-    means = {
-        name: total if count == 0 else total / count
-        for name, (total, count) in zip(reports[0].metrics, values, strict=True)
-    }
+    means: dict[str, float | None] = {name: found[name, 0] for name in reports[0].shares}
+    for name in reports[0].metrics:
+        total, count = found[name, 0], found[name, 1]
+        means[name] = total / count if count else None
     return means, reports[0].finite._replace(bad=(bad > 0).to(torch.int32))

@@ -83,7 +83,7 @@ def layer_gradients(gpt: GPTModel, groups: ProcessGroups) -> LayerGradients:
 
 def observe(
     weighting: LossWeighting,
-    metrics: Mapping[str, float],
+    metrics: Mapping[str, float | None],
     gradients: LayerGradients | None,
     groups: ProcessGroups,
     *,
@@ -106,7 +106,8 @@ def observe(
     observed = torch.zeros(len(_TERMS) + 1, dtype=torch.float64, device=groups.device)
     if groups.is_last_stage:
         values = metrics if gradients is None else gradients.norms()
-        observed = observed.new_tensor([float(has_both), *(values[name] for name in _TERMS)])
+        of_terms = [values[name] for name in _TERMS] if has_both else [0.0] * len(_TERMS)
+        observed = observed.new_tensor([float(has_both), *of_terms])
     is_complete, *shared = groups.broadcast_from_last_stage(observed).tolist()
     if is_complete:
         weighting.observe(dict(zip(_TERMS, shared, strict=True)))

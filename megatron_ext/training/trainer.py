@@ -336,8 +336,11 @@ class Trainer:
     def _counts_of_teachers(self, counts: GlobalCounts) -> dict[str, int]:
         if self.step.term is None:
             return {}
-        names = {} if self.step.term.is_single else counts.of_parts
-        of_each = {f"compared/{name.removeprefix('kd/')}": names[name] for name in names}
+        of_each = {
+            f"compared/{name.removeprefix('kd/')}": count
+            for name, count in counts.of_parts.items()
+            if name.startswith("kd/") and not self.step.term.is_single
+        }
         return {"compared": counts.compared, **of_each}
 
     def _weights_of_terms(self, step: StudentStep) -> dict[str, float]:

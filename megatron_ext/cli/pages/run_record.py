@@ -90,8 +90,11 @@ class RunRecord:
         return int(self.rows[-1]["iteration"]) if self.rows else 0
 
     def names(self) -> list[str]:
-        """Names of all numeric measurements, in the order of their first occurrence."""
-        return list(dict.fromkeys(name for row in self.rows for name in row if name != "iteration"))
+        """Names of all measurements, in the order of the first occurrence of a value."""
+        values = (item for row in self.rows for item in row.items())
+        return list(
+            dict.fromkeys(n for n, value in values if n != "iteration" and value is not None)
+        )
 
     def points(self, name: str) -> list[tuple[int, float]]:
         """Iteration and value of all finite values."""
