@@ -1,7 +1,7 @@
 """Nearest tokens in spelling, and control tokens of the most similar names. N tokens.
 
 Spelling is compared by edit distance over bytes: the map of MinED (FuseLLM, arXiv 2401.10491). The
-search is exact, over every token of the least number of inserted, deleted and replaced bytes; two
+search is exact, over every token of the least number of inserted, deleted and replaced bytes; three
 lower bounds on the distance leave few to compute. Names are those such as ``<|eot_id|>`` and
 ``<end_of_turn>``.
 """
@@ -21,6 +21,8 @@ from megatron_ext.projection.speller import Speller
 WORD_BITS: Final = 64
 """Most bytes of a token to compare: one bit each in the columns of Myers' algorithm."""
 
+_WORDS: Final = tuple(map(np.dtype, (np.uint8, np.uint16, np.uint32, np.uint64)))
+
 
 class NearestTokens:
     """Index of tokens for nearest-neighbour search in spelling.
@@ -37,9 +39,8 @@ class NearestTokens:
         self._id_of = {token: token_id for token_id, token in ordered}
         self._lengths = np.array([len(token) for token in self._tokens], dtype=np.int64)
         self._starts = np.cumsum(self._lengths) - self._lengths
-        # One more byte, for positions past the end of the last token.
-        self._buffer = np.frombuffer(b"".join(self._tokens) + b"\0", dtype=np.uint8)
-        self._marks = _marks(self._buffer[:-1], self._starts)
+        self._buffer = np.frombuffer(b"".join(self._tokens), dtype=np.uint8)
+        self._marks = _marks(self._buffer, self._starts)
 
     def nearest(self, token: bytes) -> int | None:
         """Id of the token nearest to ``token``; None if there are no tokens.
@@ -67,9 +68,10 @@ class NearestTokens:
         """Place of the nearest token, at a distance of at most ``best``."""
         first, last = np.searchsorted(self._lengths, [len(token) - best, len(token) + best + 1])
         gaps = np.abs(self._lengths[first:last] - len(token))
-        # An edit removes and adds at most one byte value.
         marks = _marks(np.frombuffer(token, dtype=np.uint8), np.zeros(1, dtype=np.int64))
-        bounds = np.maximum(gaps, (_bits(self._marks[first:last] ^ marks) + 1) // 2)
+        # An edit removes and adds at most one byte value, and at most two pairs of neighbours.
+        values, pairs = _bits(self._marks[:, first:last] ^ marks)
+        bounds = np.maximum(gaps, np.maximum((values + 1) // 2, (pairs + 3) // 4))
         ties: list[int] = []
         for bound in range(best + 1):
             if bound > best:
@@ -85,31 +87,34 @@ class NearestTokens:
         return min(ties, key=lambda at: (-_common_prefix(self._tokens[at], token), self._ids[at]))
 
     def _distances(self, token: bytes, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Edit distance of ``token`` to each of the tokens at ``places``, all at once.
+        """Edit distance of ``token`` to each of the tokens at ``places``, ascending, all at once.
 
         Myers 1999, "A fast bit-vector algorithm for approximate string matching", as Hyyro 2003
         states it: a column of the table is two words, where the distance rises and where it falls.
         """
-        occurs = np.zeros(256, dtype=np.uint64)
+        word = next(word for word in _WORDS if len(token) <= 8 * word.itemsize).type
+        occurs = np.zeros(256, dtype=word)
         for at, byte in enumerate(token):
-            occurs[byte] |= np.uint64(1 << at)
-        one, top = np.uint64(1), np.uint64(1 << (len(token) - 1))
-        rises = np.full(len(places), np.uint64(2 ** len(token) - 1))
-        falls = np.zeros(len(places), dtype=np.uint64)
+            occurs[byte] |= word(1 << at)
+        one, top = word(1), word(1 << (len(token) - 1))
+        rises = np.full(len(places), word(2 ** len(token) - 1))
+        falls = np.zeros(len(places), dtype=word)
         starts, lengths = self._starts[places], self._lengths[places]
-        distance = np.full(len(places), len(token), dtype=np.int64)
-        final: NDArray[np.int64] = distance.copy()
-        for at in range(int(lengths.max())):
-            equal = occurs[self._buffer[np.minimum(starts + at, len(self._buffer) - 1)]]
+        distances = np.full(len(places), len(token), dtype=np.int64)
+        done = 0
+        for at in range(int(lengths[-1])):
+            # The shorter ones come first.
+            over = int(np.searchsorted(lengths, at, side="right"))
+            rises, falls, done = rises[over - done :], falls[over - done :], over
+            equal = occurs[self._buffer[starts[done:] + at]]
             either = equal | falls
             level = (((equal & rises) + rises) ^ rises) | equal
             up, down = falls | ~(level | rises), rises & level
-            distance += (up & top) != 0
-            distance -= (down & top) != 0
+            distances[done:] += (up & top) != 0
+            distances[done:] -= (down & top) != 0
             up = (up << one) | one
             rises, falls = (down << one) | ~(either | up), up & either
-            final = np.where(lengths == at + 1, distance, final)
-        return final
+        return distances
 
 
 def nearest_tokens(speller: Speller, tokens: Sequence[bytes]) -> list[list[int]]:
@@ -120,22 +125,29 @@ def nearest_tokens(speller: Speller, tokens: Sequence[bytes]) -> list[list[int]]
 
 
 def _marks(values: NDArray[np.uint8], starts: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Byte values of each token modulo 64, as a bit set; tokens begin at ``starts``."""
-    bits = np.uint64(1) << (values.astype(np.uint64) % np.uint64(64))
+    """Byte values of each token, and pairs of neighbours, as bit sets [2, N] of hashes; tokens
+    begin at ``starts``."""
     if not len(starts):
-        return np.zeros(0, dtype=np.uint64)
-    marks: NDArray[np.uint64] = np.bitwise_or.reduceat(bits, starts)
+        return np.zeros((2, 0), dtype=np.uint64)
+    one, value = np.uint64(1), values.astype(np.uint64)
+    pair = np.append(value[:-1] * np.uint64(31) + value[1:], one)
+    bits = one << np.stack([value, pair]) % np.uint64(64)
+    # The last byte of a token has no neighbour in it.
+    bits[1, np.append(starts[1:], len(values)) - 1] = 0
+    marks: NDArray[np.uint64] = np.bitwise_or.reduceat(bits, starts, axis=1)
     return marks
 
 
 _BITS_OF_16: Final = np.array([value.bit_count() for value in range(1 << 16)], dtype=np.uint8)
 
 
-def _bits(words: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Number of set bits in each word; numpy has it from version 2 on."""
-    counts: NDArray[np.int64] = _BITS_OF_16[words.view(np.uint16).reshape(-1, 4)].sum(
-        axis=1, dtype=np.int64
-    )
+def _bits(words: NDArray[np.uint64]) -> NDArray[np.uint8]:
+    """Number of set bits in each word."""
+    if hasattr(np, "bitwise_count"):
+        return np.bitwise_count(words)
+    # Before numpy 2.
+    of_16 = _BITS_OF_16[words.view(np.uint16).reshape(*words.shape, 4)]
+    counts: NDArray[np.uint8] = of_16.sum(axis=-1, dtype=np.uint8)
     return counts
 
 

@@ -31,7 +31,7 @@ def definition(tokens, token):
     return min(tokens, key=rank)[0]
 
 
-WORDS = st.text("abc", min_size=1, max_size=9).map(str.encode)
+WORDS = st.text("abc", min_size=1, max_size=20).map(str.encode)
 
 
 @given(st.lists(WORDS, min_size=1, max_size=30, unique=True), st.lists(WORDS, max_size=5))
