@@ -17,13 +17,13 @@ from megatron_ext.distributed.shard_collectives import all_reduce_sum, gather_co
 from megatron_ext.distributed.vocab_parallel import (
     LogSumExp,
     VocabShard,
-    local_log_sum_exp,
     merge_log_sum_exp,
     row_slices,
     scaled_logits,
 )
 from megatron_ext.errors import ProjectionError
 from megatron_ext.ops.projected_kl import ColumnPlan, LearnedEntries, ShardedProjection
+from megatron_ext.ops.softmax_statistics import row_statistics
 
 if TYPE_CHECKING:
     from megatron_ext.projection.sparse_projection import SparseProjection
@@ -253,15 +253,11 @@ def carried_targets(
     Collectives: three all-reduces, of [2, C] twice and of [Vt], and one all-gather of [C', Vt] a
     slice of C' rows.
     """
-    group = teacher_shard.group
-    device = teacher_logits.device
-    excluded = (
-        teacher_shard.excluded_columns(device),
-        teacher_shard.excluded_columns(device, projection.reachable),
+    group, reachable = teacher_shard.group, projection.reachable
+    statistics = row_statistics(
+        teacher_logits, teacher_shard, temperature=temperature, members=reachable, with_column=False
     )
-    local = [local_log_sum_exp(teacher_logits, temperature, columns) for columns in excluded]
-    peaks, totals = (torch.stack(parts) for parts in zip(*local, strict=True))
-    merged = merge_log_sum_exp(peaks, totals, group)
+    merged = merge_log_sum_exp(statistics.peak, statistics.total, group)
     whole, lse = (LogSumExp(*parts) for parts in zip(*merged, strict=True))
     left_out = -torch.expm1((lse.peak - whole.peak).add_(lse.log_sum).sub_(whole.log_sum))
     onto_student = projection.weight.to(left_out.dtype).t()
@@ -271,9 +267,10 @@ def carried_targets(
     shares = all_reduce_sum(shares, group)
     divisor = torch.where(shares > 0, shares, 1.0) if sharing == "split" else None
     out = left_out.new_empty(len(left_out), width)
+    excluded = teacher_shard.excluded_columns(teacher_logits.device, reachable)
     gathered = teacher_shard.width * group_size(group)
     for rows in row_slices(len(left_out), gathered, device=left_out.device):
-        scaled = scaled_logits(teacher_logits[rows], temperature, excluded[1])
+        scaled = scaled_logits(teacher_logits[rows], temperature, excluded)
         probs = lse.normalise_(scaled, rows).exp_()
         everywhere = gather_columns(probs, group)[:, :vocab]
         out[rows] = (everywhere if divisor is None else everywhere / divisor) @ onto_student

@@ -16,17 +16,16 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from megatron_ext.constants import IGNORE_INDEX
-from megatron_ext.distributed.shard_collectives import all_reduce_max, all_reduce_sum
+from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.distributed.vocab_parallel import (
     VocabShard,
-    local_log_sum_exp,
-    merge_log_sum_exp,
     row_slices,
     scaled_logits,
 )
 from megatron_ext.errors import LossError
 from megatron_ext.losses.targets import TeacherTargets
 from megatron_ext.losses.vocabulary_match import row_samples
+from megatron_ext.ops.softmax_statistics import row_log_sum_exp
 from megatron_ext.ops.token_log_prob import token_log_prob
 
 if TYPE_CHECKING:
@@ -68,8 +67,9 @@ def sample_scores(text: TeacherText, measure: TeacherMeasure) -> torch.Tensor:
 
     Nats are ``-log p(label)``, ``H(p)`` or ``-log max p``, summed over the labels.
 
-    Collectives: for ``bits_per_byte`` of logits those of ``token_log_prob``; for the others three
-    all-reduces of [B Tt]; and one of [S] over ``context_group``. None of a vocabulary.
+    Collectives: for ``bits_per_byte`` of logits those of ``token_log_prob``; of ``max_prob`` two
+    and of ``entropy`` three all-reduces of [B Tt]; and one of [S] over ``context_group``. None of a
+    vocabulary.
 
     Raises:
         LossError: Targets from which the measure cannot be computed, or labels of other positions.
@@ -149,13 +149,12 @@ def _row_nats(
 
 def _confidence_nats(logits: torch.Tensor, shard: VocabShard, *, is_entropy: bool) -> torch.Tensor:
     """Entropy or ``-log max p`` [T] of logits [T, Vp]."""
-    excluded = shard.excluded_columns(logits.device)
-    peak, total = local_log_sum_exp(logits, 1.0, excluded)
-    lse = merge_log_sum_exp(peak, total, shard.group)
+    lse = row_log_sum_exp(logits, shard)
     if not is_entropy:
-        peak = peak.masked_fill(total == 0, -torch.inf)
-        return lse.log_sum - (all_reduce_max(peak, shard.group) - lse.peak)
-    entropy = torch.empty_like(peak)
+        # The largest logit is the peak.
+        return lse.log_sum
+    entropy = torch.empty_like(lse.peak)
+    excluded = shard.excluded_columns(logits.device)
     for part in row_slices(*logits.shape, device=logits.device):
         log_p = lse.normalise_(scaled_logits(logits[part], 1.0, excluded), part)
         p = log_p.exp()

@@ -8,10 +8,12 @@ import numpy as np
 import torch
 
 from megatron_ext.distributed.vocab_parallel import (
+    LogSumExp,
     VocabShard,
     accumulation_dtype,
     finite_peak,
     local_log_sum_exp,
+    merge_log_sum_exp,
     row_slices,
     scaled_logits,
 )
@@ -76,6 +78,24 @@ def row_statistics(
     for memory, part in zip(into or (), statistics, strict=False):
         memory.copy_(part.view(-1)[: len(memory)])
     return statistics
+
+
+def row_log_sum_exp(
+    logits: torch.Tensor,
+    shard: VocabShard,
+    *,
+    temperature: float = 1.0,
+    implementation: Implementation = "auto",
+) -> LogSumExp:
+    """Log-sum-exp [T] of ``logits / temperature`` over all shards. No graph; two all-reduces."""
+    statistics = row_statistics(
+        logits,
+        shard,
+        temperature=temperature,
+        with_column=False,
+        implementation=implementation,
+    )
+    return merge_log_sum_exp(statistics.peak[0], statistics.total[0], shard.group)
 
 
 def _by_torch(

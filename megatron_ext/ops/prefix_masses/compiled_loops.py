@@ -1,15 +1,17 @@
-"""Compiled loops of the starts' masses, for a CPU."""
+"""Compiled loops of the starts' masses and their logarithms, for a CPU."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy import float32
 
-from megatron_ext.ops.loop_math import exp, loop_part
-from megatron_ext.ops.row_loops import EACH, entry_point, load_block, log_probs
+from megatron_ext.ops.loop_math import exp, log, loop_part
+from megatron_ext.ops.row_loops import EACH, MINUS_INFINITY, entry_point, load_block, log_probs
 
 _BLOCK = 2048
 """Columns whose probabilities are in the first cache until they are added up."""
+
+_SMALLEST = np.finfo(np.float32).tiny
 
 
 @loop_part(fastmath=EACH)
@@ -37,3 +39,21 @@ def column_masses(first, stop, rows, row_of, whole, target, out):
             _exponentials(values, count)
             for i in range(count):
                 sums[target[begin + i]] += values[i]
+
+
+@loop_part(fastmath=EACH)
+def _logarithms(values, count):
+    for i in range(count):
+        values[i] = MINUS_INFINITY if values[i] < _SMALLEST else log(values[i])
+
+
+@entry_point
+def log_masses(first, stop, masses):
+    """Logarithms in the place of masses [S, slots]; of less than the smallest normal number -inf.
+
+    torch takes ten times as long for the logarithm of 0, which most slots may hold.
+    """
+    for start in range(first, stop):
+        row = masses[start]
+        for begin in range(0, len(row), _BLOCK):
+            _logarithms(row[begin : begin + _BLOCK], min(_BLOCK, len(row) - begin))

@@ -15,8 +15,6 @@ from megatron_ext.distributed.shard_collectives import all_reduce_sum, group_siz
 from megatron_ext.distributed.vocab_parallel import (
     LogSumExp,
     VocabShard,
-    local_log_sum_exp,
-    merge_log_sum_exp,
     scaled_logits,
 )
 from megatron_ext.ops.chunk_rows import index_sum, local_column
@@ -29,6 +27,7 @@ from megatron_ext.ops.prefix_masses.operands import (
     StartColumns,
     TargetRows,
 )
+from megatron_ext.ops.softmax_statistics import row_log_sum_exp
 
 _PAIRS_AT_ONCE: Final = 1 << 22
 """Pairs of a prefix and a token whose masses are in memory at a time."""
@@ -137,8 +136,7 @@ class PrefixTargets:
         self._logits, self._rows, self._columns = logits, rows, columns.starts
         self._shards, self._smoothing = shards, smoothing
         shard, spans = shards[1], rows.spans
-        excluded = shard.excluded_columns(logits.device)
-        self._whole = merge_log_sum_exp(*local_log_sum_exp(logits, 1.0, excluded), shard.group)
+        self._whole = row_log_sum_exp(logits, shard, implementation=implementation)
         own = _Pairs(logits, self._whole, columns)
         events, middles = rows.pointers[-1], len(rows.middle)
         first = rows.event_counts.cumsum(0) - rows.event_counts
@@ -206,7 +204,13 @@ class PrefixTargets:
         if self._smoothing:
             even = self._smoothing / columns.event_count
             masses.mul_(1 - self._smoothing)[:, :-1].add_(columns.shared.student.mask * even)
-        return masses.log_()
+        if self._by != "cpu":
+            return masses.log_()
+        from megatron_ext.ops.prefix_masses import compiled_loops as loops
+        from megatron_ext.ops.row_loops import in_threads
+
+        in_threads(lambda a, b: loops.log_masses(a, b, masses.numpy()), len(masses))
+        return masses
 
     def _with_spans(self, masses: torch.Tensor) -> torch.Tensor:
         """Masses of the middles' events and rests with those of spans moved."""
