@@ -102,7 +102,8 @@ _PLAIN: Final = {"HAS_TEMPERATURE": False}
 _NO_READ: Final = {"read_ptr": None, "HAS_READ": False, **_PLAIN}
 _WHOLE: Final = {"HAS_LABELS": True, "HAS_GRADIENT": True, **_PLAIN}
 _VOCAB: Final = {"HAS_SUMS": True, **_WHOLE}
-_PROJECTED: Final = {"HAS_DOTS": True, **_WHOLE}
+_ALL_COLUMNS: Final = {"HAS_REST": False, "threshold_ptr": None, "rest_ptr": None}
+_PROJECTED: Final = {"HAS_DOTS": True, **_ALL_COLUMNS, **_WHOLE}
 _SINGLE: Final = {"STORES_SUMS": True, "STORES_GRADIENT": True, "HAS_LABELS": True, **_PLAIN}
 _MATCHED: Final = {"moved_ptr": None, "MOVED": False, "DIRECTION": "forward", **_PLAIN}
 
@@ -130,6 +131,8 @@ _SUMMED: Final[tuple[tuple[str, str, int, dict[str, Any]], ...]] = (
         4,
         {
             "DIRECTION": "forward",
+            "PASS": "values",
+            **_ALL_COLUMNS,
             "HAS_CROSSING": False,
             "HAS_DIAGNOSTICS": True,
             "COLUMNS": 8,
@@ -141,7 +144,7 @@ _SUMMED: Final[tuple[tuple[str, str, int, dict[str, Any]], ...]] = (
         "residual_gradients_kernel",
         "aligned",
         8,
-        {"IS_FORWARD": True, "IS_ALIGNED": True, "SUMS": 32, "BLOCK": 128, **_WHOLE},
+        {"HAS_SINGLES": True, "IS_ALIGNED": True, "SUMS": 32, "BLOCK": 128, **_WHOLE},
     ),
 )
 """Kernels of summed columns: launch, number of warps, constants."""

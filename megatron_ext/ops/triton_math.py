@@ -241,6 +241,37 @@ def projected_terms(p, log_p, projected, log_projected, mass, mixture, DIRECTION
 
 
 @triton.jit
+def kept_terms(
+    p,
+    log_p,
+    projected,
+    log_projected,
+    in_rest,
+    rest_p,
+    rest_projected,
+    mass,
+    mixture,
+    DIRECTION: tl.constexpr,
+):
+    """``projected_terms`` of columns of which those ``in_rest`` are compared as one.
+
+    These have the slope of the rest, whose masses are given, and no terms.
+    """
+    log_rest_p = tl.log(tl.where(rest_p < FLOOR, FLOOR, rest_p))
+    log_rest = tl.log(tl.where(rest_projected < FLOOR, FLOOR, rest_projected))
+    value, slope = projected_terms(
+        tl.where(in_rest, rest_p, p),
+        tl.where(in_rest, log_rest_p, log_p),
+        tl.where(in_rest, rest_projected, projected),
+        tl.where(in_rest, log_rest, log_projected),
+        mass,
+        mixture,
+        DIRECTION,
+    )
+    return tl.where(in_rest, 0.0, value), slope
+
+
+@triton.jit
 def exp_less_one(x):
     """``exp(x) - 1``, small ones to all their digits."""
     series = 1 / 720 + x / 5040

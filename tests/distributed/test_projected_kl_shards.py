@@ -17,6 +17,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "scaled up": {"direction": "reverse"},
     "by loops": {"implementation": "cpu"},
     "scaled up by loops": {"direction": "reverse", "implementation": "cpu", "temperature": 1.4},
+    "the top columns": {"vocab_topk": 7},
+    "the top columns by loops": {"vocab_topk": 7, "implementation": "cpu"},
 }
 if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
     OPTIONS |= {

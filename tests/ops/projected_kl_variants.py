@@ -16,9 +16,12 @@ FLOATS = {"temperature": "fp32", "mixture": "fp32", "scale": "fp32", "weight": "
 POINTERS = arguments(
     "lse student_lse carried_lse teacher_lse plain_lse weight out slope values scratch crossed "
     "value residual mass row_mass partial dots grad_scale label_weight peak log_sum left_out "
-    "loss single sums largest: *fp32; is_scaled compared: *i1; "
+    "loss single sums largest threshold rest: *fp32; is_scaled compared: *i1; "
     "label row column student_column teacher_column: *i64"
 )
+
+
+ALL_COLUMNS = {"HAS_REST": False, "threshold_ptr": None, "rest_ptr": None}
 
 
 def variant(name, logits, **constants):
@@ -68,17 +71,22 @@ def summed_variants():
     means = tempered | {"COLUMNS": 32, "BLOCK": 128}
     slopes = tempered | {"COLUMNS": 8, "BLOCK": 64}
     rows = tempered | {"SUMS": 32, "BLOCK": 128}
-    flags = ("IS_FORWARD", "IS_ALIGNED", "HAS_GRADIENT", "HAS_LABELS")
+    flags = ("HAS_SINGLES", "IS_ALIGNED", "HAS_GRADIENT", "HAS_LABELS")
     nothing = ("gradient_ptr", "plain_lse_ptr", "label_ptr", "label_weight_ptr")
     alone = dict.fromkeys(flags, False) | dict.fromkeys(nothing, None)
     crossing = {"HAS_CROSSING": True, "HAS_DIAGNOSTICS": True, "DIRECTION": "jensen_shannon"}
     own = {"HAS_CROSSING": False, "HAS_DIAGNOSTICS": False, "DIRECTION": "forward"}
     own |= {"crossed_ptr": None}
+    every = {"PASS": "values", **ALL_COLUMNS}
     return [
         *(variant("residual_means_kernel", x, IS_ALIGNED=x == "*bf16", **means) for x in LOGITS),
         variant("column_sums_kernel", "*bf16", CHUNKS=32, SUMS=32, ENTRIES=64),
-        variant("summed_slopes_kernel", "*fp32", **slopes, **crossing),
-        variant("summed_slopes_kernel", "*bf16", **slopes, **own),
+        variant("summed_slopes_kernel", "*fp32", **slopes, **crossing, **every),
+        variant("summed_slopes_kernel", "*bf16", **slopes, **own, **every),
+        *(
+            variant("summed_slopes_kernel", "*bf16", HAS_REST=True, PASS=which, **slopes, **own)
+            for which in ("rest", "values")
+        ),
         *(
             variant("residual_gradients_kernel", x, **rows, **dict.fromkeys(flags, True))
             for x in LOGITS
@@ -101,28 +109,34 @@ def single_variants():
 
 def sweep_variants():
     shared = {"HAS_TEMPERATURE": True, "HAS_DIAGNOSTICS": True, "BLOCK": 1024}
-    wanted = shared | {"HAS_DOTS": True, "HAS_GRADIENT": True, "HAS_LABELS": True}
+    every = shared | ALL_COLUMNS
+    wanted = {"HAS_DOTS": True, "HAS_GRADIENT": True, "HAS_LABELS": True}
     found = [
-        variant("sweep_kernel", logits, DIRECTION="forward", PASS="values", **wanted)
+        variant("sweep_kernel", logits, DIRECTION="forward", PASS="values", **wanted, **every)
         for logits in LOGITS
     ]
     for direction in DIRECTIONS:
         chosen = {"DIRECTION": direction}
-        found.append(variant("sweep_kernel", "*bf16", PASS="gradient", **wanted, **chosen))
+        found.append(variant("sweep_kernel", "*bf16", PASS="gradient", **wanted, **every, **chosen))
     nothing = ("dots_ptr", "gradient_ptr", "plain_lse_ptr", "label_ptr", "label_weight_ptr")
     alone = dict.fromkeys(("HAS_DOTS", "HAS_GRADIENT", "HAS_LABELS"), False)
     alone |= dict.fromkeys(nothing, None)
-    found.append(
-        variant("sweep_kernel", "*bf16", DIRECTION="reverse", PASS="values", **shared, **alone)
-    )
-    return found
+    reverse = {"DIRECTION": "reverse"}
+    return [
+        *found,
+        variant("sweep_kernel", "*bf16", PASS="values", **every, **alone, **reverse),
+        variant("sweep_kernel", "*bf16", PASS="rest", HAS_REST=True, **shared, **alone, **reverse),
+        variant(
+            "sweep_kernel", "*bf16", PASS="values", HAS_REST=True, **shared, **wanted, **reverse
+        ),
+    ]
 
 
 def learned_variants():
     """Of learned entries alone, without a gradient of the logits."""
     nothing = ("gradient_ptr", "plain_lse_ptr", "label_ptr", "label_weight_ptr")
     flags = {"HAS_DOTS": True, "HAS_GRADIENT": False, "HAS_LABELS": False, "BLOCK": 1024}
-    flags |= {"HAS_TEMPERATURE": True, "HAS_DIAGNOSTICS": True, "PASS": "values"}
+    flags |= {"HAS_TEMPERATURE": True, "HAS_DIAGNOSTICS": True, "PASS": "values", **ALL_COLUMNS}
     return [
         variant("sweep_kernel", "*bf16", DIRECTION=direction, **flags, **dict.fromkeys(nothing))
         for direction in ("forward", "reverse")

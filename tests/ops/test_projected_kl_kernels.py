@@ -89,6 +89,47 @@ def test_values_and_gradients_are_the_references(by, name, direction, dtype):
 
 
 @pytest.mark.usefixtures("nan_filled")
+@pytest.mark.parametrize(
+    ("name", "direction", "vocab_topk"),
+    combinations(tuple(CASES), DIRECTIONS, (5, 1, 30)),
+)
+def test_the_top_columns_and_the_rest_as_one_are_compared(by, name, direction, vocab_topk):
+    case = paired(**CASES[name])
+    options = {"direction": direction, "temperature": 1.7, "mixture": 0.3, "vocab_topk": vocab_topk}
+    truth, true_grad = case.truth(**options)
+    plain, plain_grad = case.to(torch.float32).truth(**options)
+    given = {"padding": (3, 9), "pad_value": 1e4, "planned": True, **options}
+    out, grad = case.run(dtype=torch.float32, implementation=by, **given)
+    assert_as_exact(out.chunk_loss.sum(), plain, truth, slack=2e-6)
+    assert_as_exact(grad[:, : true_grad.shape[1]], plain_grad, true_grad, slack=2e-6)
+    assert not grad[:, true_grad.shape[1] :].any()
+    twin, _ = case.run(dtype=torch.float64, **given)
+    for field in ("teacher_entropy", "offsupport_mass", "rest_mass"):
+        got, exact = getattr(out, field).double(), getattr(twin, field).double()
+        torch.testing.assert_close(got, exact, rtol=2e-6, atol=1e-6)
+    assert torch.equal(out.top1_agreement, twin.top1_agreement)
+    assert (out.rest_mass > 0).all()
+    silent, same = case.run(dtype=torch.float32, implementation=by, diagnostics=False, **given)
+    assert torch.equal(silent.chunk_loss, out.chunk_loss)
+    assert torch.equal(same, grad)
+
+
+def test_columns_that_equal_the_last_of_the_top_ones_are_all_kept(by):
+    case = paired(lengths=(4, 4), chunk_count=4)
+    logits = torch.zeros_like(case.teacher_logits)
+    logits[:, :3] = 1.0
+    case = replace(case, teacher_logits=logits)
+    given = {"dtype": torch.float32, "planned": True, "implementation": by}
+    ties, grad = case.run(vocab_topk=9, **given)
+    every, of_every = case.run(**given)
+    assert not ties.rest_mass.any()
+    torch.testing.assert_close(ties.chunk_loss, every.chunk_loss)
+    torch.testing.assert_close(grad, of_every)
+    three, _ = case.run(vocab_topk=2, **given)
+    assert (three.rest_mass > 0).all()
+
+
+@pytest.mark.usefixtures("nan_filled")
 def test_no_chunk_gives_zero_with_a_graph(by):
     out, grad = paired(chunk_count=0, lengths=(2, 2)).run(
         dtype=torch.float32, planned=True, implementation=by
@@ -286,17 +327,14 @@ def test_without_diagnostics_the_loss_is_the_same(by):
 
 def test_what_the_kernels_cannot_do_is_refused_when_they_are_asked_for():
     case = paired(lengths=(4, 4), chunk_count=2)
-    with pytest.raises(LossError, match="on every column; got vocab_topk 3"):
-        case.run(dtype=torch.float32, planned=True, implementation="triton", vocab_topk=3)
-    with pytest.raises(LossError, match="need a plan"):
-        case.run(dtype=torch.float32, implementation="triton")
+    for by in ("triton", "cpu"):
+        with pytest.raises(LossError, match="need a plan"):
+            case.run(dtype=torch.float32, implementation=by)
     with pytest.raises(LossError, match="no such implementation of projected_kl"):
         case.run(implementation="cuda")
-    with pytest.raises(LossError, match="no compiled loops for this; got vocab_topk"):
-        case.run(dtype=torch.float32, planned=True, implementation="cpu", vocab_topk=3)
     with pytest.raises(LossError, match=r"do not read these logits; got torch\.float64"):
         case.run(dtype=torch.float64, planned=True, implementation="cpu")
-    case.run(dtype=torch.float32, implementation="auto", vocab_topk=3)
+    case.run(dtype=torch.float32, implementation="auto")
 
 
 def test_torch_makes_no_fp32_tensor_of_more_rows_than_a_slice(monkeypatch):

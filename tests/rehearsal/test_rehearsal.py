@@ -55,7 +55,6 @@ RANKS = (1, 2) if ALL else (2,)
 """Tensor-parallel ranks of the runs; losses are rehearsed on one."""
 
 WAITING = {
-    "projected_kl on the teacher's top tokens": "torch_evaluation.py",
     "uld by position": "model_rows.py",
 }
 """Objectives that the host waits for once, and where."""

@@ -107,8 +107,7 @@ class ProjectedKLLoss(FusedObjective):
     """``proper``, or ``nemo``: value and gradient of the original, see ``objectives/nemo.py``."""
 
     implementation: Implementation = "auto"
-    """``triton``, ``torch``, or ``auto``: the kernels on a GPU. ``vocab_topk`` has no kernel and
-    runs in torch under ``auto``; the nemo numerics always run in torch."""
+    """See ``ops/launch``; the nemo numerics always run in torch."""
 
     def __post_init__(self) -> None:
         check_divergence(

@@ -18,6 +18,7 @@ from megatron_ext.ops.divergence import probability_floor
 from megatron_ext.ops.divergence_loops import DIRECTIONS
 from megatron_ext.ops.projected_kl import compiled_loops as compiled
 from megatron_ext.ops.projected_kl.column_plan import ColumnPlan, Segments
+from megatron_ext.ops.projected_kl.kept_columns import KeptColumns, kept_columns
 from megatron_ext.ops.projected_kl.operands import (
     ProjectedKLOptions,
     ProjectedValues,
@@ -49,13 +50,18 @@ class CompiledEvaluation:
         self.weight = projection.weight.values().detach()
         mass = student.rows.means(statistics.mapped)
         count = len(mass)
+        self.mass = mass.clamp_(min=probability_floor(mass))
+        self.kept = kept_columns(teacher, statistics.teacher, projection.reachable, options, "cpu")
+        threshold, rest = self.kept or KeptColumns(mass[:0], mass.new_zeros(2, 0))
         self.values = compiled.ByChunk(
-            mass=mass.clamp_(min=probability_floor(mass)).numpy(),
+            mass=self.mass.numpy(),
             is_scaled=statistics.carried.is_scaled.numpy(),
             grad_scale=requested.grad_scale.float().contiguous().numpy(),
             sums=np.zeros((2, count), dtype=np.float32),
             best=np.full((2, count), -1, dtype=np.float32),
             column=np.zeros((2, count), dtype=np.int32),
+            threshold=threshold.numpy(),
+            rest=rest.numpy(),
         )
         learned = np.zeros((2, 0), dtype=np.int32)
         if requested.learned is not None and requested.entry_gradient is not None:
@@ -103,10 +109,14 @@ class CompiledEvaluation:
             column = torch.from_numpy(self.values.column).long() + self.teacher.shard.start
             p_top, q_top = merge_argmax(best, column, group)
             agreement = p_top == q_top
-        return ProjectedValues(sums[0], sums[1], agreement, torch.zeros_like(sums[0]))
+        if self.kept is None:
+            return ProjectedValues(sums[0], sums[1], agreement, torch.zeros_like(sums[0]))
+        value = sums[0] + self.kept.value(self.mass, self.options)
+        return ProjectedValues(value, sums[1], agreement, self.kept.rest[0])
 
     def _tile(self, first: int, count: int) -> None:
-        """Evaluate ``count`` chunks from ``first`` on; two all-reduces on several shards."""
+        """Evaluate ``count`` chunks from ``first`` on; two all-reduces on several shards, three
+        with ``vocab_topk``."""
         plan, group = self.plan, self.student.shard.group
         work = self.work._replace(
             start=first,
@@ -114,8 +124,9 @@ class CompiledEvaluation:
             residual=np.empty((count, plan.residual_rows), dtype=np.float32),
         )
         columns, slopes = compiled.SUM_COLUMNS, compiled.SLOPES | compiled.VALUES
+        rest = 0 if self.kept is None else compiled.REST
         if group is None:
-            self._steps(work, count, columns | slopes | compiled.GRADIENTS)
+            self._steps(work, count, columns | rest | slopes | compiled.GRADIENTS)
             return
         self._steps(work, count, columns)
         if plan.crossing:
@@ -125,6 +136,10 @@ class CompiledEvaluation:
                 lambda a, b: compiled.crossing_means(first + a, first + b, work, both[1]), count
             )
             work = work._replace(crossed=all_reduce_sum(torch.from_numpy(both), group).numpy())
+        if self.kept is not None:
+            self._steps(work, count, rest)
+            own = self.kept.rest[:, first : first + count]
+            own.copy_(all_reduce_sum(own.contiguous(), group))
         self._steps(work, count, slopes)
         if work.scalars.with_dots:
             dots = all_reduce_sum(torch.from_numpy(work.dots), group).numpy()

@@ -31,7 +31,7 @@ from megatron_ext.ops.row_loops import (
     warm,
 )
 
-SUM_COLUMNS, SLOPES, VALUES, GRADIENTS = 1, 2, 4, 8
+SUM_COLUMNS, REST, SLOPES, VALUES, GRADIENTS = 1, 2, 4, 8, 16
 
 LOG_FLOOR = float32(np.log(np.float64(FLOOR)))
 _ZERO, _ONE = float32(0), float32(1)
@@ -103,6 +103,12 @@ class ByChunk(NamedTuple):
 
     column: Any
     """int32 [2, C]: their columns."""
+
+    threshold: Any
+    """fp32 [C]: least P of a column that is compared by itself; [0]: every column is."""
+
+    rest: Any
+    """fp32 [2, C]: P and Q~ of all other columns, added up by step ``REST``."""
 
 
 class Labels(NamedTuple):
@@ -310,6 +316,53 @@ def _terms(slope, p, log_p, q, log_q, count, mass, scalars):
     return _jensen_shannon(slope, p, log_p, q, log_q, count, mass, log_mass, scalars.mixture)
 
 
+@loop_part(fastmath=EACH)
+def _pool(kept, values, p, count, threshold):
+    """Values of the columns that are compared by themselves, and 0, whose terms are 0."""
+    for i in range(count):
+        kept[i] = _ZERO if p[i] < threshold else values[i]
+
+
+@loop_part(fastmath=EACH)
+def _spread(slope, p, count, threshold, of_rest):
+    """The slope of the rest in its columns."""
+    for i in range(count):
+        slope[i] = of_rest if p[i] < threshold else slope[i]
+
+
+@loop_part(fastmath=SUMS)
+def _kept_terms(slope, p, log_p, q, log_q, count, mass, chunk, work):
+    """``_terms`` of the columns that are compared by themselves; ``slope`` of all."""
+    by_chunk, scalars = work.by_chunk, work.scalars
+    if len(by_chunk.threshold) == 0:
+        return _terms(slope, p, log_p, q, log_q, count, mass, scalars)
+    threshold = by_chunk.threshold[chunk]
+    kept = np.empty((2, BLOCK), dtype=np.float32)
+    _pool(kept[0], p, p, count, threshold)
+    _pool(kept[1], q, p, count, threshold)
+    value = _terms(slope, kept[0], log_p, kept[1], log_q, count, mass, scalars)
+    for side in range(2):
+        kept[side, 0] = by_chunk.rest[side, chunk]
+        kept[side, 1] = log(FLOOR if kept[side, 0] < FLOOR else kept[side, 0])
+    rest, other = kept[0], kept[1]
+    _terms(rest[2:], rest[:1], rest[1:2], other[:1], other[1:2], 1, mass, scalars)
+    _spread(slope, p, count, threshold, rest[2])
+    return value
+
+
+@loop_part(fastmath=SUMS)
+def _add_rest(p, q, columns, count, chunk, by_chunk):
+    """Add a block's P and Q~ in ``columns`` below the threshold."""
+    threshold = by_chunk.threshold[chunk]
+    first, second = _ZERO, _ZERO
+    for i in range(count):
+        in_rest = columns[i] >= 0 and p[i] < threshold
+        first += p[i] if in_rest else _ZERO
+        second += q[i] if in_rest else _ZERO
+    by_chunk.rest[0, chunk] += first
+    by_chunk.rest[1, chunk] += second
+
+
 @loop_part(fastmath=SUMS)
 def _count(p, log_p, q, columns, count, chunk, by_chunk):
     """Add a block's entropy, and keep its largest P and Q~."""
@@ -348,21 +401,48 @@ def _sum_columns(work, chunk):
 
 
 @loop_part(fastmath=SUMS)
+def _summed_block(p, log_p, work, chunk, first, count):
+    """``Q~`` of a block of summed columns, with their P and its logarithms."""
+    columns, local = work.columns, chunk - work.start
+    q = work.scratch[local, first : first + count]
+    _mean_at(p, log_p, work.teacher, chunk, columns.home[first : first + count], count)
+    for i in range(max(0, min(count, columns.crossing - first))):
+        q[i], p[i] = work.crossed[0, local, first + i], work.crossed[1, local, first + i]
+        log_p[i] = log(FLOOR if p[i] < FLOOR else p[i])
+    return q
+
+
+@loop_part(fastmath=SUMS)
+def _rest(work, chunk):
+    """P and Q~ of the columns that are compared as one."""
+    columns, student = work.columns, work.student
+    block = np.empty((4, BLOCK), dtype=np.float32)
+    p, log_p, q, log_q = block[0], block[1], block[2], block[3]
+    for first in range(0, len(columns.home), BLOCK):
+        count = min(BLOCK, len(columns.home) - first)
+        summed = _summed_block(p, log_p, work, chunk, first, count)
+        home = columns.home[first : first + count]
+        _add_rest(p, summed, home, count, chunk, work.by_chunk)
+    for first in range(0, student.rows.width, BLOCK):
+        count = min(BLOCK, student.rows.width - first)
+        partner = columns.partner[first : first + count]
+        _mean_at(p, log_p, work.teacher, chunk, partner, count)
+        _mean_from(q, log_q, work, chunk, first, count)
+        _add_rest(p, q, partner, count, chunk, work.by_chunk)
+
+
+@loop_part(fastmath=SUMS)
 def _slopes(work, chunk):
     """``dD/dQ`` of summed columns in place of their ``Q~``, and their terms of D."""
     scalars, by_chunk, columns = work.scalars, work.by_chunk, work.columns
-    mass, local = by_chunk.mass[chunk], chunk - work.start
+    mass = by_chunk.mass[chunk]
     block = np.empty((5, BLOCK), dtype=np.float32)
     p, log_p, log_q, slope, held_slope = block[0], block[1], block[2], block[3], block[4]
     value = _ZERO
     for first in range(0, len(columns.home), BLOCK):
         count = min(BLOCK, len(columns.home) - first)
         home = columns.home[first : first + count]
-        q = work.scratch[local, first : first + count]
-        _mean_at(p, log_p, work.teacher, chunk, home, count)
-        for i in range(max(0, min(count, columns.crossing - first))):
-            q[i], p[i] = work.crossed[0, local, first + i], work.crossed[1, local, first + i]
-            log_p[i] = log(FLOOR if p[i] < FLOOR else p[i])
+        q = _summed_block(p, log_p, work, chunk, first, count)
         for i in range(count):
             log_q[i] = log(FLOOR if q[i] < FLOOR else q[i])
         crosses = columns.crossing > first
@@ -372,7 +452,7 @@ def _slopes(work, chunk):
                 _clear(p, home, count)
                 _clear(q, home, count)
             written = held_slope if held else slope
-            value = _terms(written, p, log_p, q, log_q, count, mass, scalars)
+            value = _kept_terms(written, p, log_p, q, log_q, count, mass, chunk, work)
         by_chunk.sums[0, chunk] += value
         if scalars.diagnostics:
             _count(p, log_p, q, home, count, chunk, by_chunk)
@@ -501,6 +581,7 @@ def _sweep(step, work, chunk):
     teacher = work.teacher
     teacher_begin = teacher.offsets[chunk]
     of_rows = is_alone and is_known and teacher.offsets[chunk + 1] - teacher_begin == 1
+    of_rows = of_rows and len(by_chunk.threshold) == 0
     shares_softmax = len(work.labels.weight) > 0 and scalars.temperature == _ONE and not is_scaled
     residual = work.residual[chunk - work.start]
     for first in range(0, student.rows.width, BLOCK):
@@ -527,7 +608,7 @@ def _sweep(step, work, chunk):
             if is_alone:
                 _copy(out, q, count)
             _clear(q, partner, count)
-            value = _terms(slope, p, log_p, q, log_q, count, mass, scalars)
+            value = _kept_terms(slope, p, log_p, q, log_q, count, mass, chunk, work)
         if step == VALUES:
             by_chunk.sums[0, chunk] += value
             if scalars.diagnostics:
@@ -605,6 +686,8 @@ def evaluate(first, stop, steps, work, entries):
                 warm(side.rows, side.order[place])
         if steps & SUM_COLUMNS:
             _sum_columns(work, chunk)
+        if steps & REST:
+            _rest(work, chunk)
         if steps & SLOPES:
             _slopes(work, chunk)
             if work.scalars.with_dots:

@@ -80,18 +80,24 @@ def evaluate_projected_kl(
     cross-entropy. In torch a slice of C' chunks with T' student rows adds a reduce-scatter of
     [C', Vt] and an all-reduce of [3, C'], two of [2, C'] for diagnostics, with ``vocab_topk`` one
     of [2, C'] and an all-gather of [C', vocab_topk], and for gradients an all-gather of [C', Vt]
-    and an all-reduce of [T'].
+    and an all-reduce of [T']. By kernels and loops ``vocab_topk`` adds an all-gather of
+    [C', vocab_topk] a slice, and an all-reduce of [2, C'] a tile.
 
     Raises:
-        LossError: ``triton`` was asked for and cannot run.
+        LossError: ``triton`` or ``cpu`` was asked for and cannot run.
     """
     check_implementation("projected_kl", implementation)
     student = student._replace(logits=student.logits.detach())
     teacher = teacher._replace(logits=teacher.logits.detach())
-    by_kernels = _runs_kernels(implementation, options, projection, student.logits, teacher.logits)
-    by_loops = not by_kernels and _runs_loops(
-        implementation, options, projection, student.logits, teacher.logits
-    )
+    has_plan = projection.plan is not None
+    if implementation in ("triton", "cpu") and not has_plan:
+        raise LossError(
+            "kernels and compiled loops of projected_kl need a plan of the projection",
+            fix="pass the plan of a ProjectionShard, or take implementation 'auto' or 'torch'",
+        )
+    logits = student.logits, teacher.logits
+    by_kernels = has_plan and uses_triton(implementation, *logits)
+    by_loops = has_plan and not by_kernels and uses_compiled(implementation, *logits)
     sums = merged_sums(
         student,
         teacher,
@@ -159,53 +165,6 @@ def evaluate_projected_kl(
         statistics.top_column,
         statistics.student.log_sum,
     )
-
-
-def _runs_kernels(
-    implementation: Implementation,
-    options: ProjectedKLOptions,
-    projection: ShardedProjection,
-    *logits: torch.Tensor,
-) -> bool:
-    """Whether kernels run; raise LossError where ``triton`` was asked for and cannot run."""
-    asked = implementation == "triton"
-    if options.vocab_topk is not None:
-        if asked:
-            raise LossError(
-                "the kernels of projected_kl compare on every column",
-                got=f"vocab_topk {options.vocab_topk}",
-                fix="leave out vocab_topk, or take implementation 'auto' or 'torch'",
-            )
-        return False
-    if projection.plan is None:
-        if asked:
-            raise LossError(
-                "the kernels of projected_kl need a plan of the projection",
-                fix="pass the plan of a ProjectionShard, or take implementation 'auto' or 'torch'",
-            )
-        return False
-    return uses_triton(implementation, *logits)
-
-
-def _runs_loops(
-    implementation: Implementation,
-    options: ProjectedKLOptions,
-    projection: ShardedProjection,
-    *logits: torch.Tensor,
-) -> bool:
-    """Whether compiled loops run; raise LossError where ``cpu`` was asked for and cannot run."""
-    has_none = "vocab_topk" if options.vocab_topk is not None else None
-    if has_none is None and projection.plan is None:
-        has_none = "a projection without a plan"
-    if has_none is None:
-        return uses_compiled(implementation, *logits)
-    if implementation == "cpu":
-        raise LossError(
-            "projected_kl has no compiled loops for this",
-            got=has_none,
-            fix="take implementation 'auto' or 'torch'",
-        )
-    return False
 
 
 def projected_kl(

@@ -11,10 +11,12 @@ from typing import Final, NamedTuple
 import torch
 
 from megatron_ext.distributed.shard_collectives import all_reduce_sum
+from megatron_ext.distributed.vocab_parallel import LogSumExp
 from megatron_ext.errors import LossError
 from megatron_ext.ops.chunk_rows import ChunkedLogits
 from megatron_ext.ops.launch import HALF_FULL, LaunchConfig, chosen_config, fitting_config
 from megatron_ext.ops.projected_kl.column_plan import SUMS
+from megatron_ext.ops.projected_kl.kept_columns import kept_columns
 from megatron_ext.ops.projected_kl.kernel_numbers import KernelNumbers, chunk_values, launch_singles
 from megatron_ext.ops.projected_kl.operands import (
     ProjectedKLOptions,
@@ -101,6 +103,9 @@ class KernelEvaluation:
         self.options, self.requested = options, requested
         self.tempered = options.temperature != 1.0
         self.is_forward = options.direction == "forward"
+        reached = LogSumExp(*numbers.teacher_lse)
+        self.kept = kept_columns(teacher, reached, projection.reachable, options, "triton")
+        self.has_singles = self.is_forward and self.kept is None
         self.slot_blocks = -(-len(self.plan.home) // _SLOT_BLOCK)
         self.config = fitting_config(self._config(), student.shard.width)
         self.column_blocks = -(-student.shard.width // self.config.block)
@@ -117,9 +122,9 @@ class KernelEvaluation:
             self._summed_columns(tile)
             self._evaluate(tile, dots)
         # After the residual columns are read, which have no gradient from here.
-        singles = self._singles() if self.is_forward else None
+        singles = self._singles() if self.has_singles else None
         self._outside_chunks()
-        return chunk_values(
+        values = chunk_values(
             (partial, best),
             self.slot_blocks,
             singles,
@@ -127,6 +132,17 @@ class KernelEvaluation:
             self.numbers,
             self.teacher.shard,
             self.options,
+        )
+        return values if self.kept is None else self._with_rest(values)
+
+    def _with_rest(self, values: ProjectedValues) -> ProjectedValues:
+        """Add the term of the columns that are compared as one."""
+        assert self.kept is not None
+        compared, numbers = self.numbers.compared, self.numbers
+        term = self.options.temperature**2 * self.kept.value(numbers.mass, self.options)
+        return values._replace(
+            value=values.value + torch.where(compared, term, 0.0),
+            rest_mass=torch.where(compared, self.kept.rest[0], 0.0),
         )
 
     def _tile_chunks(self) -> int:
@@ -155,10 +171,15 @@ class KernelEvaluation:
 
     def _summed_columns(self, tile: _ChunkTile) -> None:
         """Q~, P and slopes of summed columns, ``W f`` and gradients of residual rows."""
+        crossed = None
+        if len(self.plan.home):
+            self._sums(tile, self._means(tile))
+            crossed = self._cross(tile) if self.plan.crossing else None
+        if self.kept is not None:
+            self._rest(tile, crossed)
         if not len(self.plan.home):
             return
-        self._sums(tile, self._means(tile))
-        self._slopes(tile, self._cross(tile) if self.plan.crossing else None)
+        self._slopes(tile, crossed)
         if self._wants_gradient():
             self._residual_rows(tile)
 
@@ -211,8 +232,26 @@ class KernelEvaluation:
             num_warps=_WARPS,
         )
 
-    def _slopes(self, tile: _ChunkTile, crossed: torch.Tensor | None) -> None:
-        """``dD/dQ`` in place of ``Q~``, and the terms of D."""
+    def _rest(self, tile: _ChunkTile, crossed: torch.Tensor | None) -> None:
+        """Masses of the columns that are compared as one; one all-reduce of [2, C']."""
+        assert self.kept is not None
+        if len(self.plan.home):
+            self._slopes(tile, crossed, "rest")
+        self._pass(tile, self.slot_blocks, "rest", None, self.config)
+        sums = tile.partial[:2].sum(dim=-1)
+        chosen = slice(tile.first, tile.first + tile.chunks)
+        self.kept.rest[:, chosen] = all_reduce_sum(sums, self.student.shard.group)
+
+    def _kept(self) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
+        """Arguments of kernels that compare columns."""
+        if self.kept is None:
+            return None, None, 0
+        return *self.kept, self.kept.rest.stride(0)
+
+    def _slopes(
+        self, tile: _ChunkTile, crossed: torch.Tensor | None, which: str = "values"
+    ) -> None:
+        """``dD/dQ`` in place of ``Q~``, and the terms of D; of pass "rest" its sums alone."""
         from megatron_ext.ops.projected_kl.summed_kernels import summed_slopes_kernel
 
         plan = self.plan
@@ -228,6 +267,7 @@ class KernelEvaluation:
             tile.chunks,
             tile.scratch,
             self.numbers.mass,
+            *self._kept(),
             self.options.mixture,
             tile.partial,
             tile.best,
@@ -235,6 +275,8 @@ class KernelEvaluation:
             tile.partial.stride(0),
             self.slot_blocks,
             DIRECTION=self.options.direction,
+            PASS=which,
+            HAS_REST=self.kept is not None,
             HAS_CROSSING=crossed is not None,
             HAS_DIAGNOSTICS=self.options.diagnostics,
             HAS_TEMPERATURE=self.tempered,
@@ -278,7 +320,7 @@ class KernelEvaluation:
             numbers.label,
             numbers.label_weight,
             blocks,
-            IS_FORWARD=self.is_forward,
+            HAS_SINGLES=self.has_singles,
             IS_ALIGNED=plan.aligned is not None,
             HAS_GRADIENT=gradient is not None,
             HAS_LABELS=numbers.label is not None,
@@ -355,7 +397,7 @@ class KernelEvaluation:
 
         shard, gradient, numbers = self.student.shard, self.requested.gradient, self.numbers
         blocks = -(-shard.width // config.block)
-        parts = min(blocks, _FEW_PARTS) if self.is_forward else blocks
+        parts = min(blocks, _FEW_PARTS) if self.has_singles else blocks
         sweep_kernel[(tile.chunks * parts,)](
             *self._read(self.student, numbers.student_lse),
             numbers.carried_lse,
@@ -371,6 +413,7 @@ class KernelEvaluation:
             tile.residual,
             tile.residual.stride(0),
             numbers.mass,
+            *self._kept(),
             self.options.mixture,
             tile.partial,
             tile.best,
@@ -389,6 +432,7 @@ class KernelEvaluation:
             parts,
             DIRECTION=self.options.direction,
             PASS=which,
+            HAS_REST=self.kept is not None,
             HAS_DOTS=dots is not None,
             HAS_GRADIENT=gradient is not None and dots is not None,
             HAS_DIAGNOSTICS=self.options.diagnostics,

@@ -49,7 +49,7 @@ class ProjectedKLOptions(DivergenceOptions):
 
     vocab_topk: int | None = None
     """Number of columns compared a chunk, those of the largest teacher mass, with the rest as one;
-    ties with the last one are all kept. None: every column."""
+    those that equal the last one within rounding are all kept. None: every column."""
 
     diagnostics: bool = True
     """Whether to compute ``teacher_entropy`` and ``top1_agreement``."""

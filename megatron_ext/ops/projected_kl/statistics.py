@@ -5,11 +5,11 @@ T rows, C chunks, Vps Vpt local columns.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from megatron_ext.distributed.shard_collectives import all_reduce_sum, gather_columns
+from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.distributed.vocab_parallel import (
     LogSumExp,
     VocabShard,
@@ -23,9 +23,6 @@ from megatron_ext.ops.chunk_rows import ChunkedLogits, ChunkRows, local_column
 from megatron_ext.ops.launch import Implementation
 from megatron_ext.ops.projected_kl.operands import ShardedProjection, WeightedLabels
 from megatron_ext.ops.softmax_statistics import row_statistics
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class CarriedRows(NamedTuple):
@@ -253,36 +250,3 @@ def add_label_gradient_(
     out.add_(scaled.exp_().mul_(weight).masked_fill_(weight == 0, 0.0))
     place = column[rows, None]
     out.scatter_add_(-1, place.clamp(min=0), weight.neg().masked_fill(place < 0, 0.0))
-
-
-def kept_threshold(
-    p: torch.Tensor, vocab_topk: int, vocab_size: int, group: ProcessGroup | None
-) -> torch.Tensor | None:
-    """Largest probability number ``vocab_topk`` of each chunk [C], over all shards.
-
-    None where every column is kept. Columns below it make up the rest; ties are all kept, so that
-    the choice does not depend on the layout. One all-gather of [C, vocab_topk].
-    """
-    if vocab_topk >= vocab_size:
-        return None
-    local = p.topk(min(vocab_topk, p.shape[-1]), dim=-1).values
-    everywhere = gather_columns(local, group)
-    return everywhere.topk(min(vocab_topk, everywhere.shape[-1]), dim=-1).values[:, -1]
-
-
-def pool_rest(
-    p: torch.Tensor, projected: torch.Tensor, rest: torch.Tensor, group: ProcessGroup | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``p`` and ``projected`` with pooled masses in the columns of ``rest``, and these masses [2,
-    C].
-
-    The masses are sums over the pooled columns, not one minus the others: a small rest stays exact.
-    One all-reduce of [2, C].
-    """
-    sides = (p, projected)
-    local = torch.stack([torch.where(rest, side, 0.0).sum(dim=-1) for side in sides])
-    pooled = all_reduce_sum(local, group)
-    p, projected = (
-        torch.where(rest, mass[:, None], side) for mass, side in zip(pooled, sides, strict=True)
-    )
-    return p, projected, pooled

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from megatron_ext.ops.kernel import kernel
 from megatron_ext.ops.projected_kl.single_kernel import bits_of, is_single
-from megatron_ext.ops.triton_math import FLOOR, LOG2_E, projected_terms, scaled
+from megatron_ext.ops.triton_math import FLOOR, LOG2_E, kept_terms, projected_terms, scaled
 
 LOG_FLOOR = tl.constexpr(math.log(1024 * 1.1754943508222875e-38))
 
@@ -308,7 +308,7 @@ def residual_gradients_kernel(
     label_ptr,
     label_weight_ptr,
     blocks,
-    IS_FORWARD: tl.constexpr,
+    HAS_SINGLES: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
     HAS_GRADIENT: tl.constexpr,
     HAS_LABELS: tl.constexpr,
@@ -329,8 +329,8 @@ def residual_gradients_kernel(
     local = group * CHUNKS + tl.arange(0, CHUNKS)
     is_chunk = local < chunks
     chunk = first_chunk + local
-    single = is_chunk & IS_FORWARD
-    if IS_FORWARD:
+    single = is_chunk & HAS_SINGLES
+    if HAS_SINGLES:
         first = tl.load(chunk_ptr + chunk, mask=is_chunk, other=0)
         count = tl.load(chunk_ptr + chunk + 1, mask=is_chunk, other=0) - first
         grad_scale = tl.load(grad_scale_ptr + chunk, mask=is_chunk, other=0.0)
@@ -338,7 +338,7 @@ def residual_gradients_kernel(
         single = is_chunk & is_single(count, is_scaled, grad_scale)
     is_stored = is_chunk & (single == 0)
     stores = tl.max(is_stored.to(tl.int32), axis=0) > 0
-    if HAS_GRADIENT & IS_FORWARD:
+    if HAS_GRADIENT & HAS_SINGLES:
         row = tl.load(order_ptr + first, mask=single, other=0)
         mass = tl.load(mass_ptr + chunk, mask=single, other=1.0)
         peak = tl.load(lse_ptr + row, mask=single, other=0.0)
@@ -363,7 +363,7 @@ def residual_gradients_kernel(
         if stores:
             place = local.to(tl.int64)[None, :] * residual_rows + number[:, None]
             tl.store(residual_ptr + place, total, mask=exists[:, None] & is_stored[None, :])
-        if HAS_GRADIENT & IS_FORWARD:
+        if HAS_GRADIENT & HAS_SINGLES:
             columns, held = residual_columns(
                 number, residual_rows, columns_ptr, pairs, padded_width, IS_ALIGNED
             )
@@ -390,7 +390,7 @@ def residual_gradients_kernel(
 @kernel(
     do_not_specialize=[
         "rows", "first_chunk", "slots", "crossing", "crossed_plane", "chunks", "partial_blocks",
-        "partial_plane", "blocks",
+        "partial_plane", "rest_plane", "blocks",
     ]
 )  # fmt: skip
 def summed_slopes_kernel(
@@ -410,6 +410,9 @@ def summed_slopes_kernel(
     chunks,
     scratch_ptr,
     mass_ptr,
+    threshold_ptr,
+    rest_ptr,
+    rest_plane,
     mixture,
     partial_ptr,
     best_ptr,
@@ -417,6 +420,8 @@ def summed_slopes_kernel(
     partial_plane,
     blocks,
     DIRECTION: tl.constexpr,
+    PASS: tl.constexpr,
+    HAS_REST: tl.constexpr,
     HAS_CROSSING: tl.constexpr,
     HAS_DIAGNOSTICS: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
@@ -427,7 +432,8 @@ def summed_slopes_kernel(
     """``dD/dQ`` of summed columns in place of their ``Q~`` [G, D, CHUNKS], and their terms of D.
 
     Of a group's ``BLOCK`` slots, ``COLUMNS`` at once. ``crossed`` [2, G, X, CHUNKS] holds ``Q~``
-    and ``P`` of the crossing ones, over all ranks.
+    and ``P`` of the crossing ones, over all ranks. Pass "rest", before pass "values" with
+    ``vocab_topk``, is that of ``sweep_kernel``, and writes nothing else.
     """
     group = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
@@ -435,6 +441,11 @@ def summed_slopes_kernel(
     is_chunk = local < chunks
     lane = tl.arange(0, CHUNKS)[:, None]
     mass = tl.load(mass_ptr + first_chunk + local, mask=is_chunk, other=1.0)[:, None]
+    if HAS_REST:
+        threshold = tl.load(threshold_ptr + first_chunk + local, mask=is_chunk, other=0.0)[:, None]
+        rest = rest_ptr + first_chunk + local
+        rest_p = tl.load(rest, mask=is_chunk, other=0.0)[:, None]
+        rest_q = tl.load(rest + rest_plane, mask=is_chunk, other=0.0)[:, None]
     total = tl.zeros((CHUNKS, COLUMNS), tl.float32)
     entropy = tl.zeros((CHUNKS, COLUMNS), tl.float32)
     best_p = tl.full((CHUNKS, COLUMNS), -1.0, tl.float32)
@@ -473,11 +484,26 @@ def summed_slopes_kernel(
             p = tl.where(crosses, arrived, p)
             log_p = tl.where(crosses, tl.log(tl.where(p < FLOOR, FLOOR, p)), log_p)
         log_projected = tl.log(tl.where(projected < FLOOR, FLOOR, projected))
-        value, slope = projected_terms(p, log_p, projected, log_projected, mass, mixture, DIRECTION)
-        tl.store(scratch_ptr + place, slope, mask=exists[None, :])
         counted = (home >= 0)[None, :]
-        total += tl.where(counted, value, 0.0)
-        if HAS_DIAGNOSTICS:
+        if HAS_REST:
+            in_rest = p < threshold
+        if PASS == "rest":
+            # The two sums of this pass.
+            total += tl.where(counted & in_rest, p, 0.0)
+            entropy += tl.where(counted & in_rest, projected, 0.0)
+        elif HAS_REST:
+            value, slope = kept_terms(
+                p, log_p, projected, log_projected, in_rest, rest_p, rest_q, mass, mixture,
+                DIRECTION,
+            )  # fmt: skip
+        else:
+            value, slope = projected_terms(
+                p, log_p, projected, log_projected, mass, mixture, DIRECTION
+            )
+        if PASS == "values":
+            total += tl.where(counted, value, 0.0)
+            tl.store(scratch_ptr + place, slope, mask=exists[None, :])
+        if HAS_DIAGNOSTICS & (PASS == "values"):
             entropy -= tl.where(counted, p * log_p, 0.0)
             columns = home[None, :]
             best_p, column_p = better_of(best_p, column_p, tl.where(counted, p, -1.0), columns)
@@ -486,8 +512,9 @@ def summed_slopes_kernel(
     place = local * partial_blocks + block
     plane = partial_plane
     tl.store(partial_ptr + place, tl.sum(total, axis=1), mask=is_chunk)
-    if HAS_DIAGNOSTICS:
+    if HAS_DIAGNOSTICS | (PASS == "rest"):
         tl.store(partial_ptr + plane + place, tl.sum(entropy, axis=1), mask=is_chunk)
+    if HAS_DIAGNOSTICS & (PASS == "values"):
         top, column = best_of_lanes(best_p, column_p)
         tl.store(partial_ptr + 2 * plane + place, top, mask=is_chunk)
         tl.store(best_ptr + place, column, mask=is_chunk)

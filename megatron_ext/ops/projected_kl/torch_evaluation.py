@@ -25,6 +25,7 @@ from megatron_ext.distributed.vocab_parallel import (
 )
 from megatron_ext.ops.chunk_rows import ChunkedLogits, ChunkRows, local_column
 from megatron_ext.ops.divergence import ProjectedTerms, probability_floor, projected_terms
+from megatron_ext.ops.projected_kl.kept_columns import kept_threshold, pool_rest
 from megatron_ext.ops.projected_kl.operands import (
     ProjectedKLOptions,
     ProjectedValues,
@@ -35,8 +36,6 @@ from megatron_ext.ops.projected_kl.operands import (
 from megatron_ext.ops.projected_kl.statistics import (
     ChunkStatistics,
     add_label_gradient_,
-    kept_threshold,
-    pool_rest,
 )
 
 
@@ -210,13 +209,10 @@ class TorchEvaluation:
         direction, mixture = self.options.direction, self.options.mixture
         vocab_topk = self.options.vocab_topk
         shard = self.teacher.shard
-        threshold = None
-        if vocab_topk is not None:
-            threshold = kept_threshold(p, vocab_topk, shard.vocab_size, shard.group)
-        if threshold is None:
+        if vocab_topk is None or vocab_topk >= shard.vocab_size:
             nothing = mass.new_zeros(2, len(mass))
             return projected_terms(p, q, mass, direction, mixture), nothing, nothing[0]
-        rest = p < threshold[:, None]
+        rest = p < kept_threshold(p, vocab_topk, shard.group)[:, None]
         p, q, masses = pool_rest(p, q, rest, shard.group)
         at_rest = projected_terms(masses[0, :, None], masses[1, :, None], mass, direction, mixture)
         terms = projected_terms(p, q, mass, direction, mixture)

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from megatron_ext.ops.kernel import kernel
 from megatron_ext.ops.projected_kl.single_kernel import is_single
-from megatron_ext.ops.triton_math import FLOOR, projected_terms, row_values, scaled
+from megatron_ext.ops.triton_math import FLOOR, kept_terms, projected_terms, row_values, scaled
 
 LOG_FLOOR = tl.constexpr(math.log(1024 * 1.1754943508222875e-38))
 
@@ -160,6 +160,7 @@ def chunk_centre(dots_ptr, order_ptr, begin, end, mass):
         "partial_blocks",
         "partial_plane",
         "first_block",
+        "rest_plane",
         "dots_plane",
         "block_count",
         "parts",
@@ -190,6 +191,9 @@ def sweep_kernel(
     residual_ptr,
     residual_stride,
     mass_ptr,
+    threshold_ptr,
+    rest_ptr,
+    rest_plane,
     mixture,
     partial_ptr,
     best_ptr,
@@ -208,6 +212,7 @@ def sweep_kernel(
     parts,
     DIRECTION: tl.constexpr,
     PASS: tl.constexpr,
+    HAS_REST: tl.constexpr,
     HAS_DOTS: tl.constexpr,
     HAS_GRADIENT: tl.constexpr,
     HAS_DIAGNOSTICS: tl.constexpr,
@@ -226,6 +231,10 @@ def sweep_kernel(
     [2, T], their sums. Columns between ``width`` and ``padded_width`` are padding, which
     has neither partner nor mass and gets 0.
 
+    With ``vocab_topk``, all chunks are left to this kernel, ``threshold`` and ``rest`` are those of
+    ``KeptColumns``, and pass "rest" stores a block's part of the latter in the first two planes of
+    ``partial``.
+
     Columns with an entry are read under ``carried_lse``, which differs from the rows' log-sum-exp
     in chunks that are scaled up. There the others alone get a part in ``q . W f``.
     """
@@ -240,7 +249,7 @@ def sweep_kernel(
         works = end - begin > 1
         if DIRECTION != "forward":
             works = end > begin
-    elif DIRECTION == "forward":
+    elif (DIRECTION == "forward") & (not HAS_REST):
         is_scaled = tl.load(is_scaled_ptr + first_chunk + chunk)
         works = not is_single(end - begin, is_scaled, tl.load(grad_scale_ptr + first_chunk + chunk))
     first = tl.where(works, part, block_count)
@@ -283,7 +292,28 @@ def sweep_kernel(
             BLOCK,
         )
         mass = tl.load(mass_ptr + first_chunk + chunk)
-        value, slope = projected_terms(p, log_p, q, log_q, mass, mixture, DIRECTION)
+        if HAS_REST:
+            in_rest = is_direct & (p < tl.load(threshold_ptr + first_chunk + chunk))
+        if PASS == "rest":
+            place = partial_ptr + chunk * partial_blocks + first_block + block
+            tl.store(place, tl.sum(tl.where(in_rest, p, 0.0), axis=0))
+            tl.store(place + partial_plane, tl.sum(tl.where(in_rest, q, 0.0), axis=0))
+        elif HAS_REST:
+            rest = rest_ptr + first_chunk + chunk
+            value, slope = kept_terms(
+                p,
+                log_p,
+                q,
+                log_q,
+                in_rest,
+                tl.load(rest),
+                tl.load(rest + rest_plane),
+                mass,
+                mixture,
+                DIRECTION,
+            )
+        else:
+            value, slope = projected_terms(p, log_p, q, log_q, mass, mixture, DIRECTION)
         if PASS == "values":
             store_partials(
                 partial_ptr,
