@@ -16,7 +16,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from megatron_ext.cli.model_arguments import (
     add_model_arguments,
@@ -26,7 +26,7 @@ from megatron_ext.cli.model_arguments import (
     load_models,
 )
 from megatron_ext.distributed.layout import launched_processes
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, UnknownNameError
 from megatron_ext.evaluation.lm_eval_tasks import PREFIX, LmEvalTask
 from megatron_ext.evaluation.run_tasks import (
     cut_warning,
@@ -35,10 +35,13 @@ from megatron_ext.evaluation.run_tasks import (
     write_samples,
 )
 from megatron_ext.evaluation.tasks import TASKS, Task, TaskOptions
+from megatron_ext.registry import did_you_mean
 
 if TYPE_CHECKING:
     from megatron_ext.evaluation.ensemble import ByteEnsemble
     from megatron_ext.evaluation.megatron_language_model import MegatronLanguageModel
+
+_TASK_NAMES: Final = f"one of {', '.join(TASKS)}, or {PREFIX}NAME"
 
 _ABOUT = (
     "checkpoint",
@@ -68,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what to measure: a run, a checkpoint, a HuggingFace folder or a name on the hub; may "
         "be repeated, for models that predict together",
     )
-    parser.add_argument("--task", required=True, help=f"one of {', '.join(TASKS)}, or lm_eval:NAME")
+    parser.add_argument("--task", required=True, help=_TASK_NAMES)
     parser.add_argument(
         "--data",
         type=Path,
@@ -166,6 +169,14 @@ def _task(arguments: argparse.Namespace) -> Task:
             fix="leave the flag out",
         )
     harness = arguments.task.removeprefix(PREFIX)
+    if harness == arguments.task and harness not in TASKS:
+        raise UnknownNameError(
+            "unknown task",
+            where="--task",
+            got=repr(harness),
+            expected=_TASK_NAMES,
+            fix=did_you_mean(harness, TASKS),
+        )
     make = TASKS[arguments.task] if harness == arguments.task else partial(LmEvalTask, harness)
     if arguments.data is None and harness == arguments.task:
         raise ConfigError("this task needs its data", where="--data", fix="name its file or folder")

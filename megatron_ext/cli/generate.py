@@ -37,6 +37,7 @@ from megatron_ext.cli.model_arguments import (
     finish,
     load_models,
 )
+from megatron_ext.cli.output import check_new_file
 from megatron_ext.conversation import Message
 from megatron_ext.conversation.records import ConversationRecord
 from megatron_ext.distributed.layout import launched_processes
@@ -83,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="FILE",
-        help="file for prompts and completions, as JSON Lines",
+        help="new file for prompts and completions, as JSON Lines",
     )
     training = parser.add_argument_group("training data")
     training.add_argument(
@@ -146,6 +147,8 @@ def run(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
         stop=tuple(arguments.stop),
     )
+    if arguments.output is not None:
+        check_new_file(arguments.output)
     if arguments.conversations or arguments.endpoint is not None:
         _answer_conversations(arguments, options)
         return
@@ -237,6 +240,8 @@ def _answer_conversations(arguments: argparse.Namespace, options: GenerationOpti
     if arguments.endpoint is not None:
         answers, once = _of_endpoint(arguments, options), _once
     else:
+        # As with --chat.
+        arguments.applies_chat_template = True
         check_model_arguments(arguments)
         model = load_models(arguments)
         answers, once = partial(_of_model, model, options), model.once

@@ -80,6 +80,18 @@ def as_told(arguments: argparse.Namespace, is_told: Callable[[Exception], bool])
         raise
 
 
+def check_new_file(path: Path) -> None:
+    """Check that a file to write is not there yet.
+
+    Raises:
+        ConfigError: It is.
+    """
+    if path.exists():
+        raise ConfigError(
+            "the file exists", where=path, expected="a new one", fix="name another, or remove it"
+        )
+
+
 def write_output(path: Path, text: str, flag: str) -> None:
     """Write a file atomically.
 

@@ -266,7 +266,8 @@ def open_model(checkpoint: Path, options: ModelOptions) -> OpenedModel:
     model, tokenizer = _model(checkpoint, options), _tokenizer(checkpoint, options)
     if options.applies_chat_template and tokenizer.chat_template is None:
         raise ConfigError(
-            "the tokenizer has no chat template, which --chat and --apply-chat-template need",
+            "the tokenizer has no chat template, which --chat, --conversations and "
+            "--apply-chat-template need",
             where=tokenizer.path,
             fix="name a tokenizer that has one with --tokenizer, or leave the flag out",
         )

@@ -10,7 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from megatron_ext.conversation.records import ConversationRecord, conversation_record
+from megatron_ext.conversation.records import (
+    ConversationRecord,
+    conversation_record,
+    sniff_record_schema,
+)
 from megatron_ext.engines.chat_endpoint import Answer
 from megatron_ext.errors import ConversationError, DataError
 from megatron_ext.evaluation.tasks.task import read_records
@@ -36,10 +40,21 @@ def asked_conversations(path: Path, text_field: str) -> list[ConversationRecord]
         if isinstance(text, str):
             records.append(ConversationRecord([{"role": "user", "content": text}]))
             continue
+        where = f"{path}:{number}"
         try:
-            records.append(conversation_record(record).asked())
+            schema = sniff_record_schema([record])
         except ConversationError as error:
-            raise DataError(str(error), where=f"{path}:{number}") from error
+            raise DataError(
+                f"a record has no text in {text_field}, and no conversation of one schema",
+                where=where,
+                got=f"the fields {', '.join(map(str, record))}",
+                expected="a text there, or messages, each with role and content",
+                fix="set --text-field to the field that holds the user's message",
+            ) from error
+        try:
+            records.append(conversation_record(record, schema).asked())
+        except ConversationError as error:
+            raise DataError(str(error), where=where) from error
     return records
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from megatron_ext.cli.main import main
-from megatron_ext.errors import MegatronExtError
+from megatron_ext.errors import DataError, MegatronExtError
 from megatron_ext.evaluation.run_tasks import results_table, write_results, write_samples
 from megatron_ext.evaluation.tasks import TASKS, TaskOptions
 from megatron_ext.evaluation.tasks.gsm8k import flexible_number, normalised, strict_number
@@ -154,6 +154,22 @@ def test_bad_files_get_one_line(tmp_path, task, name, text):
     path.write_text(text)
     with pytest.raises(MegatronExtError, match=name):
         TASKS[task](TaskOptions(data=path, num_fewshot=0))
+
+
+def test_a_record_without_the_text_is_named_with_the_flag_of_its_field(tmp_path):
+    path = written(tmp_path / "x.jsonl", '{"text": "a"}\n{"question": "b"}\n')
+    said = r"x\.jsonl, record 2: .*no text in text; got the fields question; set --text-field"
+    with pytest.raises(DataError, match=said):
+        TASKS["bits_per_byte"](TaskOptions(data=path))
+
+
+def test_a_task_that_is_not_known_is_answered_with_every_choice(tmp_path, capsys):
+    words = ["evaluate", "--model", "none", "--task", "bits", "--data", str(tmp_path)]
+    with pytest.raises(SystemExit):
+        main(words)
+    error = capsys.readouterr().err
+    assert "--task: unknown task; got 'bits'" in error
+    assert "or lm_eval:NAME; did you mean 'bits_per_byte'?" in error
 
 
 @pytest.mark.parametrize("task", ["mmlu", "gsm8k", "bits_per_byte"])

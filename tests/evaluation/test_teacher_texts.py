@@ -7,8 +7,11 @@ import pytest
 from megatron_ext.cli.main import main
 from megatron_ext.conversation.records import ConversationRecord
 from megatron_ext.engines.chat_endpoint import Answer
+from megatron_ext.errors import DataError
+from megatron_ext.evaluation.megatron_language_model import ModelOptions, open_model
 from megatron_ext.evaluation.teacher_texts import TeacherTexts, asked_conversations
 from tests.engines.stand_in_server import serving
+from tests.evaluation.tiny_language_model import save_tiny_model
 
 QUESTIONS = [ConversationRecord([{"role": "user", "content": str(n)}]) for n in range(5)]
 ABOUT = {"model": "big", "temperature": 0.7, "date": "2026-11-24"}
@@ -80,6 +83,46 @@ def test_conversations_are_asked_up_to_their_last_answers(tmp_path):
     path.write_text(json.dumps({"messages": messages[-1:]}) + "\n")
     with pytest.raises(Exception, match=r"asked\.jsonl:1.*nothing to answer"):
         asked_conversations(path, "prompt")
+
+
+def test_a_record_that_asks_nothing_is_refused_with_the_flag_of_its_text(tmp_path):
+    path = tmp_path / "asked.jsonl"
+    path.write_text('{"prompt": "one"}\n{"question": "two"}\n')
+    said = r"asked\.jsonl:2: .*no text in prompt.*the fields question; .*set --text-field"
+    with pytest.raises(DataError, match=said):
+        asked_conversations(path, "prompt")
+
+
+def test_conversations_of_a_model_without_a_template_are_refused_with_flags(
+    tmp_path, monkeypatch, capsys
+):
+    folder, path = save_tiny_model(tmp_path / "model"), tmp_path / "asked.jsonl"
+    (folder / "chat_template.jinja").unlink()
+    path.write_text('{"prompt": "one"}\n')
+
+    def opened(arguments):
+        options = ModelOptions(applies_chat_template=arguments.applies_chat_template)
+        return open_model(arguments.checkpoint[0], options)
+
+    monkeypatch.setattr("megatron_ext.cli.generate.load_models", opened)
+    words = ["generate", "--model", str(folder), "--conversations", "--prompts", str(path)]
+    with pytest.raises(SystemExit):
+        main([*words, "--output", str(tmp_path / "out.jsonl")])
+    error = capsys.readouterr().err
+    assert "no chat template, which --chat, --conversations and" in error
+    assert "name a tokenizer that has one with --tokenizer" in error
+
+
+@pytest.mark.parametrize("conversations", [(), ("--conversations",)])
+def test_a_file_that_is_there_is_not_written_over(tmp_path, capsys, conversations):
+    path, output = tmp_path / "asked.jsonl", tmp_path / "out.jsonl"
+    path.write_text('{"prompt": "one"}\n')
+    output.write_text("answers")
+    files = ("--prompts", str(path), "--output", str(output))
+    with pytest.raises(SystemExit):
+        main(["generate", "--model", "none", *conversations, *files])
+    assert "out.jsonl: the file exists" in capsys.readouterr().err
+    assert output.read_text() == "answers"
 
 
 def test_an_endpoint_answers_from_the_command_line(tmp_path, capsys):

@@ -98,6 +98,8 @@ def _completed(root: Path) -> list[dict[str, str]]:
     completions: list[dict[str, str]] = [{} for _ in PROMPTS]
     for run, name in MODELS.items():
         answers = root / run / "completions.jsonl"
+        # Of a demo that is run again.
+        answers.unlink(missing_ok=True)
         flags = ["--model", str(root / run), "--prompts", str(asked), "--output", str(answers)]
         _call(generate, *flags, *_GENERATION)
         lines = answers.read_text(encoding="utf-8").splitlines()

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
-from megatron_ext.cli.output import write_rows
-from megatron_ext.errors import ConfigError, UnknownNameError
+from megatron_ext.cli.output import check_new_file, write_rows
+from megatron_ext.errors import UnknownNameError
 from megatron_ext.files import write_text
 from megatron_ext.registry import did_you_mean
 
@@ -38,10 +38,7 @@ def run(arguments: argparse.Namespace) -> None:
         return
     output = arguments.output or Path(f"{arguments.name}.yaml")
     text = recipe(arguments.name)
-    if output.exists():
-        raise ConfigError(
-            "the file exists", where=output, expected="a new one", fix="name another, or remove it"
-        )
+    check_new_file(output)
     write_text(output, text)
     sys.stdout.write(f"{output}\n")
 

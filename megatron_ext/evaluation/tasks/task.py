@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from megatron_ext.documents.record_fields import AS_THEY_ARE, RecordFields
 from megatron_ext.documents.records import whole_records
@@ -97,6 +97,7 @@ def first_of(items: Sequence[Any], limit: int | None, *, where: object) -> list[
 
 
 Row = dict[str, Any]
+_PUBLISHED: Final = "give the file in its published format"
 
 
 def read_records(path: Path) -> list[Row]:
@@ -150,8 +151,11 @@ def read_text(path: Path) -> str:
     return text
 
 
-def text_of(record: Row, field: str, *, where: object) -> str:
+def text_of(record: Row, field: str, *, where: object, fix: str = _PUBLISHED) -> str:
     """The text in a field of a record.
+
+    Args:
+        fix: Advice in the error.
 
     Raises:
         DataError: The field is missing, or is not text.
@@ -162,7 +166,7 @@ def text_of(record: Row, field: str, *, where: object) -> str:
             f"a record has no text in {field}",
             where=where,
             got=f"the fields {', '.join(map(str, record))}",
-            fix="name the field that holds it, or give the file in its published format",
+            fix=fix,
         )
     return text
 
@@ -212,4 +216,8 @@ def texts_of(path: Path, field: str) -> list[str]:
     """
     if path.suffix == ".txt" or path.name.endswith(".txt.gz"):
         return [read_text(path)]
-    return [text_of(record, field, where=path) for record in read_records(path)]
+    fix = f"set --text-field to the field that holds the text, or name that {field!r}"
+    return [
+        text_of(record, field, where=f"{path}, record {number}", fix=fix)
+        for number, record in enumerate(read_records(path), 1)
+    ]
