@@ -171,7 +171,12 @@ def source_file(path: Path, kind: SourceKind) -> SourceFile:
             if kind in _DOCUMENT_OF and _is_list(stream, kind):
                 kind = _DOCUMENT_OF[kind]
     except OSError as error:
-        raise DataError("the input cannot be read", where=path, got=error.strerror) from error
+        raise DataError(
+            "the input cannot be read",
+            where=path,
+            got=error.strerror,
+            fix=with_near_path("check the path and its permissions", path),
+        ) from error
     return SourceFile(os.path.abspath(path), kind, status.st_size, status.st_mtime_ns)
 
 

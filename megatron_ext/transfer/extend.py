@@ -16,6 +16,7 @@ from typing import Any, Final
 from megatron_ext.errors import DataError, TokenizerError
 from megatron_ext.files import write_text
 from megatron_ext.huggingface.checkpoint_files import TOKENIZER_FILES, read_json
+from megatron_ext.registry import with_near_path
 from megatron_ext.tokenizers.libraries.huggingface_file import PINNED_KEY
 
 TOKENIZER_FILE: Final = "tokenizer.json"
@@ -34,7 +35,13 @@ def read_tokens(file: Path) -> list[str]:
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError("the tokens cannot be read", where=file, got=error) from error
+        raise DataError(
+            "the tokens cannot be read",
+            where=file,
+            got=getattr(error, "strerror", None) or error,
+            expected="a file with one token a line, in UTF-8",
+            fix=with_near_path("check --tokens", file),
+        ) from error
     tokens: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
         token: Any = line

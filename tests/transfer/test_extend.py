@@ -83,6 +83,15 @@ def test_a_file_of_tokens_with_a_mistake_is_named_with_its_line(tmp_path, conten
         read_tokens(tmp_path / "words.txt")
 
 
+def test_a_missing_file_of_tokens_is_named_once_with_its_flag(tmp_path):
+    (tmp_path / "words.txt").write_text("a\n")
+    path = tmp_path / "word.txt"
+    with pytest.raises(DataError, match=r"check --tokens; did you mean '.*words.txt'") as refusal:
+        read_tokens(path)
+    assert str(refusal.value).count(str(path)) == 1
+    assert "Errno" not in str(refusal.value)
+
+
 def test_control_tokens_and_other_kinds_of_tokenizers_are_refused(tmp_path, untied):
     with pytest.raises(TokenizerError, match="a control token"):
         extend_tokenizer(untied, tmp_path, ["fine", "</s>"])

@@ -99,11 +99,11 @@ def _load(path: Path) -> Any:
         raise ProjectionError("there is no projection file", where=path) from None
     except pickle.UnpicklingError as error:
         raise ProjectionError(
-            "the file holds more than tensors, numbers and names, and is not read",
+            "the file is damaged, or holds more than tensors, numbers and names",
             where=path,
-            got=_first_line(error),
+            got=_refused(error),
             expected=LEGACY_CONTENT,
-            fix="a projection needs no code: make the file again where you trust it",
+            fix="copy it again, or make it again where you trust it: a projection needs no code",
         ) from error
     except Exception as error:
         # torch raises any error of its archive reader, its unpickler or its storages.
@@ -123,11 +123,20 @@ def _check_sums(path: Path) -> None:
         OSError, zipfile.BadZipFile: The file cannot be read, or a record is damaged.
     """
     if not zipfile.is_zipfile(path):
+        with path.open("rb") as file:
+            if file.read(2) == b"PK":
+                raise zipfile.BadZipFile("an archive that is cut off")
         return
     with zipfile.ZipFile(path) as archive:
         damaged = archive.testzip()
     if damaged is not None:
         raise zipfile.BadZipFile(f"{damaged} is not as it was written, by its checksum")
+
+
+def _refused(error: Exception) -> str:
+    """The name that torch's unpickler refuses, without its advice."""
+    _, found, rest = str(error).partition("GLOBAL ")
+    return rest.split()[0] if found else "a pickle that torch cannot read"
 
 
 def _first_line(error: Exception) -> str:

@@ -181,6 +181,8 @@ def test_a_pickle_with_code_is_refused_and_not_run(path, tmp_path, zipped):
     assert not target.exists()
     assert str(path) in str(refusal.value)
     assert "\n" not in str(refusal.value)
+    assert "got posix.mkdir;" in str(refusal.value)
+    assert "weights_only" not in str(refusal.value)
     pickle.loads(pickle.dumps(Malicious(target)))
     assert target.exists(), "the pickle of this test does nothing"
 
@@ -203,6 +205,14 @@ def test_a_file_with_one_wrong_bit_is_refused(path):
     assert torch.load(path, weights_only=True)["indices"][1000].item() == 1001, "torch reads it"
     with pytest.raises(ProjectionError, match=r"complete torch file; got .* by its checksum"):
         read_legacy_file(path)
+
+
+@pytest.mark.parametrize("content", [b"PK\x03\x04" * 20, b"\x80\x02damaged"], ids=repr)
+def test_damage_is_told_in_a_few_words(path, content):
+    path.write_bytes(content)
+    with pytest.raises(ProjectionError, match=r"map\.pt: the file is .*; got \D") as refusal:
+        read_legacy_file(path)
+    assert len(str(refusal.value)) < 350 + len(str(path))
 
 
 @pytest.mark.parametrize("content", [b"{}", b"\xff" * 64, b"PK\x03\x04" * 20], ids=repr)
