@@ -132,6 +132,8 @@ class StudentSession:
         text = (str(error).splitlines() or [""])[0]
         is_own = isinstance(error, DistributedError)
         reason = text if is_own else f"{type(error).__name__}: {text}".removesuffix(": ")
+        if isinstance(error, KeyboardInterrupt):
+            reason = "the end of its server by Ctrl-C"
         self._has_failed = True
         self._failed_since = self._failed_since or time.monotonic()
         self.say(Frame(ERROR, {"reason": reason}, {}))

@@ -61,6 +61,18 @@ def test_a_connection_that_is_closed_without_a_word_says_so(slow):
         client.answer(number)
 
 
+def test_a_server_that_is_interrupted_says_so():
+    class Interrupted(TableTeacher):
+        def targets(self, microbatches):
+            raise KeyboardInterrupt
+
+    with serving(server_of(Interrupted())) as address:
+        client = connected(address, timeout_s=60)
+        with pytest.raises(DistributedError, match="got the end of its server by Ctrl-C;"):
+            client.answer(client.ask([rows_of(1)]))
+        client.close()
+
+
 def test_a_server_that_computes_for_longer_than_the_time_out_lives_and_one_that_stops_does_not(
     slow,
 ):
