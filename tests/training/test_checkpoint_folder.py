@@ -165,6 +165,7 @@ def test_damage_is_refused_with_the_file(folder, name, damage):
     with pytest.raises(CheckpointError, match="checkpoint is") as caught:
         Manifest.of(folder).check()
     assert str(caught.value).startswith(str(path))
+    assert "write the name of an earlier one into the file latest" in str(caught.value)
     with pytest.raises(CheckpointError):
         Manifest.of(folder).read(name)
     Manifest.of(folder, verify=False).check()

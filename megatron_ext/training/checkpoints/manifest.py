@@ -24,7 +24,9 @@ _SUM_SUFFIX: Final = ".crc32"
 _BLOCK: Final = 1 << 22
 _LARGEST: Final = 1 << 28
 """Size above which a file is no manifest."""
-_FIX: Final = "copy the checkpoint again, or go back to an earlier one"
+DAMAGE_FIX: Final = (
+    "copy the checkpoint again, or write the name of an earlier one into the file latest beside it"
+)
 _OF_A_LIST: Final = "the manifest that was saved with the checkpoint"
 
 FileSum = tuple[int, int]
@@ -249,13 +251,13 @@ def _reading(path: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            "a file of the checkpoint cannot be read", where=path, got=str(error), fix=_FIX
+            "a file of the checkpoint cannot be read", where=path, got=str(error), fix=DAMAGE_FIX
         ) from error
 
 
 def _missing(path: Path) -> CheckpointError:
     return CheckpointError(
-        "a file of the checkpoint is missing", where=path, got=f"no {path.name}", fix=_FIX
+        "a file of the checkpoint is missing", where=path, got=f"no {path.name}", fix=DAMAGE_FIX
     )
 
 
@@ -265,7 +267,7 @@ def _damaged(path: Path, got: str, expected: str) -> CheckpointError:
         where=path,
         got=got,
         expected=expected,
-        fix=_FIX,
+        fix=DAMAGE_FIX,
     )
 
 
@@ -274,5 +276,5 @@ def _no_manifest(path: Path) -> CheckpointError:
         "the checkpoint's list of files cannot be read",
         where=path,
         expected="sizes and checksums by name",
-        fix=_FIX,
+        fix=DAMAGE_FIX,
     )

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from megatron_ext.errors import CheckpointError
-from megatron_ext.training.checkpoints.manifest import Manifest, is_inside
+from megatron_ext.training.checkpoints.manifest import DAMAGE_FIX, Manifest, is_inside
 
 COMMON_FILE: Final = "common.pt"
 INDEX_FILE: Final = ".metadata"
@@ -44,7 +44,6 @@ _FORMAT_KEYS: Final = {
 }
 _EXTRA_STATE: Final = "_extra_state"
 _ARCHIVE_READER: Final = "PytorchStreamReader"
-_DAMAGE: Final = "copy the checkpoint again, or go back to an earlier one"
 _STRANGE: Final = "use a checkpoint from a source that you trust"
 
 _CLASSES: Final[dict[tuple[str, str], type]] = {
@@ -135,7 +134,7 @@ def _foreign(path: Path, name: str) -> CheckpointError:
 def _unreadable(path: Path, error: BaseException | str) -> CheckpointError:
     text = str(error) or type(error).__name__
     line = text.splitlines()[0].encode("unicode_escape").decode()[:200]
-    return CheckpointError("the file cannot be read", where=path, got=line, fix=_DAMAGE)
+    return CheckpointError("the file cannot be read", where=path, got=line, fix=DAMAGE_FIX)
 
 
 @contextmanager
