@@ -88,7 +88,7 @@ class StrictTopKLoss(FusedObjective):
     """Weight of the teacher in the mixture of ``jensen_shannon``."""
 
     top_k: int = 64
-    """Number of shared tokens compared in a chunk."""
+    """Most shared tokens compared in a chunk."""
 
     tail: Tail = "bucket"
     """``bucket``: the rest of either model is one more token, so that the student also learns the
