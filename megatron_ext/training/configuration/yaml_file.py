@@ -118,14 +118,15 @@ def _with_model(
         if isinstance(path, str) and _SHAPE not in given:
             place = where(named_by)
             checkpoint_of_ours = find_checkpoint(path, where=place)
+            above = "".join(f"{name}." for name in checkpoint[:-1])
             raise CheckpointError(
                 "neither the checkpoint nor the configuration says which model it is of",
                 where=place,
                 got=f"no {checkpoint_of_ours / SIDE_FOLDER / CONFIG_FILE}",
                 expected="that file, which runs from a HuggingFace folder keep, or the keys of "
                 f"{key}",
-                fix=f"give the model's keys ({_SHAPE} and so on), as the config.yaml of its run "
-                "has them",
+                fix=f"name what megatron-ext export-hf writes of it, or give {above}{key} and "
+                f"{above}tokenizer: the sections student and tokenizer of its run's config.yaml",
             )
         return filled
     files = CheckpointFiles(folder)
