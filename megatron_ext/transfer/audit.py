@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -12,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.alignment.audit.text_class import SCRIPTS, TextClassifier
+from megatron_ext.alignment.audit.text_class import COMMON, SCRIPTS, CharacterTable
 from megatron_ext.alignment.control_pairs import ROLES
 from megatron_ext.tokenizers.base import ByteTokenizer
 from megatron_ext.transfer.digits import digit_pieces, digit_scheme
@@ -202,34 +201,48 @@ def _specials(old: ByteTokenizer, new: ByteTokenizer, sources: RowSources) -> li
 
 
 def _fertility(old: ByteTokenizer, new: ByteTokenizer, texts: Sequence[str]) -> list[FertilityRow]:
-    """Bytes a token by script; a word with the space before it is of one script."""
+    """Bytes a token by script; a token of several scripts counts in each by its bytes there."""
     if not texts:
         return []
-    classifier = TextClassifier()
-    sizes: Counter[str] = Counter()
-    tokens: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+    table = CharacterTable()
+    sizes = np.zeros(len(SCRIPTS), np.int64)
+    tokens = np.zeros((2, len(SCRIPTS)))
     for text in texts:
-        bounds = np.array([match.end() for match in _RUNS.finditer(text)], dtype=np.int64)
-        if len(bounds) == 0:
-            continue
-        begins = np.concatenate([[0], bounds[:-1]])
-        code_points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
-        scripts, _ = classifier.classify(code_points, np.zeros(1, np.int64), begins, bounds)
-        widths = [len(text[a:b].encode()) for a, b in zip(begins, bounds, strict=True)]
-        ends = np.cumsum(widths)
-        for script, width in zip(scripts, widths, strict=True):
-            sizes[SCRIPTS[script]] += width
+        scripts = _scripts_of_bytes(text, table)
+        sizes += np.bincount(scripts, minlength=len(SCRIPTS))
         for tokenizer, counted in zip((old, new), tokens, strict=True):
-            _, token_ends = tokenizer.encode_with_byte_ends(text)
-            places = np.searchsorted(ends, token_ends[token_ends > 0]).clip(max=len(ends) - 1)
-            for script, count in Counter(scripts[places].tolist()).items():
-                counted[SCRIPTS[script]] += count
-    return [
-        FertilityRow(
-            script, size, size / max(tokens[0][script], 1), size / max(tokens[1][script], 1)
+            _, byte_ends = tokenizer.encode_with_byte_ends(text)
+            # Several tokens may end at one byte.
+            ends, counts = np.unique(byte_ends[byte_ends > 0], return_counts=True)
+            widths = np.diff(ends, prepend=0)
+            shares = np.repeat(counts / widths, widths)
+            counted += np.bincount(scripts[: len(shares)], shares, minlength=len(SCRIPTS))
+    rows = [
+        FertilityRow(script, size, size / (before or 1), size / (after or 1))
+        for script, size, before, after in zip(
+            SCRIPTS, sizes.tolist(), *tokens.tolist(), strict=True
         )
-        for script, size in sizes.most_common()
+        if size
     ]
+    return sorted(rows, key=lambda row: -row.bytes)
+
+
+def _scripts_of_bytes(text: str, table: CharacterTable) -> NDArray[np.uint8]:
+    """Number in ``SCRIPTS`` of each byte of a text.
+
+    In a word with the space before it, what scripts share is of the letter before it, or else of
+    the first.
+    """
+    code_points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+    scripts, _ = table.look_up(code_points)
+    for match in _RUNS.finditer(text):
+        word = scripts[match.start() : match.end()]
+        letters = np.flatnonzero(word != COMMON)
+        if len(letters):
+            before = np.searchsorted(letters, np.arange(len(word)), side="right") - 1
+            word[:] = word[letters[before.clip(min=0)]]
+    widths = 1 + (code_points >= 0x80) + (code_points >= 0x800) + (code_points >= 0x10000)
+    return np.repeat(scripts, widths)
 
 
 def _cut(number: str, sizes: Sequence[int]) -> str:

@@ -51,6 +51,18 @@ def test_an_audit_counts_what_the_tokenizers_do(capsys):
     assert {"Latin", "Cyrillic", "Han"} <= {row.script for row in found.fertility}
 
 
+def test_scripts_that_follow_each_other_without_a_space_are_told_apart(untied, new_tokenizer):
+    old, new = (build_tokenizer(TokenizerConfig(model=str(it))) for it in (untied, new_tokenizer))
+    text = "the 吾輩は猫である、ニャー 2"
+    rows = audit_transfer(old, new, [text]).fertility
+    # What is shared is of the letter before it, a space of that behind it; a number is of none.
+    sizes = {"Hiragana": 15, "Katakana": 9, "Han": 10, "Latin": 3, "Common": 2}
+    assert {row.script: row.bytes for row in rows} == sizes
+    for tokenizer, name in ((old, "old"), (new, "new")):
+        tokens = sum(row.bytes / getattr(row, name) for row in rows)
+        assert tokens == pytest.approx(len(tokenizer.text_to_ids(text)))
+
+
 def test_the_command_prints_text_or_one_object(tmp_path, untied, new_tokenizer, capsys):
     (tmp_path / "text.jsonl").write_text(json.dumps({"text": "the weather"}) + "\n")
     words = ["transfer", "audit", str(untied), str(new_tokenizer)]
