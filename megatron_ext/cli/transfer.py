@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 from megatron_ext.cli.output import quiet_libraries
 from megatron_ext.errors import ConfigError
 from megatron_ext.evaluation.tasks.task import texts_of
-from megatron_ext.huggingface.checkpoint_files import is_checkpoint_folder
+from megatron_ext.huggingface.checkpoint_files import check_checkpoint_folder, is_checkpoint_folder
 from megatron_ext.huggingface.hub import hub_model
 from megatron_ext.imports import large_imports
 from megatron_ext.tokenizers import (
@@ -291,6 +291,7 @@ def extend(arguments: argparse.Namespace) -> None:
 
     check_target(arguments.output)
     model = _local(arguments.model)
+    check_checkpoint_folder(model)
     options = TransferOptions(
         method=arguments.method, pad_to_multiple_of=arguments.pad_to_multiple_of
     )
@@ -524,12 +525,14 @@ def train_hypernet(arguments: argparse.Namespace) -> None:
         )
 
     check_target(arguments.output)
+    model = _local(arguments.model)
+    check_checkpoint_folder(model)
     names = ("steps", "batch_size", "seq_length", "vocabulary_size", "layers", "hidden", "seed")
     options = HypernetworkTraining(
         lr=arguments.lr, **{name: getattr(arguments, name) for name in names}
     )
     network = train_hypernetwork(
-        _local(arguments.model), texts, options, tell=lambda line: print(line, file=sys.stderr)
+        model, texts, options, tell=lambda line: print(line, file=sys.stderr)
     )
     network.save(arguments.output)
     sys.stdout.write(f"{arguments.output}\n")

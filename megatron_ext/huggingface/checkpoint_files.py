@@ -20,6 +20,7 @@ from typing import Any, Final
 from megatron_ext import files
 from megatron_ext.errors import CheckpointError
 from megatron_ext.huggingface.text_part import text_config, text_names, wraps_text
+from megatron_ext.registry import with_near_path
 
 CONFIG_FILE: Final = "config.json"
 WEIGHTS_FILE: Final = "model.safetensors"
@@ -167,6 +168,25 @@ def is_checkpoint_folder(path: str | os.PathLike[str]) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(config, dict) and ("architectures" in config or "model_type" in config)
+
+
+def check_checkpoint_folder(folder: Path) -> None:
+    """Check that a folder is one of HuggingFace, by its ``config.json``.
+
+    Raises:
+        CheckpointError: It is not.
+    """
+    if not is_checkpoint_folder(folder):
+        is_there = folder.is_dir()
+        raise CheckpointError(
+            "the model is no HuggingFace folder",
+            where=folder,
+            got=f"no {CONFIG_FILE} with an architecture" if is_there else "no such folder",
+            expected=f"{CONFIG_FILE}, weights and tokenizer",
+            fix="export a run or a checkpoint with megatron-ext export-hf"
+            if is_there
+            else with_near_path("correct the path", folder),
+        )
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -16,10 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from megatron_ext.errors import CheckpointError, ConfigError, DataError
+from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.files import write_text
-from megatron_ext.huggingface.checkpoint_files import is_checkpoint_folder
+from megatron_ext.huggingface.checkpoint_files import check_checkpoint_folder
 from megatron_ext.imports import needed_packages
+from megatron_ext.registry import with_near_path
 
 STEPS: Final = (0, 10, 50)
 """Optimizer steps after which a candidate is measured."""
@@ -51,7 +52,10 @@ class ProbeOptions:
             path = getattr(self, name)
             if not path.is_file():
                 raise DataError(
-                    "there is no such file", where=f"--{name.replace('_', '-')}", got=path
+                    "there is no such file",
+                    where=f"--{name.replace('_', '-')}",
+                    got=path,
+                    fix=with_near_path("correct the path", path),
                 )
 
 
@@ -82,8 +86,7 @@ def probe(
     if len(set(names)) < len(names):
         raise ConfigError("two candidates have one name", got=", ".join(names))
     for folder in candidates:
-        if not is_checkpoint_folder(folder):
-            raise CheckpointError("a candidate is no HuggingFace folder", where=folder)
+        check_checkpoint_folder(folder)
     rows = [_probe_one(folder, options, tell) for folder in candidates]
     return sorted(rows, key=lambda row: row.bits_per_byte[STEPS[-1]])
 

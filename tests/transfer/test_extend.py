@@ -92,6 +92,20 @@ def test_a_missing_file_of_tokens_is_named_once_with_its_flag(tmp_path):
     assert "Errno" not in str(refusal.value)
 
 
+@pytest.mark.parametrize("action", ["extend", "train-hypernet"])
+def test_a_model_that_is_not_there_is_the_reason(tmp_path, capsys, action):
+    (tmp_path / "words.txt").write_text("a\n")
+    (tmp_path / "model-1").mkdir()
+    given = ["--tokens" if action == "extend" else "--data", str(tmp_path / "words.txt")]
+    for name, said in (("model1", "correct the path; did you mean"), ("model-1", "export-hf")):
+        words = ["transfer", action, str(tmp_path / name), "--output", str(tmp_path / "new")]
+        with pytest.raises(SystemExit):
+            main([*words, *given])
+        error = capsys.readouterr().err
+        assert f"{name}: the model is no HuggingFace folder; got no " in error
+        assert said in error
+
+
 def test_control_tokens_and_other_kinds_of_tokenizers_are_refused(tmp_path, untied):
     with pytest.raises(TokenizerError, match="a control token"):
         extend_tokenizer(untied, tmp_path, ["fine", "</s>"])
