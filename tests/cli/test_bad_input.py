@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import yaml
 
 from megatron_ext.cli.main import TerminalText, main
+from megatron_ext.errors import CheckpointError
 from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.training.configuration.arguments import config_flags
@@ -448,15 +450,37 @@ def test_other_ranks_say_which_they_are(capsys, monkeypatch):
     assert output.out == ""
 
 
-def test_a_start_that_fails_late_is_one_line_too_and_binds_no_folder(folder, tmp_path):
+@pytest.mark.parametrize(
+    ("flag", "value", "expected"), [("hidden-size", "96", "48"), ("rotary-base", "500", "10000")]
+)
+def test_a_start_that_fails_late_is_one_line_too_and_binds_no_folder(
+    folder, tmp_path, flag, value, expected
+):
     config = student_run(folder, "late")
     file = write_config(tmp_path, config)
-    arguments = ["distill", "--config", str(file), "--teacher-hidden-size", "96"]
+    arguments = ["distill", "--config", str(file), f"--teacher-{flag}", value]
     code, _, errors = run_forked(tmp_path, _as_program, arguments)
     assert code == 2
-    assert "the checkpoint cannot be loaded into the model" in one_line(errors)
+    name = flag.replace("-", "_")
+    assert one_line(errors).partition(": the checkpoint")[2] == (
+        f" is of a model with another {name}; got {value}; expected {expected}; give the model "
+        "the keys that its run has in config.yaml under student"
+    )
     assert not Path(config.run_dir).exists()
     check_run_folder(config)
+
+
+def test_a_student_may_rotate_positions_otherwise_than_the_checkpoint_it_starts_from(folder):
+    first_weights = pytest.importorskip("megatron_ext.training.megatron_models.first_weights")
+    checkpoint = folder / "teacher" / "checkpoints" / "iter_0000001"
+    config = student_run(folder, "positions")
+    model = config.teacher.model
+    turned = replace(model, rotary_base=500, seq_length=2 * model.seq_length)
+    first_weights.check_model(checkpoint, turned, learns=True)
+    with pytest.raises(CheckpointError, match="another rotary_base"):
+        first_weights.check_model(checkpoint, turned)
+    with pytest.raises(CheckpointError, match="another layernorm_epsilon"):
+        first_weights.check_model(checkpoint, replace(model, layernorm_epsilon=1e-3), learns=True)
 
 
 def _checkpoint(folder):

@@ -28,7 +28,10 @@ from megatron_ext.imports import missing_package
 from megatron_ext.training.configuration.config import ModelConfig
 from megatron_ext.training.run_plan import TeacherPlan
 
-_FREE: Final = ("vocab_size", "init_method_std")
+_FREE: Final = (
+    *("hf", "seq_length", "vocab_size", "make_vocab_size_divisible_by", "init_method_std"),
+    *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
+)
 """Settings that do not change the model's predictions on the sequences of a run."""
 
 
@@ -60,8 +63,14 @@ def checked(files: CheckpointFiles, model: ModelConfig) -> tuple[Family, TensorM
     return family, tensors
 
 
-def check_same_model(settings: Mapping[str, Any], model: ModelConfig, *, where: Path) -> None:
-    """Compare the settings of a ``config.json`` with a model.
+def check_same_model(
+    settings: Mapping[str, Any],
+    model: ModelConfig,
+    *,
+    where: Path,
+    fix: str = "leave the keys of the model out: they are taken from the checkpoint",
+) -> None:
+    """Compare the settings of a checkpoint's model with those of a run's.
 
     Raises:
         CheckpointError: They differ.
@@ -78,7 +87,7 @@ def check_same_model(settings: Mapping[str, Any], model: ModelConfig, *, where: 
                 where=where,
                 got=configured[name],
                 expected=value,
-                fix="leave the keys of the model out: they are taken from the checkpoint",
+                fix=fix,
             )
 
 
