@@ -17,6 +17,15 @@ from megatron_ext.ops.chunk_rows import ChunkedLogits, local_column
 from megatron_ext.ops.divergence import probability_floor
 from megatron_ext.ops.divergence_loops import DIRECTIONS
 from megatron_ext.ops.projected_kl import compiled_loops as compiled
+from megatron_ext.ops.projected_kl.column_loops import (
+    ByChunk,
+    Columns,
+    Labels,
+    Scalars,
+    Side,
+    Sums,
+    Work,
+)
 from megatron_ext.ops.projected_kl.column_plan import ColumnPlan, Segments
 from megatron_ext.ops.projected_kl.kept_columns import KeptColumns, kept_columns
 from megatron_ext.ops.projected_kl.operands import (
@@ -53,7 +62,7 @@ class CompiledEvaluation:
         self.mass = mass.clamp_(min=probability_floor(mass))
         self.kept = kept_columns(teacher, statistics.teacher, projection.reachable, options, "cpu")
         threshold, rest = self.kept or KeptColumns(mass[:0], mass.new_zeros(2, 0))
-        self.values = compiled.ByChunk(
+        self.values = ByChunk(
             mass=self.mass.numpy(),
             is_scaled=statistics.carried.is_scaled.numpy(),
             grad_scale=requested.grad_scale.float().contiguous().numpy(),
@@ -62,6 +71,7 @@ class CompiledEvaluation:
             column=np.zeros((2, count), dtype=np.int32),
             threshold=threshold.numpy(),
             rest=rest.numpy(),
+            rest_slope=np.zeros(len(threshold), dtype=np.float32),
         )
         learned = np.zeros((2, 0), dtype=np.int32)
         if requested.learned is not None and requested.entry_gradient is not None:
@@ -69,7 +79,7 @@ class CompiledEvaluation:
             learned = torch.stack([requested.learned.row.int(), slot]).numpy()
         gradient = requested.gradient
         empty = np.zeros((2, 0, 0), dtype=np.float32)
-        self.work = compiled.Work(
+        self.work = Work(
             start=0,
             student=_side(student, statistics.student, options.temperature),
             carried_peak=statistics.carried.lse.peak.numpy(),
@@ -79,7 +89,7 @@ class CompiledEvaluation:
             crossed=empty,
             scratch=empty[0],
             residual=empty[0],
-            scalars=compiled.Scalars(
+            scalars=Scalars(
                 temperature=np.float32(options.temperature),
                 direction=DIRECTIONS[options.direction],
                 mixture=np.float32(options.mixture),
@@ -111,7 +121,7 @@ class CompiledEvaluation:
             agreement = p_top == q_top
         if self.kept is None:
             return ProjectedValues(sums[0], sums[1], agreement, torch.zeros_like(sums[0]))
-        value = sums[0] + self.kept.value(self.mass, self.options)
+        value = sums[0] + self.kept.terms(self.mass, self.options).value
         return ProjectedValues(value, sums[1], agreement, self.kept.rest[0])
 
     def _tile(self, first: int, count: int) -> None:
@@ -124,9 +134,8 @@ class CompiledEvaluation:
             residual=np.empty((count, plan.residual_rows), dtype=np.float32),
         )
         columns, slopes = compiled.SUM_COLUMNS, compiled.SLOPES | compiled.VALUES
-        rest = 0 if self.kept is None else compiled.REST
-        if group is None:
-            self._steps(work, count, columns | rest | slopes | compiled.GRADIENTS)
+        if group is None and self.kept is None:
+            self._steps(work, count, columns | slopes | compiled.GRADIENTS)
             return
         self._steps(work, count, columns)
         if plan.crossing:
@@ -137,16 +146,24 @@ class CompiledEvaluation:
             )
             work = work._replace(crossed=all_reduce_sum(torch.from_numpy(both), group).numpy())
         if self.kept is not None:
-            self._steps(work, count, rest)
-            own = self.kept.rest[:, first : first + count]
-            own.copy_(all_reduce_sum(own.contiguous(), group))
+            in_threads(lambda a, b: compiled.add_rests(first + a, first + b, work), count)
+            self._share_rest(slice(first, first + count))
         self._steps(work, count, slopes)
         if work.scalars.with_dots:
             dots = all_reduce_sum(torch.from_numpy(work.dots), group).numpy()
             self._steps(work._replace(dots=dots), count, compiled.GRADIENTS)
             work.dots[:] = 0
 
-    def _steps(self, work: compiled.Work, count: int, steps: int) -> None:
+    def _share_rest(self, chunks: slice) -> None:
+        """Add up the masses of the columns that are compared as one over all shards."""
+        assert self.kept is not None
+        own = self.kept.rest[:, chunks]
+        own.copy_(all_reduce_sum(own.contiguous(), self.student.shard.group))
+        kept, mass = KeptColumns(self.kept.threshold[chunks], own), self.mass[chunks]
+        slope = kept.terms(mass, self.options).slope
+        torch.from_numpy(self.values.rest_slope)[chunks] = slope
+
+    def _steps(self, work: Work, count: int, steps: int) -> None:
         entries = self.requested.entry_gradient
         parts: dict[int, np.ndarray] = {}
 
@@ -178,8 +195,8 @@ class CompiledEvaluation:
         )
 
 
-def _side(side: ChunkedLogits, lse: LogSumExp, temperature: float) -> compiled.Side:
-    return compiled.Side(
+def _side(side: ChunkedLogits, lse: LogSumExp, temperature: float) -> Side:
+    return Side(
         flat_rows(side.logits, side.shard.valid_width, temperature),
         side.rows.order.numpy(),
         side.rows.offsets.numpy(),
@@ -188,10 +205,10 @@ def _side(side: ChunkedLogits, lse: LogSumExp, temperature: float) -> compiled.S
     )
 
 
-def _columns(plan: ColumnPlan, row_mass: torch.Tensor, weight: torch.Tensor) -> compiled.Columns:
+def _columns(plan: ColumnPlan, row_mass: torch.Tensor, weight: torch.Tensor) -> Columns:
     residual = plan.residual[plan.residual >= 0].numpy()
     starts = np.arange(0, len(plan.partner) + BLOCK, BLOCK)
-    return compiled.Columns(
+    return Columns(
         partner=plan.partner.numpy(),
         home=plan.home.numpy(),
         crossing=plan.crossing,
@@ -203,19 +220,19 @@ def _columns(plan: ColumnPlan, row_mass: torch.Tensor, weight: torch.Tensor) -> 
     )
 
 
-def _sums(segments: Segments, weight: torch.Tensor) -> compiled.Sums:
+def _sums(segments: Segments, weight: torch.Tensor) -> Sums:
     offsets, target, source, entry = segments[:4]
     weights = weight[entry.long()].float()
-    return compiled.Sums(*(part.numpy() for part in (offsets, target, source, weights)))
+    return Sums(*(part.numpy() for part in (offsets, target, source, weights)))
 
 
 def _labels(
     student: ChunkedLogits, statistics: ChunkStatistics, requested: RequestedOutputs
-) -> compiled.Labels:
+) -> Labels:
     if requested.cross_entropy is None or statistics.untempered is None:
         none = np.zeros(0, dtype=np.float32)
-        return compiled.Labels(np.zeros(0, dtype=np.int64), none, none, none)
-    return compiled.Labels(
+        return Labels(np.zeros(0, dtype=np.int64), none, none, none)
+    return Labels(
         local_column(requested.cross_entropy.label, student.shard).numpy(),
         requested.cross_entropy.weights().float().numpy(),
         statistics.untempered.peak.numpy(),

@@ -12,7 +12,7 @@ import torch
 from megatron_ext.distributed.shard_collectives import all_reduce_sum, gather_columns
 from megatron_ext.distributed.vocab_parallel import LogSumExp, row_slices
 from megatron_ext.ops.chunk_rows import ChunkedLogits
-from megatron_ext.ops.divergence import projected_terms
+from megatron_ext.ops.divergence import ProjectedTerms, projected_terms
 from megatron_ext.ops.launch import Implementation
 from megatron_ext.ops.model_rows import ModelRows, chunk_means
 from megatron_ext.ops.projected_kl.operands import ProjectedKLOptions
@@ -37,11 +37,11 @@ class KeptColumns(NamedTuple):
     """fp32 [2, C]: ``P_c`` and ``Q~_c`` of the others, over all shards; filled in by an
     evaluation."""
 
-    def value(self, mass: torch.Tensor, options: ProjectedKLOptions) -> torch.Tensor:
-        """Term of D [C] of the others as one, for ``mass`` [C], ``M_c``."""
+    def terms(self, mass: torch.Tensor, options: ProjectedKLOptions) -> ProjectedTerms:
+        """Term of D of the others as one, [C] each, for ``mass`` [C], ``M_c``."""
         p, q = self.rest[..., None]
         terms = projected_terms(p, q, mass[:, None], options.direction, options.mixture)
-        return terms.value[:, 0]
+        return ProjectedTerms(*(part[:, 0] for part in terms))
 
 
 def kept_columns(

@@ -139,7 +139,7 @@ class KernelEvaluation:
         """Add the term of the columns that are compared as one."""
         assert self.kept is not None
         compared, numbers = self.numbers.compared, self.numbers
-        term = self.options.temperature**2 * self.kept.value(numbers.mass, self.options)
+        term = self.options.temperature**2 * self.kept.terms(numbers.mass, self.options).value
         return values._replace(
             value=values.value + torch.where(compared, term, 0.0),
             rest_mass=torch.where(compared, self.kept.rest[0], 0.0),
