@@ -1,17 +1,18 @@
-"""Imports of optional packages, with the extras that bring them, and of modules that moved."""
+"""Imports of optional packages, with the extras that bring them, of modules that moved, and of
+modules of others that something is done to once they are loaded."""
 
 from __future__ import annotations
 
 import gc
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Final
+from typing import Any, Final
 
 from megatron_ext.errors import MissingDependencyError
 
@@ -223,3 +224,53 @@ def _home(name: str) -> str | None:
         head, _, last = head.rpartition(".")
         rest = f".{last}{rest}"
     return None
+
+
+class AfterImport(MetaPathFinder):
+    """Finder for ``sys.meta_path`` that calls a function with each of some modules once it is run.
+
+    Finding and loading are left to the other finders, and all other modules are theirs alone.
+
+    Args:
+        names: Names of the modules.
+        call: The function.
+    """
+
+    def __init__(self, names: Collection[str], call: Callable[[ModuleType], object]) -> None:
+        self._names = names
+        self._call = call
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        for finder in sys.meta_path if name in self._names else ():
+            find = None if finder is self else getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = None if find is None else find(name, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _CallingLoader(spec.loader, self._call)
+                return spec
+        return None
+
+
+class _CallingLoader(Loader):
+    """Loader that calls a function with a module once another loader has executed it."""
+
+    def __init__(self, loader: Loader, call: Callable[[ModuleType], object]) -> None:
+        self._loader = loader
+        self._call = call
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # Restore the original loader, so that this one is not seen later.
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._call(module)
+
+    def __getattr__(self, name: str) -> Any:
+        # Sources and resources of the module come from the real loader.
+        return getattr(self._loader, name)

@@ -13,13 +13,12 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.imports import AfterImport
 from megatron_ext.megatron_lm.arguments import (
     with_our_flags,
     with_our_tokenizers,
@@ -40,7 +39,7 @@ class Patch:
     """Whether some releases lack the function."""
 
 
-class PatchedModules(MetaPathFinder):
+class PatchedModules(AfterImport):
     """A finder of modules that patches those of ``patches`` after their execution.
 
     Args:
@@ -51,22 +50,7 @@ class PatchedModules(MetaPathFinder):
         self._patches: dict[str, list[Patch]] = {}
         for patch in patches:
             self._patches.setdefault(patch.module, []).append(patch)
-
-    def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None,
-        target: ModuleType | None = None,
-    ) -> ModuleSpec | None:
-        if fullname not in self._patches:
-            return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(fullname, path, target)
-            if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _PatchingLoader(spec.loader, self._patch)
-                return spec
-        return None
+        super().__init__(self._patches, self._patch)
 
     def patch_imported(self) -> None:
         """Patch the modules that are imported already, and every name bound to their functions."""
@@ -95,25 +79,6 @@ class PatchedModules(MetaPathFinder):
             setattr(module, patch.function, replacement)
             replaced.append((original, replacement))
         return replaced
-
-
-class _PatchingLoader(Loader):
-    """A loader that patches the module after executing it."""
-
-    def __init__(self, loader: Loader, patch: Callable[[ModuleType], object]) -> None:
-        self._loader = loader
-        self._patch = patch
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        self._patch(module)
-
-    def __getattr__(self, name: str) -> Any:
-        # Sources and resources of the module come from the real loader.
-        return getattr(self._loader, name)
 
 
 def _rebind(original: Any, replacement: Any) -> None:
