@@ -170,6 +170,16 @@ def refused_input(what: str, **parts: Any) -> Iterator[None]:
         raise kind(what, got=got, **parts) from error
 
 
+@contextmanager
+def refused_by_system(what: str, **parts: Any) -> Iterator[None]:
+    """Turn an ``OSError`` of a block into one line that names its file; see ``refused_input``."""
+    kind = parts.pop("kind", DataError)
+    try:
+        yield
+    except OSError as error:
+        raise kind(what, got=error.strerror or error, **parts) from error
+
+
 def arguments_elsewhere(
     instead: Mapping[str, str], *, project: str, positional: str | None = None
 ) -> Callable[[type[Class]], type[Class]]:

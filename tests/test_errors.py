@@ -1,9 +1,17 @@
 import pickle
+from pathlib import Path
 
 import pytest
 
 from megatron_ext import errors
-from megatron_ext.errors import MegatronExtError, MissingDependencyError, counted, printable
+from megatron_ext.errors import (
+    DataError,
+    MegatronExtError,
+    MissingDependencyError,
+    counted,
+    printable,
+    refused_by_system,
+)
 
 KINDS = [
     kind
@@ -77,3 +85,14 @@ def test_every_error_reaches_another_process_with_its_text(kind):
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is kind
     assert str(copy) == str(error)
+
+
+def test_an_error_of_the_system_is_said_in_one_line_and_others_stay(tmp_path):
+    absent = tmp_path / "absent"
+    with (
+        pytest.raises(DataError, match="absent: it cannot be read; got No such file"),
+        refused_by_system("it cannot be read", where=absent),
+    ):
+        absent.read_bytes()
+    with pytest.raises(ValueError, match="embedded null"), refused_by_system("it cannot be read"):
+        Path("\0").read_bytes()

@@ -13,7 +13,7 @@ from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from megatron_ext.errors import ConfigError, UnknownNameError
+from megatron_ext.errors import ConfigError, UnknownNameError, refused_by_system
 from megatron_ext.files import write_text
 
 if TYPE_CHECKING:
@@ -102,12 +102,8 @@ def write_output(path: Path, text: str, flag: str) -> None:
     Raises:
         ConfigError: The file cannot be written.
     """
-    try:
+    with refused_by_system("cannot write the file", where=f"{flag} {path}", kind=ConfigError):
         write_text(path, text)
-    except OSError as error:
-        raise ConfigError(
-            "cannot write the file", got=error.strerror, where=f"{flag} {path}"
-        ) from error
 
 
 def write_rows(rows: Iterable[tuple[str, str]]) -> None:

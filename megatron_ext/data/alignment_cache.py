@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from megatron_ext.constants import __version__
 from megatron_ext.data.aligner import AlignedText, Aligner, Content, Ids, TeacherTokens, Trained
-from megatron_ext.errors import DataError
+from megatron_ext.errors import refused_by_system
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.identity import tokenizer_identity
 from megatron_ext.tokenizers.token_bytes import utf8
@@ -66,15 +66,12 @@ class RecordStore:
     def __init__(self, folder: Path, *, max_bytes: int) -> None:
         self._folder = folder
         self._max_bytes = max_bytes
-        try:
+        with refused_by_system(
+            "the cache of alignments cannot be made",
+            fix="set cache_dir to a folder that can be written",
+            where=folder,
+        ):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise DataError(
-                "the cache of alignments cannot be made",
-                got=error.strerror,
-                fix="set cache_dir to a folder that can be written",
-                where=folder,
-            ) from error
         self._process = os.getpid()
         self._mask_field: tuple[str, int, int] | None = None
         self._readers: dict[str, int] = {}
@@ -112,7 +109,11 @@ class RecordStore:
         self._detect_fork()
         if self._bytes + len(record) > self._max_bytes:
             return
-        try:
+        with refused_by_system(
+            "the cache of alignments cannot be written",
+            fix="free space, or lower its size",
+            where=self._folder,
+        ):
             if self._mask_field is None:
                 self._mask_field = self._new_files()
             name, records, rows = self._mask_field
@@ -120,13 +121,6 @@ class RecordStore:
             _write_all(records, record)
             place = _Place(name, offset, len(record), zlib.crc32(record))
             _write_all(rows, _ROW.pack(key, *place[1:]))
-        except OSError as error:
-            raise DataError(
-                "the cache of alignments cannot be written",
-                got=error.strerror,
-                fix="free space, or lower its size",
-                where=self._folder,
-            ) from error
         self._places[key] = place
         self._bytes += len(record)
 

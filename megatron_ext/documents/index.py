@@ -34,7 +34,7 @@ from megatron_ext.documents.record_fields import (
 )
 from megatron_ext.documents.records import cut_into_shards, file_records
 from megatron_ext.documents.source_file import SourceFile
-from megatron_ext.errors import DataError, refused_input
+from megatron_ext.errors import DataError, refused_by_system, refused_input
 from megatron_ext.files import begin_lock, new_folder, read_json
 
 _NOTES: Final = "notes.json"
@@ -99,17 +99,16 @@ def cached_arrays(
     """
     place = folder / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     if not (place / _NOTES).exists():
-        try:
-            with begin_lock(folder / f"{place.name}.lock"):
-                if not (place / _NOTES).exists():
-                    _write(place, *build())
-        except OSError as error:
-            raise DataError(
+        with (
+            refused_by_system(
                 "the cache of the data set cannot be written",
-                got=error.strerror,
                 fix="name a folder that can: path_to_cache, or cache_dir of a data set of texts",
                 where=folder,
-            ) from error
+            ),
+            begin_lock(folder / f"{place.name}.lock"),
+        ):
+            if not (place / _NOTES).exists():
+                _write(place, *build())
     return CachedArrays(place)
 
 

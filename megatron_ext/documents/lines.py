@@ -19,7 +19,7 @@ from megatron_ext.documents.record_fields import (
     check_record_size,
 )
 from megatron_ext.documents.source_file import InputSlice, whole_text
-from megatron_ext.errors import DataError
+from megatron_ext.errors import DataError, refused_by_system
 
 BLOCK_BYTES: Final = 8 << 20
 """Bytes of a block, up to its last line: enough to keep the threads of a tokenizer busy."""
@@ -52,13 +52,11 @@ def read_lines(piece: InputSlice, most_bytes: int = MOST_RECORD_BYTES) -> Iterat
         DataError: The file cannot be read, or was truncated since it was listed.
     """
     read = _gzip_blocks if piece.kind == "json-lines-gzip" else _plain_blocks
-    try:
+    with refused_by_system("the input cannot be read", where=piece.path):
         for index, block in enumerate(read(piece, most_bytes)):
             if index == 0 and piece.start == 0 and block.lines:
                 block.lines[0] = block.lines[0].removeprefix(_BYTE_ORDER_MARK)
             yield block
-    except OSError as error:
-        raise _unreadable(piece, error) from error
 
 
 def read_line(stream: BinaryIO, start: int, most_bytes: int = MOST_RECORD_BYTES) -> bytes:
@@ -75,17 +73,17 @@ def newlines_before(piece: InputSlice) -> int:
         DataError: The file cannot be read.
     """
     count, position = 1, 0
-    try:
-        with open(piece.path, "rb") as stream:
-            # The newline that precedes the slice's first line may be at or behind ``start``.
-            while position < piece.start - 1:
-                content = stream.read(min(BLOCK_BYTES, piece.start - 1 - position))
-                count += content.count(b"\n")
-                position += len(content)
-                if not content:
-                    break
-    except OSError as error:
-        raise _unreadable(piece, error) from error
+    with (
+        refused_by_system("the input cannot be read", where=piece.path),
+        open(piece.path, "rb") as stream,
+    ):
+        # The newline that precedes the slice's first line may be at or behind ``start``.
+        while position < piece.start - 1:
+            content = stream.read(min(BLOCK_BYTES, piece.start - 1 - position))
+            count += content.count(b"\n")
+            position += len(content)
+            if not content:
+                break
     return count
 
 
@@ -172,10 +170,6 @@ def _split(content: bytes) -> list[bytes]:
     if not lines[-1]:
         lines.pop()
     return lines
-
-
-def _unreadable(piece: InputSlice, error: OSError) -> DataError:
-    return DataError("the input cannot be read", where=piece.path, got=error.strerror)
 
 
 try:

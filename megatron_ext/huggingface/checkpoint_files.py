@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from megatron_ext import files
-from megatron_ext.errors import CheckpointError
+from megatron_ext.errors import CheckpointError, refused_by_system
 from megatron_ext.huggingface.text_part import text_config, text_names, wraps_text
 from megatron_ext.registry import with_near_path
 
@@ -212,18 +212,16 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     Raises:
         CheckpointError: The file is missing, no safetensors file, or truncated.
     """
-    try:
+    with refused_by_system(
+        "cannot read a file of the checkpoint",
+        where=file,
+        fix="download it again",
+        kind=CheckpointError,
+    ):
         size = file.stat().st_size
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
             text = stream.read(length) if length <= min(size, _LARGEST_HEADER) else b""
-    except OSError as error:
-        raise CheckpointError(
-            "cannot read a file of the checkpoint",
-            where=file,
-            got=error.strerror,
-            fix="download it again",
-        ) from error
     try:
         header = files.parse_json(text)
         header.pop(METADATA_KEY, None)

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from megatron_ext.errors import CheckpointError
+from megatron_ext.errors import CheckpointError, refused_by_system
 from megatron_ext.files import flush, new_folder
 from megatron_ext.huggingface.checkpoint_files import (
     CONFIG_FILE,
@@ -221,17 +221,15 @@ def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """
     final = Path(os.path.realpath(folder))
     check_target(final)
-    try:
-        with new_folder(final) as part:
-            write(part)
-            flush(*part.iterdir(), part)
-            # Replaces an empty folder, and fails on any other.
-            part.rename(final)
-            flush(final.parent)
-    except OSError as error:
-        raise CheckpointError(
-            "cannot write the folder", where=final, got=error.strerror or error
-        ) from error
+    with (
+        refused_by_system("cannot write the folder", where=final, kind=CheckpointError),
+        new_folder(final) as part,
+    ):
+        write(part)
+        flush(*part.iterdir(), part)
+        # Replaces an empty folder, and fails on any other.
+        part.rename(final)
+        flush(final.parent)
 
 
 def check_target(folder: Path) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatron_ext.errors import ProjectionError
+from megatron_ext.errors import ProjectionError, refused_by_system
 from megatron_ext.files import write_bytes
 
 if TYPE_CHECKING:
@@ -326,18 +326,16 @@ def write_projection(path: Path, content: bytes) -> None:
     Raises:
         ProjectionError: The file cannot be written.
     """
-    try:
+    with refused_by_system(
+        "the projection cannot be written",
+        where=path,
+        expected="a file name in an existing folder with room and write permission",
+        fix="create the folder first",
+        kind=ProjectionError,
+    ):
         # A missing folder is more often a typing error than a folder to make.
         path.parent.stat()
         write_bytes(path, content)
-    except OSError as error:
-        raise ProjectionError(
-            "the projection cannot be written",
-            where=path,
-            got=error.strerror,
-            expected="a file name in an existing folder with room and write permission",
-            fix="create the folder first",
-        ) from error
 
 
 def _vocabulary(size: object, fingerprint: str | None) -> str:

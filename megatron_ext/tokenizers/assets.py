@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from megatron_ext.errors import TokenizerError
+from megatron_ext.errors import TokenizerError, refused_by_system
 from megatron_ext.files import flush, new_folder
 from megatron_ext.tokenizers.metadata import (
     METADATA_FILE,
@@ -57,18 +57,16 @@ def write_folder(
     if _holds(final, contents):
         return
     _refuse_to_replace(final, replaceable)
-    try:
-        with new_folder(final) as hidden:
-            for name, content in contents.items():
-                (hidden / name).write_bytes(content)
-            flush(*hidden.iterdir(), hidden)
-            check(hidden)
-            _publish(hidden, final, contents, replaceable)
-            flush(final.parent)
-    except OSError as error:
-        raise TokenizerError(
-            "cannot write the folder", got=error.strerror or error, where=final
-        ) from error
+    with (
+        refused_by_system("cannot write the folder", where=final, kind=TokenizerError),
+        new_folder(final) as hidden,
+    ):
+        for name, content in contents.items():
+            (hidden / name).write_bytes(content)
+        flush(*hidden.iterdir(), hidden)
+        check(hidden)
+        _publish(hidden, final, contents, replaceable)
+        flush(final.parent)
 
 
 def _refuse_to_replace(final: Path, replaceable: Callable[[Path], bool]) -> None:
@@ -270,12 +268,8 @@ def _portable(value: Any, where: str) -> Any:
 
 
 def _read(file: Path) -> bytes:
-    try:
+    with refused_by_system("cannot read a file of the tokenizer", where=file, kind=TokenizerError):
         return file.read_bytes()
-    except OSError as error:
-        raise TokenizerError(
-            "cannot read a file of the tokenizer", got=error.strerror, where=file
-        ) from error
 
 
 def _is_saved_tokenizer(folder: Path) -> bool:

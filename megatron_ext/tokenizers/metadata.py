@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 from megatron_ext.conversation.prompt_format import TEMPLATE_FILE
-from megatron_ext.errors import TokenizerError
+from megatron_ext.errors import TokenizerError, refused_by_system
 from megatron_ext.files import write_text
 from megatron_ext.tokenizers.legacy_types import TokenizerMode
 from megatron_ext.tokenizers.libraries import TOKENIZER_LIBRARIES, library_of
@@ -157,7 +157,5 @@ def write_json(file: Path, document: Mapping[str, Any]) -> None:
     Raises:
         TokenizerError: The directory cannot be written.
     """
-    try:
+    with refused_by_system("cannot write the file", where=file, kind=TokenizerError):
         write_text(file, metadata_text(document))
-    except OSError as error:
-        raise TokenizerError("cannot write the file", got=error.strerror, where=file) from error

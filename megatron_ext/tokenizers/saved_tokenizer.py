@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.errors import TokenizerError
+from megatron_ext.errors import TokenizerError, refused_by_system
 from megatron_ext.tokenizers.assets import (
     ASSETS_KEY,
     ASSETS_VERSION,
@@ -128,16 +128,14 @@ class SavedTokenizer:
         """Verify size and hash of every file."""
         for name, expected in self.files.items():
             file = self.folder / name
-            try:
+            with refused_by_system(
+                "a file of the saved tokenizer is missing",
+                expected=f"{expected.get('bytes')} bytes",
+                fix=_FIX,
+                where=file,
+                kind=TokenizerError,
+            ):
                 actual = digest(file.read_bytes())
-            except OSError as error:
-                raise TokenizerError(
-                    "a file of the saved tokenizer is missing",
-                    got=error.strerror,
-                    expected=f"{expected.get('bytes')} bytes",
-                    fix=_FIX,
-                    where=file,
-                ) from error
             if actual != expected:
                 raise TokenizerError(
                     "the file differs from the one that was saved",

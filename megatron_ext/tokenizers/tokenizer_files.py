@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, TypeGuard
 
 from megatron_ext import files
-from megatron_ext.errors import TokenizerError
+from megatron_ext.errors import TokenizerError, refused_by_system
 from megatron_ext.registry import with_near_path
 
 # One or two words. A name with the ending of a tokenizer file is a misspelled path.
@@ -149,13 +149,11 @@ def file_kind(path: str | os.PathLike[str]) -> FileKind:
         TokenizerError: It does not exist, cannot be read or is not a recognised tokenizer file.
     """
     file = _tokenizer_file(Path(path))
-    try:
-        with file.open("rb") as stream:
-            head = stream.read(_HEAD_BYTES)
-    except OSError as error:
-        raise TokenizerError(
-            "cannot read the tokenizer file", got=error.strerror, where=file
-        ) from error
+    with (
+        refused_by_system("cannot read the tokenizer file", where=file, kind=TokenizerError),
+        file.open("rb") as stream,
+    ):
+        head = stream.read(_HEAD_BYTES)
     file_format = _format_of(head, file)
     if file_format is None:
         raise TokenizerError(
@@ -205,10 +203,8 @@ def read_file(file: Path) -> bytes:
     Raises:
         TokenizerError: It cannot be read.
     """
-    try:
+    with refused_by_system("cannot read the file", where=file, kind=TokenizerError):
         return files.read_bytes(file)
-    except OSError as error:
-        raise TokenizerError("cannot read the file", got=error.strerror, where=file) from error
 
 
 def read_template(file: Path) -> str:

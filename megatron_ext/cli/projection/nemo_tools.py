@@ -18,7 +18,7 @@ from megatron_ext.cli.projection.build import (
     required_pair,
     write_projection,
 )
-from megatron_ext.errors import ConfigError, ProjectionError
+from megatron_ext.errors import ConfigError, ProjectionError, refused_by_system
 from megatron_ext.imports import needed_packages
 from megatron_ext.projection.embedding_builder import build_embedding_projection
 from megatron_ext.projection.embeddings import EmbeddingMatrix, EmbeddingSpace
@@ -405,12 +405,8 @@ def _note_given(arguments: argparse.Namespace, flags: Flags, why: str) -> None:
 
 def _made_folder(path: str | Path) -> Path:
     folder = Path(path)
-    try:
+    with refused_by_system("the folder cannot be made", where=folder, kind=ProjectionError):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ProjectionError(
-            "the folder cannot be made", where=folder, got=error.strerror
-        ) from error
     return folder
 
 

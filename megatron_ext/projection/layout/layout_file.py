@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from megatron_ext.errors import ProjectionError
+from megatron_ext.errors import ProjectionError, refused_by_system
 from megatron_ext.files import read_json, write_text
 from megatron_ext.projection.layout.packing import VocabularyOrder
 
@@ -32,17 +32,15 @@ def save_layout(layout: VocabularyLayout, path: Path) -> None:
         "common_counts": list(layout.common_counts),
         **sides,
     }
-    try:
+    with refused_by_system(
+        "the vocabulary layout cannot be written",
+        where=path,
+        expected="a file name in an existing folder with room and write permission",
+        kind=ProjectionError,
+    ):
         # A missing folder is more often a typing error than a folder to make.
         path.parent.stat()
         write_text(path, json.dumps(content) + "\n")
-    except OSError as error:
-        raise ProjectionError(
-            "the vocabulary layout cannot be written",
-            where=path,
-            got=error.strerror,
-            expected="a file name in an existing folder with room and write permission",
-        ) from error
 
 
 def load_layout(
