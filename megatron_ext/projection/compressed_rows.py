@@ -320,14 +320,14 @@ def check_built_for(
         )
 
 
-def write_projection(path: Path, content: bytes) -> None:
-    """Write the file of a projection whole.
+def write_projection(path: Path, content: bytes, *, what: str = "the projection") -> None:
+    """Write the file of a projection, or of what comes with one, whole.
 
     Raises:
         ProjectionError: The file cannot be written.
     """
     with refused_by_system(
-        "the projection cannot be written",
+        f"{what} cannot be written",
         where=path,
         expected="a file name in an existing folder with room and write permission",
         fix="create the folder first",

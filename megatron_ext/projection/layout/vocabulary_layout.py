@@ -1,26 +1,33 @@
 """Layouts that put the common tokens of two vocabularies side by side on each rank.
 
-Vs Vt vocabularies, R tensor-parallel ranks, E entries of a projection.
+Vs Vt vocabularies, R tensor-parallel ranks, E entries of a projection. A layout file is one JSON
+file that names the pair of vocabularies it is for.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.errors import ProjectionError
+from megatron_ext.files import read_json
+from megatron_ext.projection.compressed_rows import write_projection
 from megatron_ext.projection.layout.layout_builder import build_layouts
-from megatron_ext.projection.layout.layout_file import load_layout, save_layout
 from megatron_ext.projection.layout.packing import VocabularyOrder
 from megatron_ext.projection.projection_matrix import ProjectionMatrix
 
 if TYPE_CHECKING:
     from megatron_ext.tokenizers.base import ByteTokenizer
+
+FORMAT: Final = "megatron-ext-vocabulary-layout"
+FORMAT_VERSION: Final = 1
+_REBUILD: Final = "make it again: VocabularyLayout.of(projection, ...)"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,7 +154,18 @@ class VocabularyLayout:
         Raises:
             ProjectionError: The file cannot be written.
         """
-        save_layout(self, Path(path))
+        content = {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "metadata": dict(self.metadata),
+            "common_counts": list(self.common_counts),
+            **{
+                side: {"vocab_size": order.vocab_size, "ids": order.ids.tolist()}
+                for side, order in (("student", self.student), ("teacher", self.teacher))
+            },
+        }
+        written = f"{json.dumps(content)}\n".encode()
+        write_projection(Path(path), written, what="the vocabulary layout")
 
     @classmethod
     def load(
@@ -165,7 +183,65 @@ class VocabularyLayout:
         Raises:
             ProjectionError: Missing, broken or foreign file, or one for another pair.
         """
-        return load_layout(cls, Path(path), student, teacher)
+        file = Path(path)
+        content = _read(file)
+        for role, tokenizer in (("student", student), ("teacher", teacher)):
+            if tokenizer is not None:
+                _check_built_for(file, content, role, tokenizer.fingerprint())
+        try:
+            counts = tuple(content["common_counts"])
+            student_order, teacher_order = (
+                VocabularyOrder(
+                    ids=content[side]["ids"],
+                    vocab_size=content[side]["vocab_size"],
+                    rank_count=len(counts),
+                )
+                for side in ("student", "teacher")
+            )
+            return cls(
+                student=student_order,
+                teacher=teacher_order,
+                common_counts=counts,
+                metadata=content["metadata"],
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProjectionError(
+                "the file is not a complete vocabulary layout", where=file, got=error, fix=_REBUILD
+            ) from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = read_json(path)
+    except (OSError, ValueError) as error:
+        raise ProjectionError(
+            "the vocabulary layout cannot be read", where=path, got=error, fix=_REBUILD
+        ) from error
+    file_format = content.get("format") if isinstance(content, dict) else None
+    if file_format != FORMAT or content.get("format_version") != FORMAT_VERSION:
+        raise ProjectionError(
+            "the file is not a vocabulary layout that this version reads",
+            where=path,
+            got=f"{file_format} version {content.get('format_version')}"
+            if file_format
+            else "another file",
+            expected=f"{FORMAT} version {FORMAT_VERSION}",
+            fix=_REBUILD,
+        )
+    assert isinstance(content, dict)
+    return content
+
+
+def _check_built_for(path: Path, content: dict[str, Any], role: str, given: str) -> None:
+    built_for = content.get("metadata", {}).get(f"{role}_fingerprint")
+    if built_for != given:
+        raise ProjectionError(
+            f"this vocabulary layout was made for another {role}",
+            where=path,
+            got=f"fingerprint {str(built_for)[:12]}" if built_for else "no fingerprint",
+            expected=f"{given[:12]}, of the {role} given",
+            fix=_REBUILD,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
