@@ -19,10 +19,9 @@ from megatron_ext.cli.pages.audit_source import AuditSource
 from megatron_ext.cli.pages.chart import SMOOTHING
 from megatron_ext.cli.pages.frame import BarPart, TableRow, bar, html_page, swatch
 from megatron_ext.cli.pages.headline import headlines
-from megatron_ext.cli.pages.rollout_view import completions
 from megatron_ext.cli.pages.run_charts import COLOURS, clocks, other_panels, panels
 from megatron_ext.cli.pages.run_record import RunRecord
-from megatron_ext.cli.pages.sample_view import model_samples_of
+from megatron_ext.cli.pages.sample_view import completions, model_samples_of
 from megatron_ext.cli.pages.token_view import duration, share, with_short_paths
 from megatron_ext.constants import __version__
 from megatron_ext.data.reading_order import read_blend
