@@ -207,6 +207,8 @@ class Aligner(Protocol):
 class ContentAligner:
     """Aligner of texts (as a batch) and of conversations (one at a time).
 
+    Of a conversation, each model's own template is rendered and the texts of messages are aligned.
+
     Args:
         student_tokenizer: Tokenizer of the student.
         teacher_tokenizers: Tokenizers of the teachers with another one.
@@ -218,15 +220,27 @@ class ContentAligner:
         teacher_tokenizers: Sequence[MegatronTokenizerText] = (),
     ) -> None:
         self._texts = TextAligner(student_tokenizer, teacher_tokenizers)
-        self._conversations = ConversationAligner(student_tokenizer, teacher_tokenizers)
+        self._student = student_tokenizer
+        self._teachers = tuple(teacher_tokenizers)
 
     def align(self, contents: Sequence[Content]) -> list[AlignedText]:
-        """``Aligner.align``."""
+        """``Aligner.align``; only student-trained tokens of a conversation are in chunks."""
         texts = iter(self._texts.align([text for text in contents if isinstance(text, str)]))
         return [
-            next(texts) if isinstance(content, str) else self._conversations.align(content)
+            next(texts) if isinstance(content, str) else self._conversation(content)
             for content in contents
         ]
+
+    def _conversation(self, record: ConversationRecord) -> AlignedText:
+        student = _encoded(self._student, record)
+        return AlignedText(
+            student.ids.astype(np.int32),
+            np.diff(student.byte_ends, prepend=0).astype(np.int32),
+            tuple(
+                teacher_tokens(student, record, self._student, other) for other in self._teachers
+            ),
+            trained=student.trained,
+        )
 
 
 class TextAligner:
@@ -279,40 +293,6 @@ class TextAligner:
             )
             for student_slice, *teacher_slices in zip(*slices, strict=True)
         ]
-
-
-class ConversationAligner:
-    """Aligner of conversations: renders each model's own template and aligns the message texts.
-
-    Args:
-        student_tokenizer: The student's, with a prompt format.
-        teacher_tokenizers: Tokenizers of the teachers with another one, or another format.
-    """
-
-    def __init__(
-        self,
-        student_tokenizer: MegatronTokenizerText,
-        teacher_tokenizers: Sequence[MegatronTokenizerText] = (),
-    ) -> None:
-        self._student = student_tokenizer
-        self._teachers = tuple(teacher_tokenizers)
-
-    def align(self, record: ConversationRecord) -> AlignedText:
-        """The aligned tokens of a conversation; only student-trained tokens are in chunks.
-
-        Raises:
-            ConfigError: A tokenizer has no prompt format.
-            ConversationError: The conversation is malformed, or does not fit a format.
-        """
-        student = _encoded(self._student, record)
-        return AlignedText(
-            student.ids.astype(np.int32),
-            np.diff(student.byte_ends, prepend=0).astype(np.int32),
-            tuple(
-                teacher_tokens(student, record, self._student, other) for other in self._teachers
-            ),
-            trained=student.trained,
-        )
 
 
 def teacher_tokens(
