@@ -120,14 +120,7 @@ class PackedBatches:
         Raises:
             ConfigError: The state is of other data, another order, or another number of ranks.
         """
-        for name, value in self._settings().items():
-            if state.get(name) != value:
-                raise ConfigError(
-                    f"the state of the data is of another {name}",
-                    got=state.get(name),
-                    expected=value,
-                    fix="resume with the settings of the run, or begin anew",
-                )
+        _check_state(state, self._settings())
         self._position = Position(*(state[name] for name in ("epoch", "block", "sample")))
 
     def _settings(self) -> dict[str, Any]:
@@ -142,16 +135,32 @@ class PackedBatches:
 def _check(batch_size: int, rank: int, world_size: int, block_count: int) -> None:
     if batch_size < 1:
         raise ConfigError("a batch has no row", got=batch_size, expected=">= 1", where="batch_size")
-    if not 0 <= rank < world_size:
-        raise ConfigError(
-            "there is no such rank", got=rank, expected=f"0 to {world_size - 1}", where="rank"
-        )
+    _check_rank(rank, world_size)
     if block_count < world_size:
         raise ConfigError(
             "there are fewer blocks of documents than ranks",
             got=f"{block_count} for {world_size} ranks",
             fix="lower block_bytes or run_documents",
         )
+
+
+def _check_rank(rank: int, world_size: int) -> None:
+    if not 0 <= rank < world_size:
+        raise ConfigError(
+            "there is no such rank", got=rank, expected=f"0 to {world_size - 1}", where="rank"
+        )
+
+
+def _check_state(state: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Check that a state is of data with these settings."""
+    for name, value in expected.items():
+        if state.get(name) != value:
+            raise ConfigError(
+                f"the state of the data is of another {name}",
+                got=state.get(name),
+                expected=value,
+                fix="resume with the settings of the run, or begin anew",
+            )
 
 
 class ResumableSampler(Sampler[int]):
@@ -190,8 +199,7 @@ class ResumableSampler(Sampler[int]):
         for name, value, least in (("size", size, 1), ("seed", seed, 0)):
             if value < least:
                 raise ConfigError(f"{name} is too small", got=value, expected=f">= {least}")
-        if not 0 <= rank < world_size:
-            raise ConfigError("there is no such rank", got=rank, expected=f"0 to {world_size - 1}")
+        _check_rank(rank, world_size)
         self._order = {"size": size, "seed": seed, "shuffle": shuffle, "world_size": world_size}
         self._rank = rank
         self._epochs = epochs
@@ -233,14 +241,7 @@ class ResumableSampler(Sampler[int]):
         Raises:
             ConfigError: The state is of another order, or the items used do not divide.
         """
-        for name in ("size", "seed", "shuffle"):
-            if state.get(name) != self._order[name]:
-                raise ConfigError(
-                    f"the state of the data is of another {name}",
-                    got=state.get(name),
-                    expected=self._order[name],
-                    fix="resume with the settings of the run, or begin anew",
-                )
+        _check_state(state, {name: self._order[name] for name in ("size", "seed", "shuffle")})
         used, rest = divmod(state["used"] * state["world_size"], self._order["world_size"])
         if rest:
             raise ConfigError(
