@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from dataclasses import astuple, dataclass, replace
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from megatron_ext.data.aligner import PackedSample
 from megatron_ext.data.packed_dataset import PackedTextDataset, RefusedDocument
@@ -28,6 +28,10 @@ class WeightedDataset(NamedTuple):
     """Entries of the configuration that it is of."""
 
 
+Positions = list[dict[int, tuple[int, int, int]]]
+"""[S] next position of each of the streams of a replica; plain values."""
+
+
 class Place(NamedTuple):
     """Position of a replica between two global batches; plain values."""
 
@@ -37,8 +41,24 @@ class Place(NamedTuple):
     counts: list[int]
     """[S] rows taken of each source, over all replicas."""
 
-    positions: list[dict[int, tuple[int, int, int]]]
-    """[S] next position of each of the streams of this replica."""
+    positions: Positions
+
+
+class DataFaults(NamedTuple):
+    """What a replica has met in some of its documents, and of its workers."""
+
+    refused: Sequence[RefusedDocument] = ()
+    """Documents that were left out."""
+
+    retokenized: int = 0
+    """Documents that are stored as ids of the student's vocabulary and to which its tokenizer gives
+    other ids."""
+
+    restarts: int = 0
+    """Restarts of the workers after one died."""
+
+
+_NO_FAULTS: Final = DataFaults()
 
 
 class Replica(NamedTuple):
@@ -131,35 +151,24 @@ class GlobalBatches:
         """Bytes read by this replica that are in no sample."""
         return sum(streams.dropped_bytes for streams in self._streams)
 
-    def restarts_since_asked(self) -> int:
-        """Restarts of this rank's workers after one died, since the last call."""
-        count = sum(streams.restarts for streams in self._streams)
+    def faults_since_asked(self) -> DataFaults:
+        """What this replica has met since the last call."""
+        faults = DataFaults(
+            [document for streams in self._streams for document in streams.refused],
+            sum(streams.retokenized for streams in self._streams),
+            sum(streams.restarts for streams in self._streams),
+        )
         for streams in self._streams:
-            streams.restarts = 0
-        return count
-
-    def refused(self) -> list[RefusedDocument]:
-        """Documents that this replica has left out since the last call."""
-        refused = [document for streams in self._streams for document in streams.refused]
-        for streams in self._streams:
-            streams.refused = []
-        return refused
-
-    def retokenized_since_asked(self) -> int:
-        """This replica's documents, since the last call, that are stored as ids of the student's
-        vocabulary and to which its tokenizer gives other ids."""
-        count = sum(streams.retokenized for streams in self._streams)
-        for streams in self._streams:
-            streams.retokenized = 0
-        return count
+            streams.refused, streams.retokenized, streams.restarts = [], 0, 0
+        return faults
 
     def close(self) -> None:
         """End the workers."""
         for streams in self._streams:
             streams.close()
 
-    def positions(self) -> list[dict[int, tuple[int, int, int]]]:
-        """[S] next positions of this replica's streams, for ``state``."""
+    def positions(self) -> Positions:
+        """Those of this replica's streams, for ``state``."""
         return [
             {stream: astuple(position) for stream, position in streams.positions.items()}
             for streams in self._streams
@@ -169,12 +178,7 @@ class GlobalBatches:
         """The current position of this replica."""
         return Place(self.iteration, list(self._counts), self.positions())
 
-    def state(
-        self,
-        everywhere: Sequence[list[dict[int, tuple[int, int, int]]]],
-        *,
-        at: Place | None = None,
-    ) -> dict[str, Any]:
+    def state(self, everywhere: Sequence[Positions], *, at: Place | None = None) -> dict[str, Any]:
         """Plain values to resume from under any layout.
 
         Args:
@@ -182,7 +186,7 @@ class GlobalBatches:
             at: The place to save; None for the current one.
         """
         at = at or self.place()
-        merged: list[dict[int, tuple[int, int, int]]] = [{} for _ in self._streams]
+        merged: Positions = [{} for _ in self._streams]
         for positions in everywhere:
             for source, streams in zip(merged, positions, strict=True):
                 source.update(streams)
@@ -229,7 +233,7 @@ Batch = TypeVar("Batch")
 
 @dataclass(slots=True)
 class _Read(Generic[Batch]):
-    """One prepared global batch, with its counters."""
+    """One prepared global batch, with what was met in it."""
 
     batch: Batch | None
     """The prepared batch; None after ``error``."""
@@ -237,9 +241,7 @@ class _Read(Generic[Batch]):
     place: Place
     """Position of the data after this batch."""
 
-    refused: list[RefusedDocument] = field(default_factory=list)
-    retokenized: int = 0
-    restarts: int = 0
+    faults: DataFaults = _NO_FAULTS
     error: DataError | None = None
 
 
@@ -305,26 +307,16 @@ class ReadAhead(Generic[Batch]):
         """See ``GlobalBatches``; includes what was read ahead."""
         return self._batches.waited
 
-    def refused(self) -> list[RefusedDocument]:
-        """Documents that this replica left out of the batch taken last; empty on a second call."""
-        refused, self._taken.refused = self._taken.refused, []
-        return refused
+    def faults_since_asked(self) -> DataFaults:
+        """See ``GlobalBatches``, of the batch taken last; none on a second call."""
+        faults, self._taken.faults = self._taken.faults, _NO_FAULTS
+        return faults
 
-    def retokenized_since_asked(self) -> int:
-        """See ``GlobalBatches``, of the batch taken last."""
-        count, self._taken.retokenized = self._taken.retokenized, 0
-        return count
-
-    def restarts_since_asked(self) -> int:
-        """See ``GlobalBatches``, while the batch taken last was read."""
-        count, self._taken.restarts = self._taken.restarts, 0
-        return count
-
-    def positions(self) -> list[dict[int, tuple[int, int, int]]]:
+    def positions(self) -> Positions:
         """See ``GlobalBatches``, behind the batch taken last."""
         return self._taken.place.positions
 
-    def state(self, everywhere: Sequence[list[dict[int, tuple[int, int, int]]]]) -> dict[str, Any]:
+    def state(self, everywhere: Sequence[Positions]) -> dict[str, Any]:
         """See ``GlobalBatches``, behind the batch taken last."""
         return self._batches.state(everywhere, at=self._taken.place)
 
@@ -352,10 +344,4 @@ class ReadAhead(Generic[Batch]):
             samples = batches.take()
         except DataError as error:
             return _Read(None, batches.place(), error=error)
-        return _Read(
-            self._prepare(samples),
-            batches.place(),
-            refused=batches.refused(),
-            retokenized=batches.retokenized_since_asked(),
-            restarts=batches.restarts_since_asked(),
-        )
+        return _Read(self._prepare(samples), batches.place(), batches.faults_since_asked())

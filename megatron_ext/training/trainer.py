@@ -369,15 +369,15 @@ class Trainer:
                 ]
             )
         microbatches = [self._on_device(batch) for batch in on_host]
-        refused, retokenized = reader.refused(), reader.retokenized_since_asked()
-        for document in refused if self.groups.is_replica_main else ():
+        faults = reader.faults_since_asked()
+        for document in faults.refused if self.groups.is_replica_main else ():
             log_refused(self.run_dir, document, iteration=reader.iteration)
         data = self.plan.data
         if data.num_workers or data.bad_documents == "skip" or self.data.has_student_ids:
             self.counts.add_data_faults(
-                refused=len(refused) * self.groups.is_replica_main,
-                retokenized=retokenized * self.groups.is_replica_main,
-                restarts=reader.restarts_since_asked(),
+                refused=len(faults.refused) * self.groups.is_replica_main,
+                retokenized=faults.retokenized * self.groups.is_replica_main,
+                restarts=faults.restarts,
                 device=self.groups.device,
             )
         return microbatches

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_ext import ArrowTextDataset
 from megatron_ext.data.global_batches import (
+    DataFaults,
     GlobalBatches,
     Place,
     ReadAhead,
@@ -227,14 +228,8 @@ class _Broken:
         self.iteration += 1
         return []
 
-    def refused(self):
-        return [self.iteration]
-
-    def retokenized_since_asked(self):
-        return 10 * self.iteration
-
-    def restarts_since_asked(self):
-        return 100 * self.iteration
+    def faults_since_asked(self):
+        return DataFaults([self.iteration], 10 * self.iteration, 100 * self.iteration)
 
 
 def test_counts_and_errors_are_those_of_the_batch_that_is_taken():
@@ -242,9 +237,7 @@ def test_counts_and_errors_are_those_of_the_batch_that_is_taken():
     ahead = ReadAhead(broken, lambda rows: rows, depth=3)
     for iteration in (1, 2):
         ahead.take()
-        assert ahead.refused() == [iteration]
-        assert ahead.refused() == []
-        assert ahead.retokenized_since_asked() == 10 * iteration
-        assert ahead.restarts_since_asked() == 100 * iteration
+        assert ahead.faults_since_asked() == ([iteration], 10 * iteration, 100 * iteration)
+        assert ahead.faults_since_asked() == ((), 0, 0)
     with pytest.raises(DataError, match="a document cannot be read"):
         ahead.take()

@@ -216,8 +216,8 @@ def test_a_run_that_goes_on_within_a_block_counts_its_documents_once(tmp_path):
     after.load_state(before.state([before.positions()]))
     for reader in (whole, whole, after):
         reader.take()
-    parts = before.retokenized_since_asked() + after.retokenized_since_asked()
-    assert parts == whole.retokenized_since_asked() == 80
+    parts = before.faults_since_asked().retokenized + after.faults_since_asked().retokenized
+    assert parts == whole.faults_since_asked().retokenized == 80
 
 
 def counted(data, size, iterations):
@@ -226,8 +226,8 @@ def counted(data, size, iterations):
     for reader in readers:
         for _ in range(iterations):
             reader.take()
-    found = sum(reader.retokenized_since_asked() for reader in readers)
-    assert not any(reader.retokenized_since_asked() for reader in readers)
+    found = sum(reader.faults_since_asked().retokenized for reader in readers)
+    assert not any(reader.faults_since_asked().retokenized for reader in readers)
     return found
 
 

@@ -189,6 +189,6 @@ def test_documents_of_ids_that_cannot_be_read_and_that_differ_are_in_the_log(fol
     expected = 0
     for row in rows:
         reader.take()
-        expected += reader.retokenized_since_asked()
+        expected += reader.faults_since_asked().retokenized
         assert row["retokenized_documents"] == expected
     assert expected
