@@ -263,10 +263,9 @@ def generation_stops(folder: str | Path) -> frozenset[int]:
     """
     for path in (Path(folder, GENERATION_FILE), Path(folder, SIDE_FOLDER, GENERATION_FILE)):
         if path.is_file():
-            values = files.read_json(path)
-            found = values.get("eos_token_id") if isinstance(values, dict) else values
+            found = read_json(path).get("eos_token_id")
             ids = found if isinstance(found, list) else [] if found is None else [found]
-            if not isinstance(values, dict) or not all(type(token) is int for token in ids):
+            if not all(type(token) is int for token in ids):
                 raise CheckpointError(
                     "a generation configuration does not name its stop tokens",
                     where=str(path),

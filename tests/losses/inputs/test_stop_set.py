@@ -115,8 +115,17 @@ def test_stops_are_those_of_the_generation_configuration(tmp_path: Path, text: s
     assert generation_stops(folder) == ids
 
 
-@pytest.mark.parametrize("text", ['{"eos_token_id": "</s>"}', "[1]", '{"eos_token_id": [true]}'])
-def test_a_generation_configuration_without_ids_is_refused(tmp_path: Path, text: str):
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"eos_token_id": "</s>"}', "does not name its stop tokens"),
+        ('{"eos_token_id": [true]}', "does not name its stop tokens"),
+        ("[1]", "holds no JSON object"),
+        ('{"eos_token_id": [3, 5', "is not JSON"),
+    ],
+    ids=["name", "truth", "list", "cut"],
+)
+def test_a_generation_configuration_without_ids_is_refused(tmp_path: Path, text: str, problem: str):
     (tmp_path / "generation_config.json").write_text(text)
-    with pytest.raises(CheckpointError, match="does not name its stop tokens"):
+    with pytest.raises(CheckpointError, match=problem):
         generation_stops(tmp_path)
