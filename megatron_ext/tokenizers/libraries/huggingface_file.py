@@ -75,7 +75,7 @@ class HuggingFaceFile:
                 name: i for name, i in _model_ids(self._model).items() if name not in self._pinned
             }
             added: list[dict[str, Any]] = document.get("added_tokens") or []
-            self._added = _with_special(added, self._ids, names_to_add(roles or {}, special_tokens))
+            self._added = with_special(added, self._ids, names_to_add(roles or {}, special_tokens))
             self._document: dict[str, Any] = {**document, "added_tokens": self._added}
             self.special_names = {row["content"] for row in self._added if row["special"]}
             self._added_ids: dict[str, int] = {row["content"]: row["id"] for row in self._added}
@@ -305,7 +305,7 @@ def _check_ids(ids: Mapping[str, int], file: Path) -> None:
             )
 
 
-def _with_special(
+def with_special(
     added: Sequence[dict[str, Any]], ids: Mapping[str, int], names: Sequence[str]
 ) -> list[dict[str, Any]]:
     """``added`` with ``names`` as special tokens; new names get the next ids."""

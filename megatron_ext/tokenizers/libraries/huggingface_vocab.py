@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import json
 import os
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import TokenizerError
-from megatron_ext.tokenizers.libraries.huggingface_file import HuggingFaceSource, name_of
+from megatron_ext.tokenizers.libraries.huggingface_file import (
+    HuggingFaceSource,
+    name_of,
+    with_special,
+)
 from megatron_ext.tokenizers.tokenizer_files import read_file, read_json
 
 
@@ -120,18 +123,7 @@ def _lines(file: Path) -> list[str]:
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
-class VocabFiles(HuggingFaceSource):
-    """Vocabulary files that are converted into a ``tokenizer.json``."""
-
-    def _read(self) -> bytes:
-        return json.dumps(self._document()).encode()
-
-    @abstractmethod
-    def _document(self) -> dict[str, Any]:
-        """The equivalent ``tokenizer.json``."""
-
-
-class Gpt2Files(VocabFiles):
+class Gpt2Files(HuggingFaceSource):
     """GPT-2's ``vocab.json`` and ``merges.txt``: byte-level BPE with GPT-2's pre-tokenizer.
 
     Args:
@@ -154,7 +146,7 @@ class Gpt2Files(VocabFiles):
         _check_class(given, ("GPT2Tokenizer",), self.file)
         return {**default, **given}
 
-    def _document(self) -> dict[str, Any]:
+    def _read(self) -> bytes:
         ids = read_vocab_json(self.file)
         config = self._read_config()
         byte_level = {
@@ -170,11 +162,17 @@ class Gpt2Files(VocabFiles):
             "continuing_subword_prefix": "",
             "end_of_word_suffix": "",
         }
-        document = {"pre_tokenizer": byte_level, "decoder": byte_level, "model": model}
-        return {**document, "normalizer": None, "added_tokens": _special_tokens(config, ids)}
+        document = {
+            "normalizer": None,
+            "pre_tokenizer": byte_level,
+            "decoder": byte_level,
+            "added_tokens": with_special((), ids, _names(config)),
+            "model": model,
+        }
+        return json.dumps(document).encode()
 
 
-class WordPieceFile(VocabFiles):
+class WordPieceFile(HuggingFaceSource):
     """BERT's ``vocab.txt``, with one piece in each line.
 
     Args:
@@ -198,7 +196,7 @@ class WordPieceFile(VocabFiles):
         _check_class(given, names, self.file)
         return {**default, **given}
 
-    def _document(self) -> dict[str, Any]:
+    def _read(self) -> bytes:
         config = self._read_config()
         needed = [name_of(config[f"{role}_token"]) for role in ("unk", "cls", "sep")]
         ids = read_vocab_txt(self.file, needed)
@@ -213,12 +211,12 @@ class WordPieceFile(VocabFiles):
             "strip_accents": config.get("strip_accents"),
             "lowercase": _has_no_capitals(ids, config) if lowercase is None else bool(lowercase),
         }
-        return {
+        document = {
             "normalizer": normalizer,
             "pre_tokenizer": {"type": "BertPreTokenizer"},
             "post_processor": _around(cls, sep, ids),
             "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
-            "added_tokens": _special_tokens(config, ids),
+            "added_tokens": with_special((), ids, _names(config)),
             "model": {
                 "type": "WordPiece",
                 "unk_token": unk,
@@ -227,23 +225,13 @@ class WordPieceFile(VocabFiles):
                 "vocab": ids,
             },
         }
+        return json.dumps(document).encode()
 
 
-def _special_tokens(config: Mapping[str, Any], ids: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Rows of ``added_tokens``; a name that the vocabulary lacks gets the next id."""
-    rows: dict[str, dict[str, Any]] = {}
-    following = max(ids.values(), default=-1) + 1
-    for role in _ROLES:
-        name = name_of(config.get(f"{role}_token"))
-        if not name or name in rows:
-            continue
-        token_id = ids.get(name, following)
-        following += token_id == following
-        rows[name] = {
-            **{"id": token_id, "content": name, "special": True, "normalized": False},
-            **{"single_word": False, "lstrip": False, "rstrip": False},
-        }
-    return list(rows.values())
+def _names(config: Mapping[str, Any]) -> list[str]:
+    """Names of the special tokens of a configuration, in the order of ``_ROLES``."""
+    names = (name_of(config.get(f"{role}_token")) for role in _ROLES)
+    return [name for name in names if name]
 
 
 def _around(cls: str, sep: str, ids: Mapping[str, int]) -> dict[str, Any]:
@@ -265,7 +253,7 @@ def _around(cls: str, sep: str, ids: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _has_no_capitals(ids: Mapping[str, int], config: Mapping[str, Any]) -> bool:
-    special = {name_of(config.get(f"{role}_token")) for role in _ROLES}
+    special = set(_names(config))
     ordinary = (piece for piece in ids if piece not in special)
     return not any("A" <= letter <= "Z" for piece in ordinary for letter in piece)
 
