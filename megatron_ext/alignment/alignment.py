@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from functools import cached_property
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,10 @@ class ChunkClass(IntEnum):
     ONE_TO_MANY = 1
     MANY_TO_ONE = 2
     MANY_TO_MANY = 3
+
+
+CHUNK_KINDS: Final = tuple(kind.name.lower() for kind in ChunkClass)
+"""Names of the classes, by number; those of the fields of ``ChunkCounts`` and of metrics."""
 
 
 def chunk_classes(
@@ -132,10 +137,7 @@ class ChunkCounts:
         """The counts of chunks by their ``ChunkClass`` [C]."""
         sizes = np.bincount(chunk_class, minlength=len(ChunkClass)).tolist()
         return cls(
-            one_to_one=sizes[ChunkClass.ONE_TO_ONE],
-            one_to_many=sizes[ChunkClass.ONE_TO_MANY],
-            many_to_one=sizes[ChunkClass.MANY_TO_ONE],
-            many_to_many=sizes[ChunkClass.MANY_TO_MANY],
+            **dict(zip(CHUNK_KINDS, sizes, strict=True)),
             student_unaligned=student_unaligned,
             teacher_unaligned=teacher_unaligned,
         )
@@ -155,10 +157,9 @@ class ChunkCounts:
 
     def shares(self) -> dict[str, float]:
         """Share of each size among the chunks, by field name; empty where there is no chunk."""
-        names = ("one_to_one", "one_to_many", "many_to_one", "many_to_many")
         if not self.chunks:
             return {}
-        return {name: getattr(self, name) / self.chunks for name in names}
+        return {name: getattr(self, name) / self.chunks for name in CHUNK_KINDS}
 
 
 def spans_of(chunk_id: NDArray[np.int32], count: int) -> NDArray[np.int32]:

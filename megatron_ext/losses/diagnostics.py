@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from megatron_ext.alignment.alignment import ChunkClass
+from megatron_ext.alignment.alignment import CHUNK_KINDS
 from megatron_ext.alignment.audit.text_class import SCRIPTS, TEXT_CLASSES
 from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
 from megatron_ext.distributed.shard_collectives import all_reduce_max
@@ -28,8 +28,6 @@ from megatron_ext.errors import LossError
 from megatron_ext.losses.base import DistillationInputs, LossOutput, SumCount
 from megatron_ext.ops.launch import Implementation
 from megatron_ext.ops.sums import ClassSums, CountedChunks, ReadRows, bad_rows, chunk_sums
-
-_CHUNK_CLASSES: Final = tuple(kind.name.lower() for kind in ChunkClass)
 
 
 def chunk_output(
@@ -132,12 +130,12 @@ def _counted(inputs: DistillationInputs, used: torch.Tensor | None) -> CountedCh
     alignment = inputs.alignment
     assert alignment is not None
     classes, rows = alignment.chunk_class, alignment.teacher_offsets
-    return CountedChunks(used, classes, len(_CHUNK_CLASSES), rows)
+    return CountedChunks(used, classes, len(CHUNK_KINDS), rows)
 
 
 def _class_metrics(sums: ClassSums) -> dict[str, SumCount]:
-    return _by_name("used", _CHUNK_CLASSES, sums.used, sums.chunks) | _by_name(
-        "loss", _CHUNK_CLASSES, sums.loss, sums.counts
+    return _by_name("used", CHUNK_KINDS, sums.used, sums.chunks) | _by_name(
+        "loss", CHUNK_KINDS, sums.loss, sums.counts
     )
 
 

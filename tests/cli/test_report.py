@@ -1,6 +1,5 @@
 """``megatron-ext report``: runs as one page, whatever state they are in."""
 
-import dataclasses
 import json
 import math
 import re
@@ -15,7 +14,6 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron_ext.alignment import ChunkCounts
 from megatron_ext.cli.main import main
 from megatron_ext.cli.pages import frame, run_tables, token_view
 from megatron_ext.cli.pages.chart import SIDE, Chart, Curve, means, smoothed
@@ -407,9 +405,6 @@ def test_neither_torch_nor_megatron_is_loaded(tmp_path, tokenizers):
 
 def test_names_that_are_said_again_to_do_without_torch_are_those_of_the_trainer():
     assert set(run_tables.FAULTS) == set(FaultCounts().metrics())
-    assert [*run_tables.CHUNK_KINDS, "student_unaligned", "teacher_unaligned"] == [
-        field.name for field in dataclasses.fields(ChunkCounts)
-    ]
 
 
 def test_a_smoothed_line_does_not_lag_behind_and_stays_within_its_values():

@@ -8,16 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.alignment.alignment import ChunkCounts, tokens_per_chunk
+from megatron_ext.alignment.alignment import CHUNK_KINDS, ChunkCounts, tokens_per_chunk
 from megatron_ext.alignment.text_tokens import TextTokens
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.base import ByteTokenizer
 
 MEASURES = 4
 """Number of sums that ``CoverageTally`` keeps: chunks, student tokens, teacher tokens, bytes."""
-
-CHUNK_SIZES = 4
-"""1:1, 1:n, n:1 and n:m, in this order."""
 
 
 def share_in_words(share: float) -> str:
@@ -91,7 +88,7 @@ class CoverageTally:
     """
 
     def __init__(self, scripts: int, classes: int) -> None:
-        self._sums = np.zeros((scripts, classes, CHUNK_SIZES, MEASURES), np.int64)
+        self._sums = np.zeros((scripts, classes, len(CHUNK_KINDS), MEASURES), np.int64)
 
     def add(
         self,
@@ -104,7 +101,7 @@ class CoverageTally:
         """Count chunks; every array is [C]."""
         cells = self._sums.shape[:3]
         size = 2 * (student_size > 1) + (teacher_size > 1)
-        cell = (script.astype(np.int64) * cells[1] + text_class) * CHUNK_SIZES + size
+        cell = (script.astype(np.int64) * cells[1] + text_class) * len(CHUNK_KINDS) + size
         for measure, weights in enumerate((None, student_size, teacher_size, byte_count)):
             # Weighted counts are doubles, exact up to 2 ** 53 in one call.
             sums = np.bincount(cell, weights, minlength=int(np.prod(cells)))
@@ -132,18 +129,12 @@ class CoverageTally:
 
 
 def _row(name: str, sums: NDArray[np.int64], **unaligned: int) -> CoverageRow:
-    """A row from sums [CHUNK_SIZES, MEASURES]."""
-    one_to_one, one_to_many, many_to_one, many_to_many = sums[:, 0].tolist()
+    """A row from sums [CHUNK_KINDS, MEASURES]."""
+    kinds = dict(zip(CHUNK_KINDS, sums[:, 0].tolist(), strict=True))
     _, student_tokens, teacher_tokens, byte_count = sums.sum(axis=0).tolist()
     return CoverageRow(
         name=name,
-        counts=ChunkCounts(
-            one_to_one=one_to_one,
-            one_to_many=one_to_many,
-            many_to_one=many_to_one,
-            many_to_many=many_to_many,
-            **unaligned,
-        ),
+        counts=ChunkCounts(**kinds, **unaligned),
         student_tokens=student_tokens,
         teacher_tokens=teacher_tokens,
         byte_count=byte_count,

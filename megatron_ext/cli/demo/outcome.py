@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
+from megatron_ext.alignment.alignment import CHUNK_KINDS
 from megatron_ext.cli import generate, report
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.files import write_text
@@ -85,9 +86,8 @@ def _last(rows: list[dict[str, Any]], name: str) -> float:
 
 
 def _chunks(rows: list[dict[str, Any]]) -> str:
-    sizes = ("one_to_one", "one_to_many", "many_to_one", "many_to_many")
     chunks = sum(row["chunks"] for row in rows)
-    shares = {name: sum(row[name] for row in rows) / chunks for name in sizes}
+    shares = {name: sum(row[name] for row in rows) / chunks for name in CHUNK_KINDS}
     return f"{'chunks':<16}" + ", ".join(f"{share:.1%} {name}" for name, share in shares.items())
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from megatron_ext.alignment.alignment import CHUNK_KINDS
 from megatron_ext.cli.pages.frame import TableRow
 from megatron_ext.cli.pages.run_record import RunRecord, as_number
 from megatron_ext.cli.pages.token_view import (
@@ -21,7 +22,6 @@ from megatron_ext.cli.pages.token_view import (
 )
 from megatron_ext.training.run_folder import config_leaves
 
-CHUNK_KINDS = ("one_to_one", "one_to_many", "many_to_one", "many_to_many")
 _HASH_DIGITS = 16
 FAULTS = (
     "skipped_iterations",
