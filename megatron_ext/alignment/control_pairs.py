@@ -66,7 +66,7 @@ class ControlClasses:
         """
         pairs = list(_same_role(student, teacher, ("bos", "eos", "unk")))
         pads = student.pad_id, teacher.pad_id
-        for student_id in _control_ids(student):
+        for student_id in np.flatnonzero(TokenBytes.of(student).is_control).tolist():
             teacher_id = _same_name(student, teacher, student_id)
             if teacher_id is not None and (student_id, teacher_id) != pads:
                 pairs.append((student_id, teacher_id))
@@ -143,11 +143,6 @@ def _same_name(student: ByteTokenizer, teacher: ByteTokenizer, student_id: int) 
     except KeyError:
         return None
     return teacher_id if teacher.token_bytes(teacher_id) is None else None
-
-
-def _control_ids(tokenizer: ByteTokenizer) -> list[int]:
-    ids: list[int] = np.flatnonzero(TokenBytes.of(tokenizer).is_control).tolist()
-    return ids
 
 
 def _connected(

@@ -140,6 +140,7 @@ def read_run(folder: Path, *, name: str) -> RunRecord:
     problems: list[str] = []
     config = _read_config(folder / CONFIG_FILE, problems)
     data = _read_data(folder / DATA_FILE, problems)
+    samples = folder / SAMPLES_FILE
     results = sorted((folder / EVALUATIONS).glob("*.json"))
     rows = _read_rows(folder / METRICS_FILE, problems)
     refused = _lines(folder / QUARANTINE_FILE, problems)
@@ -153,7 +154,7 @@ def read_run(folder: Path, *, name: str) -> RunRecord:
         refused=tuple(with_short_paths(_row_in_words(line)) for line in refused[:_MOST_REFUSED]),
         refused_count=len(refused),
         completions=tuple(_read_completions(folder / ROLLOUTS_FILE, problems)),
-        samples=_read_samples(folder / SAMPLES_FILE, problems),
+        samples=_read_object(samples, problems) if samples.exists() else {},
         problems=tuple(map(with_short_paths, problems)),
     )
 
@@ -175,10 +176,6 @@ def _read_data(path: Path, problems: list[str]) -> Mapping[str, Any]:
         problems.append(f"{path.name} is missing: what the run said of its text is not known")
         return {}
     return _read_object(path, problems)
-
-
-def _read_samples(path: Path, problems: list[str]) -> Mapping[str, Any]:
-    return _read_object(path, problems) if path.exists() else {}
 
 
 def _read_object(path: Path, problems: list[str]) -> Mapping[str, Any]:

@@ -89,7 +89,7 @@ def _copied(value: Any, place: Provenance) -> Any:
         return _fill(TrackedDict(), value, place)
     if isinstance(value, (list, tuple)):
         copy = TrackedList(
-            _copied(item, _inside(place, f"{place.field}[{index}]"))
+            _copied(item, Provenance(place.source, place.message, f"{place.field}[{index}]"))
             for index, item in enumerate(value)
         )
         copy._provenance = place
@@ -112,10 +112,6 @@ def _too_deep(what: str, where: str | None) -> ConversationError:
     return ConversationError(
         f"{what} is nested too deeply, or holds itself", expected="data as in JSON", where=where
     )
-
-
-def _inside(place: Provenance, field: str) -> Provenance:
-    return Provenance(place.source, place.message, field)
 
 
 def text_of(value: object, own: Provenance) -> str:

@@ -48,7 +48,7 @@ def build_layouts(
     teacher_sizes: Sequence[int],
 ) -> tuple[VocabularyLayout, ...]:
     """See ``VocabularyLayout.of_several``."""
-    projections = [_unpadded(projection) for projection in projections]
+    projections = [projection.padded(*projection.vocab_sizes) for projection in projections]
     _check(projections, rank_count, student_size, teacher_sizes)
     room = capacities(projections[0].shape[0], student_size, rank_count)
     first = _Pair.of(projections[0])
@@ -189,10 +189,6 @@ def _side_by_side(
     apart = padded[students] != teachers
     ends = np.where(apart.any(axis=1), apart.argmax(axis=1), width)
     return tuple(ends.tolist())
-
-
-def _unpadded(projection: ProjectionMatrix) -> ProjectionMatrix:
-    return projection.padded(*projection.vocab_sizes)
 
 
 def _check(

@@ -171,7 +171,7 @@ def _overwritten_slots(entries: LooseEntries) -> Mask | None:
     table[entries.rows, entries.slots] = entries.weights
     falls = (np.diff(table[:, :last], axis=1) <= 0).all(axis=1)
     rises_last = table[:, last] > table[:, last - 1]
-    inexact = np.count_nonzero(~_is_one_hot(entries) | rises_last)
+    inexact = np.count_nonzero((entries.row_sizes != 1) | rises_last)
     recognised = falls.mean() >= _SORTED_SHARE and rises_last.sum() >= max(1, _LEAST_ROWS * inexact)
     if not recognised:
         return None
@@ -207,9 +207,3 @@ def _is_constant(shares: NDArray[np.float64]) -> bool:
     middle = float(np.median(shares))
     near = np.abs(shares - middle) <= _NEAR * middle
     return middle >= _LEAST_SHARE and bool(near.mean() >= 0.5)
-
-
-def _is_one_hot(entries: LooseEntries) -> Mask:
-    """Mask [Vs] of rows with all their mass in one entry."""
-    one_hot: Mask = entries.row_sizes == 1
-    return one_hot
