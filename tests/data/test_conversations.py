@@ -11,17 +11,10 @@ from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
 from megatron_ext.conversation.records import ConversationRecord
 from megatron_ext.errors import ConfigError, ConversationError
 from megatron_ext.tokenizers import MegatronTokenizerText
+from tests.alignment.test_conversation_alignment import BRACKETS, NAMES
 from tests.data.readers import student_tokenizer, teacher_tokenizer
 from tests.training.tiny_run import vocabulary
 
-BRACKETS = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }}"
-    "{{ eos_token }}{% else %}[INST] {{ m.content }}[/INST]{% endif %}{% endfor %}"
-)
-NAMES = (
-    "{% for m in messages %}{{ m.role }}:\n{{ m.content | trim }}"
-    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n\n' }}{% endfor %}"
-)
 TURNS = [
     {"role": "user", "content": "Wie heißt die Hauptstadt?"},
     {"role": "assistant", "content": "Sie heißt 東京 (Tōkyō)."},

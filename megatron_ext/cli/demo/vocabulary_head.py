@@ -21,10 +21,11 @@ from megatron_ext.tokenizers.libraries.sentencepiece_model import (
     piece_name,
 )
 from megatron_ext.tokenizers.libraries.tiktoken_file import TiktokenFile, read_tiktoken_file
+from megatron_ext.tokenizers.libraries.tiktoken_layout import MEGATRON_SPECIAL_TOKENS
 from megatron_ext.tokenizers.tokenizer_files import file_kind
 
 SPECIAL_TOKENS = (
-    *("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>"),
+    *MEGATRON_SPECIAL_TOKENS,
     *(f"<SPECIAL_{i}>" for i in range(7, 16)),
 )
 """As Megatron names those of a rank list."""
