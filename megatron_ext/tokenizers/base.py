@@ -289,13 +289,6 @@ class MegatronTokenizerTextAbstract(RoleIds):
     def pad_token(self, token: str) -> None:
         self._chosen_pad_id = self.token_to_id(token)
 
-    bos_token = property(lambda self: self.special_token_names.get("bos_token"))
-    eos_token = property(lambda self: self.special_token_names.get("eos_token"))
-    unk_token = property(lambda self: self.special_token_names.get("unk_token"))
-    mask_token = property(lambda self: self.special_token_names.get("mask_token"))
-    cls_token = property(lambda self: self.special_token_names.get("cls_token"))
-    sep_token = property(lambda self: self.special_token_names.get("sep_token"))
-
     @property
     def eod(self) -> int | None:
         """Megatron's end of document: the end of sequence unless the library has its own."""

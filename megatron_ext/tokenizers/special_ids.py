@@ -77,13 +77,6 @@ class SpecialIds(RoleIds):
     cls_token_id = RoleIds.cls_id
     sep_token_id = RoleIds.sep_id
 
-    bos_token = property(lambda self: self._tokenizer.bos_token)
-    eos_token = property(lambda self: self._tokenizer.eos_token)
-    unk_token = property(lambda self: self._tokenizer.unk_token)
-    mask_token = property(lambda self: self._tokenizer.mask_token)
-    cls_token = property(lambda self: self._tokenizer.cls_token)
-    sep_token = property(lambda self: self._tokenizer.sep_token)
-
     @property
     def pad_token(self) -> str | None:
         """Display string of ``pad_id``."""

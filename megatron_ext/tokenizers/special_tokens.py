@@ -48,11 +48,16 @@ def conventional_ids(find: Callable[[str], int | None]) -> dict[SpecialRole, int
 
 
 class RoleIds(ABC):
-    """Properties with the special id of each role but the padding."""
+    """Properties with the special id, and its name, of each role but the padding."""
 
     @abstractmethod
     def special_id(self, role: SpecialRole) -> int | None:
         """Id of the special token of a role; None where the tokenizer has none."""
+
+    @property
+    @abstractmethod
+    def special_token_names(self) -> dict[str, str]:
+        """Name of each existing special token by ``bos_token``, ``eos_token`` ..."""
 
     @property
     def bos_id(self) -> int | None:
@@ -83,6 +88,13 @@ class RoleIds(ABC):
     def sep_id(self) -> int | None:
         """Id of the separator."""
         return self.special_id("sep")
+
+    bos_token = property(lambda self: self.special_token_names.get("bos_token"))
+    eos_token = property(lambda self: self.special_token_names.get("eos_token"))
+    unk_token = property(lambda self: self.special_token_names.get("unk_token"))
+    mask_token = property(lambda self: self.special_token_names.get("mask_token"))
+    cls_token = property(lambda self: self.special_token_names.get("cls_token"))
+    sep_token = property(lambda self: self.special_token_names.get("sep_token"))
 
 
 _ADDITIONAL = "additional_special_tokens"
