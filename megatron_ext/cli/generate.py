@@ -183,6 +183,13 @@ def _chat(arguments: argparse.Namespace, options: GenerationOptions) -> None:
         raise ConfigError("messages are answered token by token", where="--mode", got="byte")
     if launched_processes() > 1:
         raise ConfigError("one process reads messages", where="--chat", got=launched_processes())
+    if arguments.output is not None:
+        raise ConfigError(
+            "answers go to the terminal",
+            where="--chat",
+            got=f"--output {arguments.output}",
+            fix="leave --output out, or name the messages in --prompts",
+        )
     # So that a tokenizer without a template is refused before the weights are read.
     arguments.applies_chat_template = True
     check_model_arguments(arguments)

@@ -125,6 +125,12 @@ def test_a_file_that_is_there_is_not_written_over(tmp_path, capsys, conversation
     assert output.read_text() == "answers"
 
 
+def test_a_chat_refuses_a_file_for_its_answers(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "--model", "none", "--chat", "--output", str(tmp_path / "out")])
+    assert "--chat: answers go to the terminal; got --output" in capsys.readouterr().err
+
+
 def test_an_endpoint_answers_from_the_command_line(tmp_path, capsys):
     path, output = tmp_path / "asked.jsonl", tmp_path / "out.jsonl"
     path.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
