@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_ext.distributed import process_groups
+from megatron_ext.engines.engine import EngineConfig
 from megatron_ext.errors import DistributedError, MegatronExtError
+from megatron_ext.imports import needed_packages
 from megatron_ext.teachers.connection import Connection, connect, own_addresses
 from megatron_ext.teachers.remote_server import RemoteServer
-from megatron_ext.teachers.remote_teacher import RemoteTeacher
+from megatron_ext.teachers.remote_teacher import RemoteTeacher, Replica
 from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.training.learning_step import run_projection
 from megatron_ext.training.megatron_models.first_weights import frozen_teacher, teacher_vocab_shard
@@ -22,7 +24,6 @@ from megatron_ext.training.megatron_models.models import DTYPES
 from megatron_ext.training.objective import lower_layers, share_model, teacher_objective
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.teachers.cached_teacher import open_cached_teacher
-from megatron_ext.training.teachers.engine_teacher import teacher_from_engine
 from megatron_ext.training.teachers.identity import launch_identity, server_identity, weights_on_all
 from megatron_ext.training.teachers.live_teacher import (
     LoadedTeacher,
@@ -37,6 +38,9 @@ from megatron_ext.training.teachers.target_checks import described, served_form
 from megatron_ext.training.teachers.teacher_process import TeacherProcess, server_token
 from megatron_ext.training.vocabulary_layout import lay_out
 from megatron_ext.training.watchdog import first_line
+
+if TYPE_CHECKING:
+    from megatron_ext.teachers.engine_connection import EngineConnection
 
 
 def teacher_from_cache(teacher: TeacherPlan, run: StudentParts) -> LoadedTeacher:
@@ -131,23 +135,27 @@ class _Processes(NamedTuple):
 def teacher_from_remote(teacher: TeacherPlan, run: StudentParts) -> LoadedTeacher:
     """Connect to a teacher in other processes, from the main rank of each replica.
 
-    Collectives: those of ``teacher_vocab_shard``, ``RemoteTeacher`` and ``run_projection``, and two
-    all-gathers of objects.
+    Collectives: those of ``teacher_vocab_shard``, ``_identity``, ``RemoteTeacher`` and
+    ``run_projection``, and one all-gather of objects.
 
     Raises:
         MegatronExtError: It cannot be reached, or is not the configured one; on every rank.
     """
     groups, tokenizer, placement = run.groups, run.tokenizer(teacher), teacher.config.placement
+    engine = teacher.config.engine
     form = served_form(teacher, tokenizer)
     shard = teacher_vocab_shard(teacher, tokenizer, groups)
     identity = _identity(teacher, run)
     processes: _Processes | None = None
-    replicas: list[Connection] = []
+    replicas: Sequence[Replica] = ()
     error: Exception | None = None
     if groups.is_replica_main:
         try:
-            processes = _FINDERS[placement](teacher, run)
-            replicas = _connect(processes, teacher.name, run, form, identity)
+            if engine is not None:
+                replicas = [_engine_connection(teacher, engine, form)]
+            else:
+                processes = _FINDERS[placement](teacher, run)
+                replicas = _connect(processes, teacher.name, run, form, identity)
         except Exception as failure:
             if processes is not None:
                 processes.end()
@@ -171,9 +179,27 @@ def teacher_from_remote(teacher: TeacherPlan, run: StudentParts) -> LoadedTeache
         end=processes.end,
     )
     if groups.is_main:
-        print(described(teacher.name, placement, form), flush=True)
+        place = placement if engine is None else engine.kind
+        print(described(teacher.name, place, form), flush=True)
     projection = run_projection(teacher, run)
     return LoadedTeacher(teacher, shard, projection, teacher=remote)
+
+
+def _engine_connection(
+    teacher: TeacherPlan, engine: EngineConfig, form: TargetForm
+) -> EngineConnection:
+    # Late: only runs with an engine need requests.
+    with needed_packages(f"{teacher.section}.engine"):
+        from megatron_ext.engines.server import InferenceServer
+        from megatron_ext.teachers.engine_connection import EngineConnection
+
+    server = InferenceServer(
+        engine,
+        where=f"{teacher.section}.engine",
+        vocab_size=form.vocab_size,
+        length=teacher.config.model.seq_length + 1,
+    )
+    return EngineConnection(server, form)
 
 
 def _connect(
@@ -250,10 +276,12 @@ def _timeout(run: StudentParts) -> timedelta:
 
 
 def _identity(teacher: TeacherPlan, run: StudentParts) -> Mapping[str, str | int]:
-    """The identity that a teacher must report.
+    """The identity that a teacher must report; none for an engine, which has no word for it.
 
     Collectives: those of ``weights_on_all`` for a server.
     """
+    if teacher.config.engine is not None:
+        return {}
     if teacher.config.placement != "server":
         return launch_identity(teacher, run.tokenizer(teacher))
     return server_identity(teacher, run.tokenizer(teacher), weights_on_all(teacher, run.groups))
@@ -262,14 +290,13 @@ def _identity(teacher: TeacherPlan, run: StudentParts) -> Mapping[str, str | int
 _MAKERS: Final[Mapping[str, Callable[[TeacherPlan, StudentParts], LoadedTeacher]]] = {
     "cache": teacher_from_cache,
     "remote": teacher_from_remote,
-    "engine": teacher_from_engine,
     "average": teacher_from_student,
     "huggingface": teacher_from_huggingface,
     "megatron": teacher_on_student_ranks,
 }
 """By kind: ``cache`` where targets are read from files, ``remote`` where other processes send them,
-``engine`` where an inference server does, ``average`` for the student's average, otherwise the
-library that runs the model on the student's ranks."""
+``average`` for the student's average, otherwise the library that runs the model on the student's
+ranks."""
 
 
 def make_run_teachers(run: StudentParts) -> dict[str, LoadedTeacher]:
@@ -310,8 +337,6 @@ def _layers(teacher: TeacherPlan, run: StudentParts) -> tuple[int, ...]:
 def _kind(teacher: TeacherPlan) -> str:
     if teacher.config.cache is not None:
         return "cache"
-    if teacher.config.engine is not None:
-        return "engine"
     if teacher.config.ema_decay is not None:
         return "average"
     return "remote" if teacher.config.is_remote else teacher.config.library
