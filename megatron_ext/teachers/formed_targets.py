@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -177,6 +177,25 @@ def from_records(records: Records, form: TargetForm) -> dict[str, torch.Tensor]:
         values = torch.from_numpy(part).view(_dtype(name, form))
         fields[name] = values if name in ("topk_logits", "hidden") else values[:, 0]
     return fields
+
+
+def as_targets(
+    fields: Fields,
+    form: TargetForm,
+    shard: VocabShard,
+    *,
+    head_weight: torch.Tensor | None = None,
+    logit_cap: float | None = None,
+) -> TeacherTargets:
+    """Fields on this rank's device as an objective reads them: hidden states in the dtype of
+    ``head_weight`` [Vp, D], this rank's rows of the head."""
+    values: dict[str, Any] = dict(fields)
+    if head_weight is not None:
+        hidden = values["hidden"].to(head_weight.dtype)
+        values |= {"hidden": hidden, "head_weight": head_weight, "logit_cap": logit_cap}
+    if "topk_logits" in values:
+        values["topk_logits"] = values["topk_logits"].float()
+    return TeacherTargets(kind=form.kind, shard=shard, **values)
 
 
 def filler(form: TargetForm, length: int) -> dict[str, torch.Tensor]:

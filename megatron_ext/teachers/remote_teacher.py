@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses.targets import TeacherTargets
 from megatron_ext.teachers.base import Teacher, TokenInputs, TokenRows, whole_rows
-from megatron_ext.teachers.formed_targets import Fields
+from megatron_ext.teachers.formed_targets import Fields, as_targets
 from megatron_ext.teachers.messages import empty_fields
 from megatron_ext.teachers.target_form import TargetForm
 
@@ -188,16 +188,12 @@ class RemoteTeacher:
         else:
             fields = {k: v.to(device, non_blocking=True) for k, v in received.items()}
         context = ContextRank.of(self._groups.cp)
-        local: dict[str, Any] = {}
+        local: dict[str, torch.Tensor] = {}
         for name, values in fields.items():
             self._broadcast(values)
             local[name] = values if context is None else context.cut(values)
-        if self._head is not None:
-            local |= {"hidden": local["hidden"].to(self._dtype), "head_weight": self._head}
-            local["logit_cap"] = self._logit_cap
-        if "topk_logits" in local:
-            local["topk_logits"] = local["topk_logits"].float()
-        return TeacherTargets(kind=self._form.kind, shard=self._shard, **local)
+        head, cap = self._head, self._logit_cap
+        return as_targets(local, self._form, self._shard, head_weight=head, logit_cap=cap)
 
     def _local_head(self) -> torch.Tensor:
         """[Vp, D] this rank's rows of the head, zero-padded."""

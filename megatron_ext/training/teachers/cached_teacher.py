@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.losses import TeacherTargets
-from megatron_ext.teachers.formed_targets import filler, from_records
+from megatron_ext.teachers.formed_targets import as_targets, filler, from_records
 from megatron_ext.training.megatron_models.models import DTYPES
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.teachers.identity import WEIGHTS, weights_identity
@@ -39,10 +38,10 @@ class CachedTeacher:
     """This rank's columns of the teacher's vocabulary."""
 
     head_weight: torch.Tensor | None = None
+    """[Vp, D] on this rank's device, for targets that are hidden states."""
 
     logit_cap: float | None = None
     """Of the logits that the head makes of hidden states."""
-    """[Vp, D] on this rank's device, for targets that are hidden states."""
 
     def recorded(
         self,
@@ -83,14 +82,13 @@ class CachedTeacher:
 
     def targets(self, recorded: Recorded) -> TeacherTargets:
         """``recorded``, already on this rank's device, as an objective reads it."""
-        fields: dict[str, Any] = dict(recorded)
-        if self.head_weight is not None:
-            hidden = fields["hidden"].to(self.head_weight.dtype)
-            fields |= {"hidden": hidden, "head_weight": self.head_weight}
-            fields["logit_cap"] = self.logit_cap
-        if "topk_logits" in fields:
-            fields["topk_logits"] = fields["topk_logits"].float()
-        return TeacherTargets(kind=self.cache.form.kind, shard=self.shard, **fields)
+        return as_targets(
+            recorded,
+            self.cache.form,
+            self.shard,
+            head_weight=self.head_weight,
+            logit_cap=self.logit_cap,
+        )
 
 
 def open_cached_teacher(
