@@ -425,7 +425,7 @@ class Trainer:
         batch = dataclasses.replace(batch, compared=term.compared(batch) if term else {})
         if self.groups.is_last_stage:
             recorded = {
-                name: teacher.recorded(samples, sides, self.data.collator.sides, context)
+                name: teacher.recorded(samples, self.data.collator, context)
                 for name, teacher in self.cached_teachers.items()
             }
             batch = dataclasses.replace(batch, recorded=recorded)

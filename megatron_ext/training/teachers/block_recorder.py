@@ -139,11 +139,10 @@ class BlockRecorder:
         batches, placed = [], []
         for start in range(0, count, size):
             samples = filled[start : start + size]
-            sides = self.collator(samples)
-            microbatch = Microbatch.of(sides, {}, context=self.formed.context)
+            microbatch = Microbatch.of(self.collator(samples), {}, context=self.formed.context)
             batches.append(microbatch.to(self.groups.device).teachers[self.name])
             real = min(max(len(rows) - start, 0), size)
-            all_placed = PlacedWindows.of(samples, sides, self.collator.sides, self.name)
+            all_placed = PlacedWindows.of(samples, self.collator, self.name)
             limit = real * all_placed.row_length
             placed.append([window for window in all_placed.windows if window.start < limit])
         targets = self.teacher.targets(batches)

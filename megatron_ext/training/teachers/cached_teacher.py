@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from megatron_ext.data.aligner import PackedSample
-from megatron_ext.data.batch import CrossTokenizerBatch
-from megatron_ext.data.side import Side
+from megatron_ext.data.collator import CrossTokenizerCollator
 from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
@@ -46,23 +45,21 @@ class CachedTeacher:
     def recorded(
         self,
         samples: Sequence[PackedSample],
-        batch: CrossTokenizerBatch,
-        sides: Sequence[Side],
+        collator: CrossTokenizerCollator,
         context: ContextRank | None = None,
     ) -> Recorded:
         """The cached targets of a microbatch; on the host.
 
         Args:
             samples: Rows of the microbatch.
-            batch: The rows as the collator returned them.
-            sides: Sides of the collator.
+            collator: The collator that makes it of them.
             context: The rank whose part of the rows is taken; None for whole rows.
 
         Raises:
             DataError: A window is not in the cache.
             CheckpointError: The cache is damaged.
         """
-        placed = PlacedWindows.of(samples, batch, sides, self.name)
+        placed = PlacedWindows.of(samples, collator, self.name)
         fields = filler(self.cache.form, placed.row_count * placed.row_length)
         if placed.windows:
             records = [self.cache.records(key, length) for key, _, length in placed.windows]

@@ -28,8 +28,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.data.aligner import PackedSample
-from megatron_ext.data.batch import CrossTokenizerBatch, Layout
-from megatron_ext.data.side import Segment, Side
+from megatron_ext.data.batch import Layout
+from megatron_ext.data.collator import CrossTokenizerCollator
+from megatron_ext.data.side import Segment
 from megatron_ext.errors import CheckpointError
 from megatron_ext.files import write_bytes
 from megatron_ext.teachers.formed_targets import Records
@@ -148,31 +149,20 @@ class PlacedWindows(NamedTuple):
     def of(
         cls,
         samples: Sequence[PackedSample],
-        batch: CrossTokenizerBatch,
-        sides: Sequence[Side],
+        collator: CrossTokenizerCollator,
         teacher: str,
     ) -> PlacedWindows:
         """The windows where the collator places them.
 
         Args:
             samples: Rows of the microbatch.
-            batch: The rows as the collator returned them.
-            sides: Sides of the collator.
             teacher: Name of the teacher.
         """
-        index = side_index(batch, teacher)
-        rows = [
-            [Segment.of(piece, index, sides[index]) for piece in sample.pieces]
-            for sample in samples
-        ]
-        layout = Layout.of(rows, sides[index])
+        index = collator.side_index(teacher)
+        side = collator.sides[index]
+        rows = [[Segment.of(piece, index, side) for piece in sample.pieces] for sample in samples]
+        layout = Layout.of(rows, side)
         return cls(list(_placed(layout)), layout.row_count, layout.row_length)
-
-
-def side_index(batch: CrossTokenizerBatch, teacher: str) -> int:
-    """Index of the collator's side that a teacher reads: 0, the student's, with its tokenizer."""
-    others = [name for name, side in batch.teachers.items() if side is not batch.student]
-    return 1 + others.index(teacher) if teacher in others else 0
 
 
 def window_key(segment: Segment) -> bytes:

@@ -234,7 +234,7 @@ def test_what_is_listed_to_be_recorded_is_what_a_run_reads(kind, root, recorded,
     for block in blocks_of(inputs.data, 1 << 20, stop_at_bad=True):
         for sample in block.samples():
             batch = collator([sample])
-            its = teacher.recorded([sample], batch, collator.sides)["label_log_probs"]
+            its = teacher.recorded([sample], collator)["label_log_probs"]
             side = batch.teachers["teacher"]
             bounds = side.cu_seqlens.tolist()
             texts = [slice(*pair) for pair in pairwise(bounds)]
