@@ -209,7 +209,7 @@ def _write_prompts(arguments: argparse.Namespace, given: DistillConfig, name: st
     recording = Recording(
         teacher=name, form=form, folder=arguments.output, file_bytes=_bytes(arguments)
     )
-    count = write_prompts(config, inputs, recording)
+    count = write_prompts(inputs, recording)
     print(f"{count:,} windows to be recorded in {arguments.output}", flush=True)
 
 

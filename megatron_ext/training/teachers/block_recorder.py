@@ -55,7 +55,7 @@ def block_bytes(form: TargetForm, file_bytes: int) -> int:
     return min(max(file_bytes // form.bytes_per_token * _TOKEN_BYTES, 1), _MOST_BYTES)
 
 
-def blocks_of(data: RunData, text_bytes: int, *, stop_at_bad: bool) -> list[Block]:
+def blocks_of(data: RunData, text_bytes: int) -> list[Block]:
     """All blocks of a run's training text, in the order of the documents.
 
     A corpus that several sources share is included once. Blocks depend on the texts and the
@@ -63,8 +63,8 @@ def blocks_of(data: RunData, text_bytes: int, *, stop_at_bad: bool) -> list[Bloc
 
     Args:
         text_bytes: The result of ``block_bytes``.
-        stop_at_bad: Raise the error of a document that cannot be read, as a run does.
     """
+    stop_at_bad = data.config.data.bad_documents == "stop"
     datasets: dict[str, PackedTextDataset] = {}
     for source in data.sources:
         trained = source.dataset

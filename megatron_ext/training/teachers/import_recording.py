@@ -143,7 +143,7 @@ def import_recording(
         imported=recorded.described(),
     )
     begin_cache(folder, manifest)
-    windows = RunWindows(_blocks(config, inputs, recording), name)
+    windows = RunWindows(_blocks(inputs, recording), name)
     shards = list(zip(manifest.shards, parts, strict=True))
     missing = [shard for shard in shards if not is_whole(folder, manifest, shard[0])]
     importer = _Importer(
@@ -169,12 +169,11 @@ def import_recording(
     return Manifest.load(folder), ImportReport.of(importer.found.values())
 
 
-def write_prompts(config: DistillConfig, inputs: Inputs, recording: Recording) -> int:
+def write_prompts(inputs: Inputs, recording: Recording) -> int:
     """Write what is to be recorded: the ids of every window, as JSON lines of vLLM's prompts.
 
     Args:
-        config: The result of ``import_config``.
-        inputs: The result of ``read_inputs`` for it, without targets.
+        inputs: The result of ``read_inputs`` for ``import_config``, without targets.
         recording: Teacher, and the file in place of a folder.
 
     Returns:
@@ -187,7 +186,7 @@ def write_prompts(config: DistillConfig, inputs: Inputs, recording: Recording) -
     hidden = hidden_name(path)
     try:
         with hidden.open("x", encoding="utf-8") as file:
-            for ids in window_texts(_blocks(config, inputs, recording), recording.teacher):
+            for ids in window_texts(_blocks(inputs, recording), recording.teacher):
                 file.write(json.dumps({"prompt_token_ids": ids}) + "\n")
                 count += 1
         flush(hidden)
@@ -199,10 +198,8 @@ def write_prompts(config: DistillConfig, inputs: Inputs, recording: Recording) -
     return count
 
 
-def _blocks(config: DistillConfig, inputs: Inputs, recording: Recording) -> list[Block]:
-    text_bytes = block_bytes(recording.form, recording.file_bytes)
-    stop_at_bad = config.data.bad_documents == "stop"
-    return blocks_of(inputs.data, text_bytes, stop_at_bad=stop_at_bad)
+def _blocks(inputs: Inputs, recording: Recording) -> list[Block]:
+    return blocks_of(inputs.data, block_bytes(recording.form, recording.file_bytes))
 
 
 class _Importer(NamedTuple):

@@ -133,7 +133,7 @@ def record(
     name, folder = recording.teacher, recording.folder
     assert recording.form.vocab_size == inputs.teachers[name].tokenizer.vocab_size
     text_bytes = block_bytes(recording.form, recording.file_bytes)
-    blocks = blocks_of(inputs.data, text_bytes, stop_at_bad=config.data.bad_documents == "stop")
+    blocks = blocks_of(inputs.data, text_bytes)
     watchdog.enter("reading the teacher's checkpoint")
     manifest = Manifest(
         form=recording.form,
