@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ from megatron_ext.distributed import layout
 from megatron_ext.distributed.layout import Layout, launched_processes
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import ConfigError
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +121,17 @@ class ProcessGroups:
         dist.broadcast_object_list(outcome, src=self._main_rank())
         if outcome[0] is not None:
             raise outcome[0]
+
+    def from_main(self, work: Callable[[], Result]) -> Result:
+        """Result of ``work`` on the main rank, on every rank.
+
+        Collectives: that of ``on_main``, and one all-gather of objects.
+        """
+        results: list[Result] = []
+        self.on_main(lambda: results.append(work()))
+        of_ranks: list[list[Result]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(of_ranks, results)
+        return next(result for of_rank in of_ranks for result in of_rank)
 
     def _main_rank(self) -> int:
         """Global rank for which ``is_main`` holds: the first of the last stage.

@@ -137,15 +137,8 @@ class MegatronLanguageModel:
         return sum(cut for cut, _ in of_replicas), sum(texts for _, texts in of_replicas)
 
     def once(self, work: Callable[[], Result]) -> Result:
-        """Result of ``work`` on the main rank.
-
-        Collectives: those of ``ProcessGroups.on_main``, and one all-gather of objects.
-        """
-        results: list[Result] = []
-        self.groups.on_main(lambda: results.append(work()))
-        of_ranks: list[list[Result]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(of_ranks, results)
-        return next(result for of_rank in of_ranks for result in of_rank)
+        """See ``ProcessGroups.from_main``."""
+        return self.groups.from_main(work)
 
     def local(self, count: int) -> range:
         """Indices of the requests of this replica."""

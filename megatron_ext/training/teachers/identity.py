@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
 
-from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.huggingface.checkpoint_files import (
     CONFIG_FILE,
@@ -107,22 +106,6 @@ def check_same_identity(identity: Mapping[str, str | int]) -> None:
                     expected=value,
                     fix="start every rank with the same configuration, files and installation",
                 )
-
-
-def weights_on_all(teacher: TeacherPlan, groups: ProcessGroups) -> str:
-    """The hash of a teacher's weights, which the main rank reads.
-
-    Collectives: that of ``ProcessGroups.on_main``, and one all-gather of objects.
-
-    Raises:
-        CheckpointError: A file cannot be read; on every rank.
-    """
-    hashes: list[str] = []
-    groups.on_main(lambda: hashes.append(weights_identity(teacher.checkpoint)))
-    of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_ranks, hashes)
-    (weights,) = (of_rank[0] for of_rank in of_ranks if of_rank)
-    return weights
 
 
 def weights_identity(checkpoint: Path) -> str:

@@ -33,7 +33,7 @@ from megatron_ext.training.teachers.block_recorder import (
     block_bytes,
     blocks_of,
 )
-from megatron_ext.training.teachers.identity import WEIGHTS, cache_identity, weights_on_all
+from megatron_ext.training.teachers.identity import WEIGHTS, cache_identity, weights_identity
 from megatron_ext.training.teachers.live_teacher import (
     check_gives_hidden,
     formed_targets,
@@ -131,6 +131,7 @@ def record(
     load the teacher, those of ``BlockRecorder.record`` for each block, and one barrier.
     """
     name, folder = recording.teacher, recording.folder
+    plan = TeacherPlan.of(config, name)
     assert recording.form.vocab_size == inputs.teachers[name].tokenizer.vocab_size
     text_bytes = block_bytes(recording.form, recording.file_bytes)
     blocks = blocks_of(inputs.data, text_bytes)
@@ -139,7 +140,7 @@ def record(
         form=recording.form,
         identity={
             **cache_identity(config, inputs, name),
-            WEIGHTS: weights_on_all(TeacherPlan.of(config, name), groups),
+            WEIGHTS: groups.from_main(lambda: weights_identity(plan.checkpoint)),
         },
         shards=tuple(block.name for block in blocks),
         block_bytes=text_bytes,
@@ -149,7 +150,7 @@ def record(
     has_head = recording.form.kind != "hidden" or (folder / HEAD_FILE).exists()
     if missing or not has_head:
         tokenizer = inputs.teachers[name].tokenizer
-        live = live_teacher(TeacherPlan.of(config, name), tokenizer, groups)
+        live = live_teacher(plan, tokenizer, groups)
         if recording.form.kind == "hidden":
             check_gives_hidden(live, groups, where="--targets", why="hidden targets are")
             if live.head is not None:

@@ -24,7 +24,11 @@ from megatron_ext.training.megatron_models.models import DTYPES
 from megatron_ext.training.objective import lower_layers, share_model, teacher_objective
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.teachers.cached_teacher import open_cached_teacher
-from megatron_ext.training.teachers.identity import launch_identity, server_identity, weights_on_all
+from megatron_ext.training.teachers.identity import (
+    launch_identity,
+    server_identity,
+    weights_identity,
+)
 from megatron_ext.training.teachers.live_teacher import (
     LoadedTeacher,
     StudentParts,
@@ -278,13 +282,14 @@ def _timeout(run: StudentParts) -> timedelta:
 def _identity(teacher: TeacherPlan, run: StudentParts) -> Mapping[str, str | int]:
     """The identity that a teacher must report; none for an engine, which has no word for it.
 
-    Collectives: those of ``weights_on_all`` for a server.
+    Collectives: those of ``ProcessGroups.from_main`` for a server, whose weights one rank reads.
     """
     if teacher.config.engine is not None:
         return {}
     if teacher.config.placement != "server":
         return launch_identity(teacher, run.tokenizer(teacher))
-    return server_identity(teacher, run.tokenizer(teacher), weights_on_all(teacher, run.groups))
+    weights = run.groups.from_main(lambda: weights_identity(teacher.checkpoint))
+    return server_identity(teacher, run.tokenizer(teacher), weights)
 
 
 _MAKERS: Final[Mapping[str, Callable[[TeacherPlan, StudentParts], LoadedTeacher]]] = {
