@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -18,7 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 from megatron_ext.distributed import layout
 from megatron_ext.distributed.layout import Layout, launched_processes
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, MegatronExtError
 
 Result = TypeVar("Result")
 
@@ -246,6 +247,17 @@ def raise_on_all(error: Exception | None) -> None:
     for of_rank in of_ranks:
         if of_rank is not None:
             raise of_rank
+
+
+@contextmanager
+def raising_on_all() -> Iterator[None]:
+    """Raise an error of any rank's block that a user can mend by ``raise_on_all``."""
+    failed: Exception | None = None
+    try:
+        yield
+    except MegatronExtError as error:
+        failed = error
+    raise_on_all(failed)
 
 
 def finalize() -> None:

@@ -14,7 +14,6 @@ from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.engines.engine import Answers, AskedPrompt, Completion, EngineConfig, Sampling
 from megatron_ext.engines.server import InferenceServer, check_processed
-from megatron_ext.errors import MegatronExtError
 from megatron_ext.huggingface.checkpoint_files import is_checkpoint_folder
 from megatron_ext.training import watchdog
 from megatron_ext.training.checkpoints.huggingface_export import export_huggingface
@@ -55,15 +54,12 @@ class ServerEngine:
         Raises:
             MegatronExtError: They cannot be reached, or are of no use; on every rank.
         """
-        server, error = None, None
-        if groups.is_replica_main:
-            try:
+        server = None
+        with process_groups.raising_on_all():
+            if groups.is_replica_main:
                 where = "data.rollouts.engine"
                 server = InferenceServer(config, where=where, vocab_size=vocab_size, length=length)
                 check_processed(server, sampling, AskedPrompt([0], frozenset(), 0))
-            except MegatronExtError as failure:
-                error = failure
-        process_groups.raise_on_all(error)
         return cls(server=server, sampling=sampling, groups=groups, run_dir=run_dir)
 
     def complete(self, prompts: Sequence[AskedPrompt]) -> Answers:
@@ -87,15 +83,10 @@ class ServerEngine:
 
     def _everywhere(self, answers_of: Answers | None) -> list[Completion]:
         """The answers that the main rank has, on every rank of its replica."""
-        answers: list[Completion] = []
-        error = None
-        if answers_of is not None:
-            try:
-                answers = answers_of()
-            except MegatronExtError as failure:
-                error = failure
-        process_groups.raise_on_all(error)
-        box = [answers]
+        box: list[list[Completion]] = [[]]
+        with process_groups.raising_on_all():
+            if answers_of is not None:
+                box = [answers_of()]
         for group, takes_part, place in (
             (self.groups.tp_cp, self.groups.is_last_stage, 0),
             (self.groups.pp, True, -1),

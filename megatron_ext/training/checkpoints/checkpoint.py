@@ -115,15 +115,11 @@ def load_checkpoint(
 
 def _opened(checkpoint: Path, *, verify: bool) -> tuple[CheckpointReader, dict[str, Any]]:
     """Reader and common state of a checkpoint whose files all ranks have checked together."""
-    failed: CheckpointError | None = None
-    try:
+    with process_groups.raising_on_all():
         manifest = Manifest.of(checkpoint, verify=verify)
         check_format(manifest)
         common, reader = read_common(manifest), CheckpointReader(manifest)
         manifest.check(part=dist.get_rank(), parts=dist.get_world_size())
-    except CheckpointError as error:
-        failed = error
-    process_groups.raise_on_all(failed)
     return reader, common
 
 
