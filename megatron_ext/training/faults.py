@@ -25,8 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from megatron_ext.data.packed_dataset import RefusedDocument
 from megatron_ext.distributed.process_groups import ProcessGroups
-from megatron_ext.errors import MegatronExtError, refused_input
-from megatron_ext.files import parse_json, whole_lines, write_bytes
+from megatron_ext.errors import MegatronExtError
 from megatron_ext.losses.diagnostics import ONE_TEACHER, FiniteCheck
 from megatron_ext.training.configuration.config import TrainingConfig
 from megatron_ext.training.run_folder import QUARANTINE_FILE
@@ -246,18 +245,3 @@ def log_refused(run_dir: Path, document: RefusedDocument, *, iteration: int) -> 
     line = json.dumps({"iteration": iteration, **document._asdict()}, ensure_ascii=False)
     with (run_dir / QUARANTINE_FILE).open("a", encoding="utf-8") as file:
         file.write(line + "\n")
-
-
-def forget_refused(run_dir: Path, *, last_iteration: int) -> None:
-    """Drop lines of later iterations, which a resumed run repeats, and a line cut short."""
-    path = run_dir / QUARANTINE_FILE
-    lines = []
-    for number, line in enumerate(whole_lines(path), 1):
-        with refused_input(
-            "the line names no iteration", where=f"{path}:{number}", fix="remove the line"
-        ):
-            if parse_json(line)["iteration"] <= last_iteration:
-                lines.append(line)
-    content = b"".join(line + b"\n" for line in lines)
-    if path.exists() and content != path.read_bytes():
-        write_bytes(path, content)

@@ -27,7 +27,6 @@ from megatron_ext.data.sampled_text import SampleCounts, SampledTexts
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.engines.engine import Answers, AskedPrompt, Completion, Engine
 from megatron_ext.errors import DataError
-from megatron_ext.files import parse_json, whole_lines, write_bytes
 from megatron_ext.training.run_folder import ROLLOUTS_FILE
 from megatron_ext.training.surprise import Surprise, surprise_record
 
@@ -246,20 +245,6 @@ def check_completion(prompt: AskedPrompt, answer: Completion, *, vocab_size: int
             got=problem,
             expected="sampled ids, each with its log-probability, up to a stop token",
         )
-
-
-def forget_rollouts(run_dir: Path, *, last_iteration: int) -> None:
-    """Drop logged completions of later iterations, which a resumed run samples again."""
-    path = run_dir / ROLLOUTS_FILE
-    if not path.exists():
-        return
-    lines = [line for line in whole_lines(path) if _iteration(line) <= last_iteration]
-    write_bytes(path, b"".join(line + b"\n" for line in lines))
-
-
-def _iteration(line: bytes) -> int:
-    record: Any = parse_json(line)
-    return int(record["iteration"])
 
 
 def _mean(total: float, count: float) -> float:

@@ -15,7 +15,16 @@ from typing import Any
 import yaml
 
 from megatron_ext.errors import ConfigError, refused_input
-from megatron_ext.files import disown, is_owned, own, read_json, write_text
+from megatron_ext.files import (
+    disown,
+    is_owned,
+    own,
+    parse_json,
+    read_json,
+    whole_lines,
+    write_bytes,
+    write_text,
+)
 from megatron_ext.huggingface.checkpoint_files import is_checkpoint_folder
 from megatron_ext.training.checkpoints.folder import CHECKPOINTS as CHECKPOINTS
 from megatron_ext.training.checkpoints.folder import find_checkpoint, latest_checkpoint
@@ -228,6 +237,24 @@ def record_run(config: DistillConfig, data_summary: Mapping[str, Any]) -> None:
         yaml.safe_dump(_record(config), sort_keys=False, allow_unicode=True),
     )
     write_text(folder / DATA_FILE, json.dumps(data_summary, indent=2) + "\n")
+
+
+def forget_later_lines(log: Path, *, last_iteration: int) -> None:
+    """Drop a log's lines of later iterations, which a resumed run repeats, and a line cut short.
+
+    Raises:
+        DataError: A line names no iteration.
+    """
+    lines = []
+    for number, line in enumerate(whole_lines(log), 1):
+        with refused_input(
+            "the line names no iteration", where=f"{log}:{number}", fix="remove the line"
+        ):
+            if parse_json(line)["iteration"] <= last_iteration:
+                lines.append(line)
+    content = b"".join(line + b"\n" for line in lines)
+    if log.exists() and content != log.read_bytes():
+        write_bytes(log, content)
 
 
 def config_values(config: DistillConfig) -> dict[str, Any]:

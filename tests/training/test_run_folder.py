@@ -7,7 +7,7 @@ from socket import gethostname
 import pytest
 import yaml
 
-from megatron_ext.errors import CheckpointError, ConfigError
+from megatron_ext.errors import CheckpointError, ConfigError, DataError
 from megatron_ext.training.configuration.config import DistillConfig
 from megatron_ext.training.configuration.model import OF_EXPERTS
 from megatron_ext.training.configuration.yaml_file import read_config_file
@@ -18,6 +18,7 @@ from megatron_ext.training.run_folder import (
     check_same_text,
     check_still_there,
     disown_run_folder,
+    forget_later_lines,
     own_run_folder,
     record_run,
 )
@@ -213,3 +214,17 @@ def test_a_folder_without_permission_is_refused(config, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     with pytest.raises(ConfigError, match=f"{tmp_path} is read-only; change run_dir"):
         check_run_folder(config)
+
+
+def test_a_log_loses_lines_of_later_iterations_and_one_cut_short(tmp_path):
+    log = tmp_path / "rollouts.jsonl"
+    log.write_text('{"iteration": 1}\n{"iteration": 2}\n{"iter')
+    forget_later_lines(log, last_iteration=1)
+    assert log.read_text() == '{"iteration": 1}\n'
+
+
+def test_a_line_of_a_log_without_an_iteration_is_refused_with_its_place(tmp_path):
+    log = tmp_path / "rollouts.jsonl"
+    log.write_text('{"iteration": 1}\n[]\n')
+    with pytest.raises(DataError, match=r"rollouts\.jsonl:2: the line names no iteration"):
+        forget_later_lines(log, last_iteration=1)

@@ -27,14 +27,16 @@ from megatron_ext.training import watchdog
 from megatron_ext.training.checkpoints.checkpoint import load_checkpoint, load_common
 from megatron_ext.training.checkpoints.folder import latest_checkpoint
 from megatron_ext.training.checkpoints.writer import CheckpointWriter
-from megatron_ext.training.faults import FaultCounts, forget_refused
+from megatron_ext.training.faults import FaultCounts
 from megatron_ext.training.learning_step import learned_projection_file
-from megatron_ext.training.rollouts import forget_rollouts
 from megatron_ext.training.run_folder import (
     CHECKPOINTS,
     PROJECTION_FILE,
+    QUARANTINE_FILE,
+    ROLLOUTS_FILE,
     TOKENIZER_FOLDER,
     check_still_there,
+    forget_later_lines,
 )
 from megatron_ext.training.run_plan import RunPlan
 from megatron_ext.training.student import Student
@@ -257,5 +259,5 @@ def _files(plan: RunPlan) -> Sequence[Path]:
 
 def _forget(run_dir: Path, *, last_iteration: int) -> None:
     """Drop what the logs beside the metrics hold of later iterations."""
-    forget_refused(run_dir, last_iteration=last_iteration)
-    forget_rollouts(run_dir, last_iteration=last_iteration)
+    for name in (QUARANTINE_FILE, ROLLOUTS_FILE):
+        forget_later_lines(run_dir / name, last_iteration=last_iteration)
