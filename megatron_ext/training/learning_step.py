@@ -204,12 +204,6 @@ def _pair(run: StudentParts, teacher: LoadedTeacher, constants: RunConstants) ->
     )
 
 
-def learned_projection_file(teacher: str) -> str:
-    """File name of a run's learned projection to a teacher's vocabulary."""
-    suffix = "" if teacher == TEACHER else f"-{teacher}"
-    return f"learned_projection{suffix}.safetensors"
-
-
 def write_learned_projections(run_dir: Path, term: TeacherTerm) -> None:
     """Write the current shares as files that another run can start from.
 
@@ -220,5 +214,5 @@ def write_learned_projections(run_dir: Path, term: TeacherTerm) -> None:
     """
     for name, constants in term.constants.items():
         if constants.learned is not None:
-            path = run_dir / learned_projection_file(name)
+            path = run_dir / projection_file(name, is_learned=True)
             constants.learned.to_projection().save(path)

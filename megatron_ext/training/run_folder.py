@@ -37,6 +37,7 @@ METRICS_FILE = "metrics.jsonl"
 QUARANTINE_FILE = "quarantine.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
 PROJECTION_FILE = "projection.safetensors"
+LEARNED_PROJECTION_FILE = "learned_projection.safetensors"
 TOKENIZER_FOLDER = "tokenizer"
 LOCK_FILE = "run.lock"
 
@@ -123,11 +124,10 @@ _MAY_CHANGE = (
 )
 
 
-def projection_file(teacher: str) -> str:
-    """File name of a projection that the run builds to a teacher's vocabulary."""
-    if teacher == TEACHER:
-        return PROJECTION_FILE
-    return f"projection-{teacher}.safetensors"
+def projection_file(teacher: str, *, is_learned: bool = False) -> str:
+    """File name of a projection to a teacher's vocabulary that the run builds, or has learned."""
+    name = LEARNED_PROJECTION_FILE if is_learned else PROJECTION_FILE
+    return name if teacher == TEACHER else name.replace(".", f"-{teacher}.")
 
 
 def check_run_folder(config: DistillConfig) -> None:

@@ -16,9 +16,9 @@ from megatron_ext.projection.nemo.loose_entries import LooseEntries
 from megatron_ext.projection.nemo.tokenizer_pair import TokenizerPair
 from megatron_ext.tokenizers import build_tokenizer
 from megatron_ext.training.configuration.config import LossConfig
-from megatron_ext.training.learning_step import learned_projection_file
 from megatron_ext.training.metrics import read_metrics
 from megatron_ext.training.run_data import RunData
+from megatron_ext.training.run_folder import LEARNED_PROJECTION_FILE
 from tests.documents.indexed_files import write_ids
 from tests.process_group import run_ranks
 from tests.training.rank_functions import _train_teacher, _trainer
@@ -44,7 +44,7 @@ def _learn_projection(folder):
     trainer = _trainer(config)
     start = _shares(trainer)
     trainer.train()
-    file = Path(config.run_dir) / learned_projection_file("teacher")
+    file = Path(config.run_dir) / LEARNED_PROJECTION_FILE
     _of(trainer).to_projection().save(folder / f"trained-{dist.get_rank()}.safetensors")
     again = _trainer(changed(config, run_dir=str(folder / "again"), projection=str(file)))
     return {"start": start, "trained": _shares(trainer), "again": _shares(again)}

@@ -28,7 +28,6 @@ from megatron_ext.training.checkpoints.checkpoint import load_checkpoint, load_c
 from megatron_ext.training.checkpoints.folder import latest_checkpoint
 from megatron_ext.training.checkpoints.writer import CheckpointWriter
 from megatron_ext.training.faults import FaultCounts
-from megatron_ext.training.learning_step import learned_projection_file
 from megatron_ext.training.run_folder import (
     CHECKPOINTS,
     PROJECTION_FILE,
@@ -37,6 +36,7 @@ from megatron_ext.training.run_folder import (
     TOKENIZER_FOLDER,
     check_still_there,
     forget_later_lines,
+    projection_file,
 )
 from megatron_ext.training.run_plan import RunPlan
 from megatron_ext.training.student import Student
@@ -253,7 +253,7 @@ def _files(plan: RunPlan) -> Sequence[Path]:
     run_dir = plan.run_dir
     built = sorted(run_dir.glob(f"{Path(PROJECTION_FILE).stem}*.safetensors"))
     learners = plan.teachers if plan.loss.learned_projection else ()
-    learned = [run_dir / learned_projection_file(name) for name in learners]
+    learned = [run_dir / projection_file(name, is_learned=True) for name in learners]
     return (run_dir / TOKENIZER_FOLDER, run_dir / SIDE_FOLDER, *built, *plan.projections, *learned)
 
 
