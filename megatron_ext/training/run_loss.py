@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -145,14 +145,19 @@ def with_vocabulary_layout(config: DistillConfig, *, on_gpu: bool) -> DistillCon
     pays = on_gpu or config.parallel.tensor_model_parallel_size > 1
     if not (pays and config.distils):
         return under("original")
-    names = config.named_teachers
-    objectives = {name: teacher_objective(TeacherPlan.of(config, name)) for name in names}
+    return _if_possible(lambda: under("co_sharded")) or under("original")
+
+
+def _if_possible(made: Callable[[], DistillConfig]) -> DistillConfig | None:
+    """The configuration, unless something of the run excludes a part of it."""
     try:
-        laid_out = under("co_sharded")
-        check_exclusions(laid_out, "objectives", objectives=objectives)
+        config = made()
+        plans = {name: TeacherPlan.of(config, name) for name in config.named_teachers}
+        objectives = {name: teacher_objective(plan) for name, plan in plans.items()}
+        check_exclusions(config, "objectives", objectives=objectives)
     except ConfigError:
-        return under("original")
-    return laid_out
+        return None
+    return config
 
 
 _WHOLE_LOGITS: Final = 1 << 26
@@ -183,15 +188,7 @@ def with_linear_form(config: DistillConfig, *, on_gpu: bool, vocab_size: int) ->
         return whole
     tile_rows = min(config.loss.linear_tile_rows, max(_TILE_LOGITS // row_bytes, 1))
     loss = replace(config.loss, linear=True, linear_tile_rows=tile_rows)
-    try:
-        tiled = replace(config, loss=loss)
-        objectives = {
-            name: teacher_objective(TeacherPlan.of(tiled, name)) for name in config.named_teachers
-        }
-        check_exclusions(tiled, "objectives", objectives=objectives)
-    except ConfigError:
-        return whole
-    return tiled
+    return _if_possible(lambda: replace(config, loss=loss)) or whole
 
 
 def check_objectives(config: DistillConfig) -> None:

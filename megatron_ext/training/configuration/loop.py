@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from megatron_ext.distributed.layout import Layout
@@ -207,15 +207,7 @@ class ParallelConfig:
     @property
     def layout(self) -> Layout:
         """The sizes by which processes divide the model."""
-        return Layout(
-            tensor_model_parallel_size=self.tensor_model_parallel_size,
-            pipeline_model_parallel_size=self.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=self.virtual_pipeline_model_parallel_size,
-            context_parallel_size=self.context_parallel_size,
-            expert_model_parallel_size=self.expert_model_parallel_size,
-            expert_tensor_parallel_size=self.expert_tensor_parallel_size,
-            sequence_parallel=self.sequence_parallel,
-        )
+        return Layout(**{size.name: getattr(self, size.name) for size in fields(Layout)})
 
     def __post_init__(self) -> None:
         check_positive(
