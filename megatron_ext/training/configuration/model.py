@@ -241,51 +241,8 @@ class ModelConfig:
     """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
 
     def __post_init__(self) -> None:
-        check_positive(
-            self,
-            "num_layers",
-            "hidden_size",
-            "num_attention_heads",
-            "num_query_groups",
-            "kv_channels",
-            "ffn_hidden_size",
-            "seq_length",
-            "rotary_base",
-            "rotary_percent",
-            "rotary_magnitude",
-            "rotary_longest",
-            "unrotated_interval",
-            "rope_scaling_factor",
-            "rotary_seq_len_interpolation_factor",
-            "local_rotary_base",
-            "full_attention_interval",
-            "window_size",
-            "softmax_scale",
-            "residual_multiplier",
-            "embedding_multiplier",
-            "logits_scaling",
-            "gate_limit",
-            "attention_cap",
-            "logit_cap",
-            "layernorm_epsilon",
-            "vocab_size",
-            "make_vocab_size_divisible_by",
-            "num_experts",
-            "moe_router_topk",
-            "moe_ffn_hidden_size",
-            "moe_shared_expert_intermediate_size",
-            "moe_router_topk_scaling_factor",
-            "moe_router_num_groups",
-            "moe_router_group_topk",
-            "kv_lora_rank",
-            "q_lora_rank",
-            "qk_head_dim",
-            "qk_pos_emb_head_dim",
-            "v_head_dim",
-            "moe_router_bias_update_rate",
-        )
-        check_not_negative(self, "init_method_std", "moe_aux_loss_coeff", "moe_z_loss_coeff")
-        check_not_negative(self, "moe_first_dense_layers")
+        check_positive(self, *_POSITIVE)
+        check_not_negative(self, *_OR_ZERO)
         _check_experts(self)
         _check_latent(self)
         if self.kv_channels is None and not self.is_latent:
@@ -464,6 +421,18 @@ def _check_latent(model: ModelConfig) -> None:
         if getattr(model, name) not in off:
             raise ConfigError(f"latent attention does not go with {name}", got=getattr(model, name))
 
+
+_OR_ZERO: Final = (
+    *("moe_first_dense_layers", "moe_aux_loss_coeff", "moe_z_loss_coeff", "init_method_std"),
+)
+
+_POSITIVE: Final = tuple(
+    field.name
+    for field in fields(ModelConfig)
+    if str(field.type).startswith(("int", "float"))
+    and field.name not in (*_OR_ZERO, "gated_offset")
+)
+"""Every other number of a model, where it is given; an offset has any sign."""
 
 OF_EXPERTS: Final = (
     "num_experts",
