@@ -62,6 +62,9 @@ _NO_FLAG: Final = (
 _OWN_LOOP: Final = "only megatron-ext distill has this, not Megatron-LM's loop"
 _IN_OWN_LOOP: Final = "leave it out, or train with megatron-ext distill"
 
+_CUTS: Final = (*(features.CONTEXT, features.SEQUENCE, features.INTERLEAVED, features.LATE_GATHER),)
+"""Layouts in which a student reads no text of any length between two steps."""
+
 EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
     # Teachers.
     Exclusion(
@@ -158,32 +161,21 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
     ),
     # Heads in another order than the ids.
     Exclusion(features.LAYOUT, features.SEVERAL, "vocabularies are laid out for a pair", _BY_IDS),
-    Exclusion(
-        features.REMOTE,
-        features.LAYOUT,
-        "remote targets are in the order of the ids",
-        _BY_IDS,
-    ),
-    Exclusion(
-        features.CACHE, features.LAYOUT, "cached targets are in the order of the ids", _BY_IDS
-    ),
-    Exclusion(
-        features.AVERAGE,
-        features.LAYOUT,
-        "an average has the student's order of rows, and a layout has one for each side",
-        _BY_IDS,
-    ),
-    Exclusion(
-        features.TRANSFORMERS,
-        features.LAYOUT,
-        "a model of transformers has its head in the order of the ids",
-        _BY_IDS,
-    ),
-    Exclusion(
-        features.LEARNED,
-        features.LAYOUT,
-        "a learned projection is in the order of the ids",
-        _BY_IDS,
+    *(
+        Exclusion(kept, features.LAYOUT, why, _BY_IDS)
+        for kept, why in (
+            (features.REMOTE, "remote targets are in the order of the ids"),
+            (features.CACHE, "cached targets are in the order of the ids"),
+            (
+                features.AVERAGE,
+                "an average has the student's order of rows, and a layout has one for each side",
+            ),
+            (
+                features.TRANSFORMERS,
+                "a model of transformers has its head in the order of the ids",
+            ),
+            (features.LEARNED, "a learned projection is in the order of the ids"),
+        )
     ),
     Exclusion(
         features.TASKS,
@@ -300,10 +292,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "leave the option out, or set parallel.context_parallel_size to 1",
         "objectives",
     ),
-    *(
-        Exclusion(features.TASKS, cut, _NOT_CUT, _ON_CHECKPOINTS)
-        for cut in (features.CONTEXT, features.SEQUENCE, features.INTERLEAVED, features.LATE_GATHER)
-    ),
+    *(Exclusion(features.TASKS, cut, _NOT_CUT, _ON_CHECKPOINTS) for cut in _CUTS),
     # Experts.
     Exclusion(
         features.LORA,
@@ -320,10 +309,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
     Exclusion(features.TASKS, features.EXPERTS_OVER_REPLICAS, _IN_STEP, _ON_CHECKPOINTS),
     Exclusion(features.OWN_ROLLOUTS, features.EXPERTS_OVER_REPLICAS, _IN_STEP, _BY_SERVERS),
     # What the student samples.
-    *(
-        Exclusion(features.OWN_ROLLOUTS, cut, _NOT_CUT, _BY_SERVERS)
-        for cut in (features.CONTEXT, features.SEQUENCE, features.INTERLEAVED, features.LATE_GATHER)
-    ),
+    *(Exclusion(features.OWN_ROLLOUTS, cut, _NOT_CUT, _BY_SERVERS) for cut in _CUTS),
     Exclusion(
         features.OWN_ROLLOUTS,
         features.LAYOUT,

@@ -12,7 +12,7 @@ from megatron_ext.errors import ConfigError
 if TYPE_CHECKING:
     from megatron_ext.losses import Objective
     from megatron_ext.teachers.target_form import TargetForm
-    from megatron_ext.training.configuration.config import DistillConfig, TeacherConfig
+    from megatron_ext.training.configuration.config import DistillConfig, LossConfig, TeacherConfig
 
 Stage = Literal["configuration", "objectives", "targets", "megatron_lm"]
 """Stage of a start at which a row is checked: the latest part of the run that it reads."""
@@ -38,6 +38,17 @@ class Setting:
     def teacher(self) -> TeacherConfig | None:
         """Section of the teacher."""
         return None if self.teacher_name is None else self.config.named_teachers[self.teacher_name]
+
+    @property
+    def objective(self) -> Objective | None:
+        """Objective of the teacher; None before it is made."""
+        return self.objectives.get(self.teacher_name or "")
+
+    @property
+    def loss(self) -> LossConfig | None:
+        """The loss against the teacher; None in a run that does not distil."""
+        teacher = self.teacher if self.config.distils else None
+        return None if teacher is None else self.config.loss.of_teacher(teacher)
 
     def place(self, key: str) -> str:
         """A key with its placeholders replaced by the teacher's sections."""
@@ -153,11 +164,9 @@ def _no_linear_form(setting: Setting) -> str | None:
 
 def _of_objective(setting: Setting, reason: str) -> str | None:
     """The objective of the teacher and its reason, an attribute of the objective."""
-    objective, teacher = setting.objectives.get(setting.teacher_name or ""), setting.teacher
+    loss, objective = setting.loss, setting.objective
     why = None if objective is None else getattr(objective, reason)
-    if teacher is None or why is None:
-        return None
-    return f"{setting.config.loss.of_teacher(teacher).objective}: {why}"
+    return None if loss is None or why is None else f"{loss.objective}: {why}"
 
 
 def _nothing_to_lay_out_by(setting: Setting) -> str | None:
@@ -183,10 +192,10 @@ def _without_teacher(setting: Setting) -> str | None:
 
 
 def _word_begins(setting: Setting) -> str | None:
-    objective, teacher = setting.objectives.get(setting.teacher_name or ""), setting.teacher
-    if teacher is None or objective is None or not objective.needs.boundary:
+    loss, objective = setting.loss, setting.objective
+    if loss is None or objective is None or not objective.needs.boundary:
         return None
-    return f"the objective {setting.config.loss.of_teacher(teacher).objective}"
+    return f"the objective {loss.objective}"
 
 
 def _without_logits(setting: Setting) -> str | None:
@@ -196,8 +205,8 @@ def _without_logits(setting: Setting) -> str | None:
 
 def _student_layers(setting: Setting) -> str | None:
     """Pairs of layers whose student's layer is below the last."""
-    objective, teacher = setting.objectives.get(setting.teacher_name or ""), setting.teacher
-    if objective is None or teacher is None:
+    objective = setting.objective
+    if objective is None:
         return None
     last = (-1, setting.config.student.num_layers)
     lower = [list(pair) for pair in objective.needs.layers if pair[0] not in last]
@@ -205,20 +214,13 @@ def _student_layers(setting: Setting) -> str | None:
 
 
 def _starts_from_heads(setting: Setting) -> str | None:
-    teacher = setting.teacher
-    if teacher is None or not setting.config.distils:
-        return None
-    loss = setting.config.loss.of_teacher(teacher)
-    is_dskd = loss.objective == "dskd"
-    return "projectors heads" if is_dskd and loss.options.get("projectors") == "heads" else None
+    starts = _reads_heads(setting) and setting.loss and setting.loss.options.get("projectors")
+    return "projectors heads" if starts == "heads" else None
 
 
 def _reads_heads(setting: Setting) -> str | None:
-    teacher = setting.teacher
-    if teacher is None or not setting.config.distils:
-        return None
-    is_dskd = setting.config.loss.of_teacher(teacher).objective == "dskd"
-    return "loss.objective dskd" if is_dskd else None
+    loss = setting.loss
+    return "loss.objective dskd" if loss is not None and loss.objective == "dskd" else None
 
 
 def _teacher_cap(setting: Setting) -> float | None:
