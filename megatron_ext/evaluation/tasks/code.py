@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NamedTuple
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.evaluation.language_model import GenerationOptions, LanguageModel
+from megatron_ext.evaluation.language_model import LanguageModel
 from megatron_ext.evaluation.sandbox import Limits, Outcome, run_program
 from megatron_ext.evaluation.tasks.task import (
     Row,
@@ -25,6 +25,7 @@ from megatron_ext.evaluation.tasks.task import (
     first_of,
     mean,
     read_records,
+    settings_of,
     text_of,
 )
 
@@ -78,17 +79,8 @@ class CodeTask:
 
     def run(self, model: LanguageModel) -> TaskResult:
         """Generate programs on all ranks, and run them on one."""
-        options = self._options
-        completions = model.generate(
-            [problem.prompt for problem in self._problems],
-            GenerationOptions(
-                max_new_tokens=options.max_new_tokens or _NEW_TOKENS,
-                stop=self._stops,
-                temperature=options.temperature,
-                top_p=options.top_p,
-                seed=options.seed,
-            ),
-        )
+        generation = self._options.generation(max_new_tokens=_NEW_TOKENS, stop=self._stops)
+        completions = model.generate([problem.prompt for problem in self._problems], generation)
         reasons = model.once(lambda: self._checked_reasons(completions))
         samples = [
             {"task_id": problem.name, "completion": completion, **reason}
@@ -105,10 +97,7 @@ class CodeTask:
             metrics={f"pass@1/{kind}": mean(found) for kind, found in passed.items()},
             count=len(samples),
             settings={
-                "max_new_tokens": options.max_new_tokens or _NEW_TOKENS,
-                "temperature": options.temperature,
-                "top_p": options.top_p,
-                "seed": options.seed,
+                **settings_of(generation),
                 "seconds": self._limits.seconds,
                 "memory_bytes": self._limits.memory_bytes,
                 "namespaces": self._limits.needs_namespaces,

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from megatron_ext.errors import DataError
-from megatron_ext.evaluation.language_model import GenerationOptions, LanguageModel
+from megatron_ext.evaluation.language_model import LanguageModel
 from megatron_ext.evaluation.tasks.task import (
     TaskOptions,
     TaskResult,
     first_of,
     mean,
     read_records,
+    settings_of,
     text_of,
 )
 
@@ -71,17 +72,9 @@ class Gsm8k:
 
     def run(self, model: LanguageModel) -> TaskResult:
         """Generate solutions and compare their numbers."""
-        options = self._options
-        completions = model.generate(
-            [self.prompt(problem) for problem in self._problems],
-            GenerationOptions(
-                max_new_tokens=options.max_new_tokens or _NEW_TOKENS,
-                stop=_STOPS,
-                temperature=options.temperature,
-                top_p=options.top_p,
-                seed=options.seed,
-            ),
-        )
+        generation = self._options.generation(max_new_tokens=_NEW_TOKENS, stop=_STOPS)
+        prompts = [self.prompt(problem) for problem in self._problems]
+        completions = model.generate(prompts, generation)
         samples = []
         for problem, completion in zip(self._problems, completions, strict=True):
             expected = normalised(problem.answer)
@@ -100,13 +93,7 @@ class Gsm8k:
                 for kind in ("strict", "flexible")
             },
             count=len(samples),
-            settings={
-                "num_fewshot": len(self._examples),
-                "max_new_tokens": options.max_new_tokens or _NEW_TOKENS,
-                "temperature": options.temperature,
-                "top_p": options.top_p,
-                "seed": options.seed,
-            },
+            settings={"num_fewshot": len(self._examples), **settings_of(generation)},
             samples=samples,
         )
 

@@ -14,7 +14,11 @@ from megatron_ext.documents.record_fields import AS_THEY_ARE, RecordFields
 from megatron_ext.documents.records import whole_records
 from megatron_ext.documents.source_file import source_file, source_kind
 from megatron_ext.errors import DataError
-from megatron_ext.evaluation.language_model import LanguageModel, rolling_requests
+from megatron_ext.evaluation.language_model import (
+    GenerationOptions,
+    LanguageModel,
+    rolling_requests,
+)
 from megatron_ext.registry import with_near_path
 
 
@@ -56,6 +60,16 @@ class TaskOptions:
         assert self.data is not None
         return self.data
 
+    def generation(self, *, max_new_tokens: int, stop: tuple[str, ...]) -> GenerationOptions:
+        """Settings of completions, for a task with a number of new tokens of its own."""
+        return GenerationOptions(
+            max_new_tokens=self.max_new_tokens or max_new_tokens,
+            stop=stop,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=self.seed,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskResult:
@@ -77,6 +91,12 @@ class Task(Protocol):
 
     def run(self, model: LanguageModel) -> TaskResult:
         """Measure the model; every rank makes the same calls."""
+
+
+def settings_of(generation: GenerationOptions) -> dict[str, Any]:
+    """What a result says of its completions."""
+    names = ("max_new_tokens", "temperature", "top_p", "seed")
+    return {name: getattr(generation, name) for name in names}
 
 
 def mean(values: Sequence[float]) -> float:
