@@ -15,7 +15,6 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
-from megatron_ext.errors import ConfigError
 from megatron_ext.transfer.row_sources import RowSources
 from megatron_ext.transfer.shares import Shares, VocabularyPart, piece_shares
 
@@ -95,20 +94,10 @@ def pursued_shares(
     Args:
         sources: Copies and pieces of the new vocabulary.
         donor: [V' or more, D] rows of the donor, on the device that does the work.
-        k: Anchors of each row.
+        k: Anchors of each row, of which there are as many at least.
         part: Which matrix they are of.
-
-    Raises:
-        ConfigError: There are fewer anchors than ``k``.
     """
     new, old = sources.anchors
-    if not 1 <= k <= len(new):
-        raise ConfigError(
-            "there are too few common tokens for so many atoms",
-            where="--k",
-            got=k,
-            expected=f"1 to {len(new)}, the tokens that both vocabularies have",
-        )
     shares = piece_shares(sources, "fvt", part)
     wanted = sources.spelled
     if len(wanted) == 0:

@@ -53,7 +53,6 @@ class NewTensors:
         count = len(sources.copied)
         multiple = options.pad_to_multiple_of
         self.height = self.old_rows if sources.is_identity else -(-count // multiple) * multiple
-        self.unusual: list[str] = []
         self._grown: set[int] = set()
         self._donor = None if options.donor is None else _Donor(options.donor)
         self._network = None if options.hypernet is None else Hypernetwork.load(options.hypernet)
@@ -85,8 +84,7 @@ class NewTensors:
                     expected=f"one of {', '.join(DTYPES)}",
                 )
         if self._network is not None:
-            names = [self._input] if self.is_tied else [self._input, self._head]
-            found = rows_fingerprint([self._whole(name) for name in names], old_size)
+            found = rows_fingerprint(self._old_matrices(), old_size)
             if self._network.config.model != found:
                 raise ConfigError(
                     "the hypernetwork was trained for another model",
@@ -123,12 +121,12 @@ class NewTensors:
     ) -> dict[str, torch.Tensor]:
         """The tensors of one file."""
         return {
-            name: self._matrix(name) if name in self._of_vocabulary else self._whole(name)
+            name: self._matrix(name) if name in self._of_vocabulary else self._reader.whole(name)
             for name in wrap([plan.name for plan in plans])
         }
 
     def _matrix(self, name: str) -> torch.Tensor:
-        old = self._whole(name if name in self._stored else self._input)
+        old = self._reader.whole(name if name in self._stored else self._input)
         if self._sources.is_identity:
             return old
         part: VocabularyPart = "input"
@@ -154,8 +152,7 @@ class NewTensors:
         assert self._network is not None
         width = self._network.config.width
         if self._predicted is None:
-            names = [self._input] if self.is_tied else [self._input, self._head]
-            matrices = [self._whole(name)[: self._old_size].float() for name in names]
+            matrices = [matrix[: self._old_size].float() for matrix in self._old_matrices()]
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
             pieces = [self._sources.pieces[i] for i in self._sources.spelled]
             network, rows = self._network.to(device), torch.cat(matrices, dim=1).to(device)
@@ -170,11 +167,13 @@ class NewTensors:
             return piece_shares(self._sources, self._options.method, part)
         return pursued_shares(self._sources, self._donor.rows(part), k=self._options.k, part=part)
 
+    def _old_matrices(self) -> list[torch.Tensor]:
+        """[rows, D] of the embedding, and of a head of its own."""
+        names = [self._input] if self.is_tied else [self._input, self._head]
+        return [self._reader.whole(name) for name in names]
+
     def _source_of(self, name: str) -> StoredTensor:
         return self._stored[name if name in self._stored else self._input]
-
-    def _whole(self, name: str) -> torch.Tensor:
-        return self._reader.whole(name)
 
 
 class _Donor:

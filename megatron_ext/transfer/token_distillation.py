@@ -20,6 +20,7 @@ from torch.nn import functional
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.imports import needed_packages
 from megatron_ext.tokenizers import MegatronTokenizerText
+from megatron_ext.transfer.hypernetwork import padded
 
 _TOLD: Final = 10
 """Steps between two lines of progress."""
@@ -221,7 +222,7 @@ class _Rows:
         """One step; returns the relative squared difference of hidden states."""
         offset = len(self._first)
         olds, news = (
-            self._padded([self._first + list(ids) for ids in part])
+            padded([self._first + list(ids) for ids in part], self._device)
             for part in zip(*((snippet.old, snippet.new) for snippet in batch), strict=True)
         )
         places = torch.tensor(
@@ -265,8 +266,3 @@ class _Rows:
         read = self._model.base_model(input_ids=ids.clamp(min=0), attention_mask=mask)
         hidden: torch.Tensor = read.last_hidden_state
         return hidden
-
-    def _padded(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-        longest = max(map(len, rows))
-        padded = [[*ids, *[-1] * (longest - len(ids))] for ids in rows]
-        return torch.tensor(padded, device=self._device)

@@ -125,7 +125,6 @@ def transfer_model(
             stop_ids=ids.stops,
             lost_stop_ids=ids.lost_stops,
             dropped_generation_keys=dropped,
-            unusual_rows=tensors.unusual,
         )
 
         def write_others(folder: Path) -> None:
