@@ -129,6 +129,13 @@ def keep_states(
             layer.register_forward_hook(hook)
 
 
+def unwrapped(model: Any) -> GPTModel:
+    """The chunk in what DDP and the like have wrapped around it."""
+    while not isinstance(model, GPTModel):
+        model = model.module
+    return model
+
+
 def head_weight(gpt: GPTModel) -> torch.Tensor:
     """[Vp, D] output weight of a last stage."""
     weight: torch.Tensor = (

@@ -36,6 +36,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch.nn import functional
 
 from megatron_ext.distributed.process_groups import ProcessGroups
+from megatron_ext.teachers.megatron_teacher import unwrapped
 from megatron_ext.training.megatron_models.layers import RowLinear
 from megatron_ext.training.microbatch import Microbatch
 
@@ -306,16 +307,15 @@ def padding_options(batch: Microbatch, model: Any) -> dict[str, torch.Tensor]:
     stage it is also cut as sequence parallelism cuts hidden states, which megatron-core 0.16 does
     on the first stage alone.
     """
-    while not isinstance(model, GPTModel):
-        model = model.module
-    if model.config.num_moe_experts is None:
+    gpt = unwrapped(model)
+    if gpt.config.num_moe_experts is None:
         return {}
     lengths = batch.sides.student.lengths
     positions = torch.arange(batch.row_length, device=lengths.device)
     mask = positions >= lengths[:, None]
     if batch.context is not None:
         mask = batch.context.cut(mask)
-    if model.config.sequence_parallel and not model.pre_process:
-        group = model.pg_collection.tp
+    if gpt.config.sequence_parallel and not gpt.pre_process:
+        group = gpt.pg_collection.tp
         mask = mask.chunk(group.size(), dim=1)[group.rank()].contiguous()
     return {"padding_mask": mask}

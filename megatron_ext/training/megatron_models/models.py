@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch.nn import functional
 
 from megatron_ext.distributed.process_groups import ProcessGroups
-from megatron_ext.teachers.megatron_teacher import LOGIT_CAP
+from megatron_ext.teachers.megatron_teacher import LOGIT_CAP, unwrapped
 from megatron_ext.training.configuration.config import ModelConfig, ParallelConfig, TrainingConfig
 from megatron_ext.training.megatron_models import cpu_megatron
 from megatron_ext.training.megatron_models.attention import ContextAttention
@@ -62,9 +62,7 @@ ModelChunks = Sequence[GPTModel]
 
 def has_head(model: Any) -> bool:
     """Whether a chunk, wrapped or not, ends in the output layer."""
-    while not isinstance(model, GPTModel):
-        model = model.module
-    return bool(model.post_process)
+    return bool(unwrapped(model).post_process)
 
 
 def sharded_weights(chunks: ModelChunks) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from megatron_ext.teachers.megatron_teacher import (
     LOGIT_CAP,
     head_weight,
     keep_states,
+    unwrapped,
     whole_sequence,
 )
 
@@ -67,7 +68,7 @@ class Head(NamedTuple):
 
 def head_of(model: Any) -> Head:
     """The head of a chunk that has one, wrapped or not."""
-    gpt = _unwrapped(model)
+    gpt = unwrapped(model)
     cap = getattr(gpt, LOGIT_CAP, None)
     return Head(head_weight(gpt), gpt.config.sequence_parallel, cap)
 
@@ -75,18 +76,12 @@ def head_of(model: Any) -> Head:
 @contextmanager
 def without_head(model: Any) -> Iterator[None]:
     """Make a chunk return its last hidden states while entered, as one without a head does."""
-    gpt = _unwrapped(model)
+    gpt = unwrapped(model)
     gpt.post_process = False
     try:
         yield
     finally:
         gpt.post_process = True
-
-
-def _unwrapped(model: Any) -> GPTModel:
-    while not isinstance(model, GPTModel):
-        model = model.module
-    return model
 
 
 class StudentHidden:
