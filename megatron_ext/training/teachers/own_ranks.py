@@ -68,10 +68,7 @@ class RoleStore:
 
     def why_gone(self) -> str | None:
         """Why a rank of the teacher has ended; waits, since the connection may end before."""
-        deadline = time.monotonic() + _LAST_WORDS_S
-        while (reason := self._get("failed")) is None and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-        return reason
+        return self._awaited("failed", time.monotonic() + _LAST_WORDS_S)
 
     def finish(self) -> None:
         """Publish that the student's run is finished."""
@@ -83,14 +80,11 @@ class RoleStore:
         Raises:
             DistributedError: It left for another reason.
         """
-        deadline = time.monotonic() + _LAST_WORDS_S
-        while self._get("finished") is None:
-            if time.monotonic() > deadline:
-                raise DistributedError(
-                    f"the student left the teacher {self.teacher} before its run was finished",
-                    fix="look at the logs of the student's ranks",
-                )
-            time.sleep(_POLL_S)
+        if self._awaited("finished", time.monotonic() + _LAST_WORDS_S) is None:
+            raise DistributedError(
+                f"the student left the teacher {self.teacher} before its run was finished",
+                fix="look at the logs of the student's ranks",
+            )
 
     def _address(self, replica: int, deadline: float) -> Address:
         while (entry := self._get(f"address/{replica}")) is None:
@@ -105,6 +99,11 @@ class RoleStore:
             time.sleep(_POLL_S)
         values: Sequence[Any] = json.loads(entry)
         return Address(*values)
+
+    def _awaited(self, key: str, deadline: float) -> str | None:
+        while (entry := self._get(key)) is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return entry
 
     def _get(self, key: str) -> str | None:
         # A ``get`` of a missing key would wait for it.
