@@ -49,8 +49,8 @@ class ChatEndpoint:
         bodies = [
             self._body(record, sampling, first + number) for number, record in enumerate(records)
         ]
-        answers = self._client.post_all("/v1/chat/completions", bodies)
-        return [self._answer(answer) for answer in answers]
+        answers = self._client.begin("/v1/chat/completions", bodies)
+        return [self._answer(answer()) for answer in answers]
 
     def _body(
         self, record: ConversationRecord, sampling: Sampling, number: int

@@ -76,12 +76,9 @@ class HttpClient:
         """
         return self._request("POST", path, body, server)
 
-    def post_all(self, path: str, bodies: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Answers to several requests in order, some of them under way at a time; see ``post``."""
-        return [answer() for answer in self.begin(path, bodies)]
-
     def begin(self, path: str, bodies: Sequence[Mapping[str, Any]]) -> list[Callable[[], Any]]:
-        """Begin several requests; each result waits for its answer."""
+        """Begin several requests, some of them under way at a time; each result waits for its
+        answer, and has the errors of ``post``."""
         return [
             self._threads.submit(self.post, path, body, server=number % len(self.servers)).result
             for number, body in enumerate(bodies)
