@@ -44,7 +44,6 @@ from megatron_ext.training.teachers.recording import (
     finish_cache,
     is_whole,
     recording_config,
-    shard_head,
 )
 from megatron_ext.training.teachers.run_windows import RunWindow, RunWindows, window_texts
 from megatron_ext.training.teachers.shard_file import Window, write_shard
@@ -272,7 +271,7 @@ class _Importer(NamedTuple):
 
 def _found(folder: Path, manifest: Manifest, shards: Collection[str]) -> set[bytes]:
     """Keys of the windows in files of the cache."""
-    heads = (shard_head(folder, manifest, name) for name in shards)
+    heads = (manifest.head(folder, name) for name in shards)
     return {key.tobytes() for head in heads for key in head.windows["key"]}
 
 

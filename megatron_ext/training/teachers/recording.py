@@ -39,7 +39,6 @@ from megatron_ext.training.teachers.live_teacher import (
     formed_targets,
     live_teacher,
 )
-from megatron_ext.training.teachers.shard_file import ShardHead, read_head
 from megatron_ext.training.teachers.target_cache import HEAD_FILE, MANIFEST_FILE, Manifest
 from megatron_ext.training.watchdog import watched_launch
 
@@ -244,21 +243,10 @@ def _missing(
 def is_whole(folder: Path, manifest: Manifest, name: str) -> bool:
     """Whether a file of the cache is there, whole and of the cache."""
     try:
-        shard_head(folder, manifest, name)
+        manifest.head(folder, name)
     except CheckpointError:
         return False
     return True
-
-
-def shard_head(folder: Path, manifest: Manifest, name: str) -> ShardHead:
-    """The head of a file of the cache.
-
-    Raises:
-        CheckpointError: As ``read_head``.
-    """
-    return read_head(
-        folder / name, bytes_per_token=manifest.form.bytes_per_token, digest=manifest.digest
-    )
 
 
 def finish_cache(folder: Path, manifest: Manifest) -> None:
@@ -267,7 +255,7 @@ def finish_cache(folder: Path, manifest: Manifest) -> None:
     Raises:
         CheckpointError: A file is missing or not whole.
     """
-    heads = [shard_head(folder, manifest, name) for name in manifest.shards]
+    heads = [manifest.head(folder, name) for name in manifest.shards]
     manifest.completed(
         windows=sum(len(head.windows) for head in heads),
         tokens=sum(head.tokens for head in heads),

@@ -29,6 +29,7 @@ from megatron_ext.training.teachers.shard_file import (
     HEADER_BYTES,
     KEY_BYTES,
     WINDOW_BYTES,
+    ShardHead,
     read_head,
 )
 
@@ -131,6 +132,15 @@ class Manifest:
         """The manifest of the complete cache."""
         return replace(self, is_complete=True, windows=windows, tokens=tokens)
 
+    def head(self, folder: Path, name: str) -> ShardHead:
+        """The head of a file of the cache.
+
+        Raises:
+            CheckpointError: As ``read_head``.
+        """
+        width = self.form.bytes_per_token
+        return read_head(folder / name, bytes_per_token=width, digest=self.digest)
+
     def check_complete(self, folder: Path) -> None:
         """Check that all files were recorded.
 
@@ -206,10 +216,7 @@ class TargetCache:
         self.form = self.manifest.form
         self._paths = [self.folder / name for name in self.manifest.shards]
         self._maps: dict[int, NDArray[np.uint8]] = {}
-        heads = [
-            read_head(path, bytes_per_token=self.form.bytes_per_token, digest=self.manifest.digest)
-            for path in self._paths
-        ]
+        heads = [self.manifest.head(self.folder, name) for name in self.manifest.shards]
         window_count = sum(len(head.windows) for head in heads)
         token_count = sum(head.tokens for head in heads)
         if (window_count, token_count) != (self.manifest.windows, self.manifest.tokens):
