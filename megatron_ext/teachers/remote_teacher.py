@@ -44,15 +44,13 @@ class RemoteTeacher:
         form: Form of the targets.
         shard: This rank's columns of the teacher's vocabulary, sharded like a local teacher's.
         groups: The student's process groups.
-        last_stage: The tensor- and context-parallel group of this rank
-            (``parallel_state.get_tensor_and_context_parallel_group``).
         dtype: dtype of head and hidden states in the student: the run's.
         prefetch: Global batches requested ahead.
         finish: Callback that tells the teacher's processes that the run has ended well.
         end: Callback that ends the teacher's processes that this rank has started.
 
-    Collectives of the constructor: on the last stage, for ``hidden``, one broadcast over
-    ``last_stage`` for each tensor-parallel rank.
+    Collectives of the constructor: on the last stage, for ``hidden``, one broadcast over ``tp_cp``
+    for each tensor-parallel rank.
 
     Raises:
         DistributedError: The teacher is gone.
@@ -65,7 +63,6 @@ class RemoteTeacher:
         form: TargetForm,
         shard: VocabShard,
         groups: ProcessGroups,
-        last_stage: dist.ProcessGroup,
         dtype: torch.dtype,
         logit_cap: float | None = None,
         prefetch: int = 0,
@@ -78,7 +75,6 @@ class RemoteTeacher:
         self._form = form
         self._shard = shard
         self._groups = groups
-        self._last_stage = last_stage
         self._dtype = dtype
         self._logit_cap = logit_cap
         self._finish = finish
@@ -212,9 +208,9 @@ class RemoteTeacher:
 
     def _broadcast(self, values: torch.Tensor) -> None:
         """Broadcast from the main rank over the last stage, in place."""
-        if self._last_stage.size() > 1:
-            main = dist.get_process_group_ranks(self._last_stage)[0]
-            dist.broadcast(values, src=main, group=self._last_stage)
+        group = self._groups.tp_cp
+        if group.size() > 1:
+            dist.broadcast(values, src=dist.get_process_group_ranks(group)[0], group=group)
 
 
 def remote_teachers(teachers: Mapping[str, Teacher]) -> dict[str, RemoteTeacher]:

@@ -116,7 +116,6 @@ def _learn(folder, run):
         form=run.form,
         shard=shard,
         groups=groups,
-        last_stage=parallel_state.get_tensor_and_context_parallel_group(),
         dtype=torch.float32,
     )
     context = ContextRank.of(groups.cp)

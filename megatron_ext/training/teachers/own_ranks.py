@@ -18,7 +18,6 @@ from torch.distributed import DistError
 from megatron_ext.distributed import process_groups
 from megatron_ext.errors import DistributedError
 from megatron_ext.teachers.listener import TeacherListener
-from megatron_ext.teachers.server import ReplicaRanks
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.teachers.identity import check_same_identity, launch_identity
@@ -126,7 +125,7 @@ def serve_on_own_ranks(teacher: TeacherPlan, tokenizer: MegatronTokenizerText) -
     with watched_launch(teacher.parallel.distributed_timeout_minutes) as timeout:
         store = RoleStore(teacher.name)
 
-        def listen(ranks: ReplicaRanks, replica: int) -> TeacherListener:
+        def listen(replica: int) -> TeacherListener:
             token = store.token()
             listener = TeacherListener(f"{own_host()}:0", token)
             store.announce(replica, Address(listener.address, token))

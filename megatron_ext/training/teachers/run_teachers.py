@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from megatron_ext.distributed import process_groups
 from megatron_ext.engines.engine import EngineConfig
@@ -175,7 +174,6 @@ def teacher_from_remote(teacher: TeacherPlan, run: StudentParts) -> LoadedTeache
         form=form,
         shard=shard,
         groups=groups,
-        last_stage=parallel_state.get_tensor_and_context_parallel_group(),
         dtype=DTYPES[teacher.training.precision],
         logit_cap=teacher.config.model.logit_cap,
         prefetch=teacher.config.serving.prefetch,

@@ -79,7 +79,7 @@ def serve_at(
     with watched_launch(teacher.parallel.distributed_timeout_minutes) as timeout:
         secret = _made_token() if token is None else token
 
-        def listen(ranks: ReplicaRanks, replica: int) -> TeacherListener:
+        def listen(replica: int) -> TeacherListener:
             at = port + replica if port else 0
             place = f"[{host}]:{at}" if ":" in host else f"{host}:{at}"
             listener = TeacherListener(place, secret, tls)
@@ -111,7 +111,7 @@ def serve_parent(teacher: TeacherPlan, tokenizer: MegatronTokenizerText, descrip
     """
     parent = ParentSocket(descriptor)
 
-    def listen(ranks: ReplicaRanks, replica: int) -> TeacherListener:
+    def listen(replica: int) -> TeacherListener:
         listener = TeacherListener("127.0.0.1:0", parent.token)
         parent.announce(listener.address)
         return listener
@@ -139,7 +139,7 @@ def _made_token() -> str:
 def serve_on_rank(
     teacher: TeacherPlan,
     tokenizer: MegatronTokenizerText,
-    listen: Callable[[ReplicaRanks, int], TeacherListener],
+    listen: Callable[[int], TeacherListener],
     *,
     identity: Callable[[], Mapping[str, str | int]],
     until_client_leaves: bool,
@@ -183,7 +183,7 @@ def serve_on_rank(
         on_idle=lambda: watchdog.enter(serving),
     )
     watchdog.enter(serving)
-    listener = listen(ranks, groups.dp_rank) if ranks.is_main else None
+    listener = listen(groups.dp_rank) if ranks.is_main else None
     server.serve(listener, until_client_leaves=until_client_leaves)
 
 
