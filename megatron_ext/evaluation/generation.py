@@ -28,7 +28,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.evaluation.language_model import GenerationOptions, LogLikelihood, TokenRequest
 from megatron_ext.evaluation.token_mixture import CACHE_STEP, TokenMixture, last_logits
 from megatron_ext.losses import TeacherTargets
-from megatron_ext.teachers.base import TokenRows
+from megatron_ext.teachers.base import InputRows
 from megatron_ext.teachers.megatron_teacher import MegatronTeacher
 
 
@@ -239,15 +239,6 @@ _TILE_ROWS: Final = 512
 """Number of positions whose logits are made at a time."""
 
 
-class InputRows(NamedTuple):
-    """Rows of one microbatch; see ``TokenInputs``."""
-
-    tokens: torch.Tensor
-    position_ids: torch.Tensor
-    attention_mask: torch.Tensor | None
-    rows: TokenRows | None = None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScorer:
     """Scoring of requests with megatron-core's forward-only schedule, without a cache."""
@@ -324,9 +315,7 @@ class TokenScorer:
             for row, ids in enumerate(rows[start : start + size]):
                 tokens[row, : len(ids)] = torch.tensor(ids)
             tokens = tokens.to(self.groups.device)
-            yield InputRows(
-                tokens, torch.arange(length, device=tokens.device).expand_as(tokens), None
-            )
+            yield InputRows(tokens, torch.arange(length, device=tokens.device).expand_as(tokens))
 
 
 def _logits(target: TeacherTargets, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,6 @@ from megatron_ext.alignment.alignment import Alignment
 from megatron_ext.alignment.chunk_places import alignment_of
 from megatron_ext.alignment.text_tokens import TextTokens
 from megatron_ext.distributed.vocab_parallel import VocabShard, log_softmax
-from megatron_ext.evaluation.generation import InputRows
 from megatron_ext.evaluation.language_model import GenerationOptions, first_id
 from megatron_ext.evaluation.megatron_language_model import (
     MegatronLanguageModel,
@@ -32,6 +31,7 @@ from megatron_ext.evaluation.megatron_language_model import (
     open_model,
 )
 from megatron_ext.evaluation.scored_text import ChunkGroups, ScoredText, TextPredictions, pieces_of
+from megatron_ext.teachers.base import InputRows
 from megatron_ext.teachers.megatron_teacher import MegatronTeacher
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training.validation import same_tokens
@@ -147,7 +147,7 @@ def _predictions(model: MegatronLanguageModel, ids: Sequence[int]) -> TextPredic
         return TextPredictions(np.zeros(0), empty.astype(np.int64), empty)
     positions = torch.arange(len(labels), device=tokens.device)[None]
     teacher = MegatronTeacher(scorer.models.chunks, shard=scorer.shard)
-    (target,) = teacher.targets([InputRows(tokens, positions, None)])
+    (target,) = teacher.targets([InputRows(tokens, positions)])
     assert target.hidden is not None
     parts = [
         _of_rows(target.logits_of(target.hidden[0, of]), labels[of], scorer.shard)

@@ -88,6 +88,15 @@ class TokenRows:
         return ahead | (own_text[:, None, :, None] != text[:, None, None])
 
 
+class InputRows(NamedTuple):
+    """Rows of one microbatch on the device; see ``TokenInputs``."""
+
+    tokens: torch.Tensor
+    position_ids: torch.Tensor
+    attention_mask: torch.Tensor | None = None
+    rows: TokenRows | None = None
+
+
 def whole_rows(batch: TokenInputs) -> TokenRows:
     """The host rows of a batch; those of a run have them."""
     assert batch.rows is not None

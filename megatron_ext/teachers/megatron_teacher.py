@@ -136,6 +136,17 @@ def unwrapped(model: Any) -> GPTModel:
     return model
 
 
+@contextmanager
+def without_head(model: Any) -> Iterator[None]:
+    """Make a chunk return its last hidden states while entered, as one without a head does."""
+    gpt = unwrapped(model)
+    has_head, gpt.post_process = gpt.post_process, False
+    try:
+        yield
+    finally:
+        gpt.post_process = has_head
+
+
 def head_weight(gpt: GPTModel) -> torch.Tensor:
     """[Vp, D] output weight of a last stage."""
     weight: torch.Tensor = (
@@ -162,13 +173,9 @@ def whole_sequence(hidden: torch.Tensor, gpt: GPTModel) -> torch.Tensor:
 
 def _hidden_states_step(inputs: Iterator[TokenInputs], gpt: GPTModel) -> tuple[torch.Tensor, Any]:
     batch = next(inputs)
-    # megatron-core returns the final hidden states if the stage has no output layer to apply.
-    has_head, gpt.post_process = gpt.post_process, False
-    try:
+    with without_head(gpt):
         hidden = gpt(batch.tokens, batch.position_ids, batch.attention_mask)
-    finally:
-        gpt.post_process = has_head
-    return whole_sequence(hidden, gpt) if has_head else hidden, _batch_first
+    return whole_sequence(hidden, gpt) if gpt.post_process else hidden, _batch_first
 
 
 def _batch_first(hidden: torch.Tensor, *, non_loss_data: bool) -> torch.Tensor:

@@ -11,13 +11,13 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.distributed as dist
 
 from megatron_ext.errors import DistributedError
-from megatron_ext.teachers.base import Teacher, TokenRows
+from megatron_ext.teachers.base import InputRows, Teacher, TokenRows
 from megatron_ext.teachers.flight import Frame, from_bytes, to_bytes
 from megatron_ext.teachers.formed_targets import FormedTargets
 from megatron_ext.teachers.listener import TeacherListener
@@ -70,15 +70,6 @@ class ReplicaRanks:
 _END: Final = to_bytes(Frame("end", {}, {}))
 _IDLE_S: Final = 2.0
 """Seconds between broadcasts of an idle replica, so that collectives do not time out."""
-
-
-class _ServedRows(NamedTuple):
-    """Rows of a request on the device; see ``TokenInputs``."""
-
-    tokens: torch.Tensor
-    position_ids: torch.Tensor
-    attention_mask: torch.Tensor | None
-    rows: TokenRows
 
 
 class TeacherServer:
@@ -258,15 +249,16 @@ class TeacherServer:
         """uint8 payload of each microbatch on the main rank; empty on the others."""
         device = self._ranks.device
         batches = [
-            _ServedRows(
+            InputRows(
                 its.tokens.to(device), its.position_ids.to(device), its.attention_mask(device), its
             )
             for its in asked
         ]
         payloads = []
-        for batch, targets in zip(batches, self._teacher.targets(batches), strict=False):
+        of_batches = zip(batches, asked, self._teacher.targets(batches), strict=False)
+        for batch, its, targets in of_batches:
             # A request has labels if the form needs them; any tensor will do otherwise.
-            labels = batch.tokens if batch.rows.labels is None else batch.rows.labels.to(device)
+            labels = batch.tokens if its.labels is None else its.labels.to(device)
             fields = self._formed(targets, labels)
             if self._ranks.is_main:
                 payloads.append(payload_of(fields, self._formed.form))

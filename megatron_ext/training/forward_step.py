@@ -34,13 +34,13 @@ from megatron_ext.losses.diagnostics import ONE_TEACHER, FiniteCheck, check_fini
 from megatron_ext.losses.linear import LinearDistillation, no_logits
 from megatron_ext.losses.objective import LAST_LAYER
 from megatron_ext.ops.token_log_prob import token_log_prob
+from megatron_ext.teachers.megatron_teacher import without_head
 from megatron_ext.training.megatron_models.experts import padding_options
 from megatron_ext.training.megatron_models.models import has_head
 from megatron_ext.training.megatron_models.student_head import (
     Head,
     StudentHidden,
     head_of,
-    without_head,
 )
 from megatron_ext.training.microbatch import Microbatch, MicrobatchWithTargets
 from megatron_ext.training.surprise import Surprise, row_surprise

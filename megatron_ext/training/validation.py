@@ -38,10 +38,11 @@ from megatron_ext.losses import DistillationInputs, Objective, TeacherTargets
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.layout import VocabularyLayout
 from megatron_ext.teachers import Teacher
+from megatron_ext.teachers.megatron_teacher import without_head
 from megatron_ext.tokenizers.base import ByteTokenizer
 from megatron_ext.training.configuration.config import TEACHER
 from megatron_ext.training.megatron_models.models import has_head
-from megatron_ext.training.megatron_models.student_head import head_of, without_head
+from megatron_ext.training.megatron_models.student_head import head_of
 from megatron_ext.training.microbatch import Microbatch, TokenBatch
 
 _NONE = -1

@@ -5,8 +5,7 @@ B batch, T tokens, D hidden, Vp local columns.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -71,17 +70,6 @@ def head_of(model: Any) -> Head:
     gpt = unwrapped(model)
     cap = getattr(gpt, LOGIT_CAP, None)
     return Head(head_weight(gpt), gpt.config.sequence_parallel, cap)
-
-
-@contextmanager
-def without_head(model: Any) -> Iterator[None]:
-    """Make a chunk return its last hidden states while entered, as one without a head does."""
-    gpt = unwrapped(model)
-    gpt.post_process = False
-    try:
-        yield
-    finally:
-        gpt.post_process = True
 
 
 class StudentHidden:
