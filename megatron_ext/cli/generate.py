@@ -42,7 +42,7 @@ from megatron_ext.conversation import Message
 from megatron_ext.conversation.records import ConversationRecord
 from megatron_ext.distributed.layout import launched_processes
 from megatron_ext.engines.chat_endpoint import Answer, ChatEndpoint
-from megatron_ext.engines.engine import EngineConfig, Sampling
+from megatron_ext.engines.engine import EngineConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.evaluation.language_model import GenerationOptions
 from megatron_ext.evaluation.tasks.task import texts_of
@@ -278,11 +278,5 @@ def _of_endpoint(arguments: argparse.Namespace, options: GenerationOptions) -> A
         key_variable=arguments.key_variable,
         plain_connection=arguments.plain_connection,
     )
-    sampling = Sampling(
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        seed=options.seed,
-    )
     endpoint = ChatEndpoint(config)
-    return lambda part, first: endpoint.answers(part, sampling, first)
+    return lambda part, first: endpoint.answers(part, options, first)

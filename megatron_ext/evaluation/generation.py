@@ -23,9 +23,9 @@ from megatron.core.inference.contexts import StaticInferenceContext
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.shard_collectives import all_reduce_sum
 from megatron_ext.distributed.vocab_parallel import VocabShard, log_softmax, vocab_argmax
-from megatron_ext.engines.engine import Completion
+from megatron_ext.engines.engine import Completion, Sampling
 from megatron_ext.errors import ConfigError
-from megatron_ext.evaluation.language_model import GenerationOptions, LogLikelihood, TokenRequest
+from megatron_ext.evaluation.language_model import LogLikelihood, TokenRequest
 from megatron_ext.evaluation.token_mixture import CACHE_STEP, TokenMixture, last_logits
 from megatron_ext.losses import TeacherTargets
 from megatron_ext.teachers.base import InputRows
@@ -45,9 +45,7 @@ class ChosenTokens(NamedTuple):
     """[B] fp64 entropy in nats of what was chosen from."""
 
 
-def next_tokens(
-    logits: torch.Tensor, uniforms: torch.Tensor, options: GenerationOptions
-) -> ChosenTokens:
+def next_tokens(logits: torch.Tensor, uniforms: torch.Tensor, options: Sampling) -> ChosenTokens:
     """The next token of each row: the likeliest one, or a sample.
 
     A sample inverts the cumulative distribution at the row's uniform number, over the likeliest
@@ -78,7 +76,7 @@ def next_tokens(
     )
 
 
-def draws(places: Sequence[int], options: GenerationOptions) -> torch.Tensor:
+def draws(places: Sequence[int], options: Sampling) -> torch.Tensor:
     """Uniform numbers [B, max_new_tokens] fp64 on the host, seeded by each prompt's place."""
     rows = []
     for place in places:
@@ -126,7 +124,7 @@ class Generator:
     def generate(
         self,
         prompts: Sequence[list[int]],
-        options: GenerationOptions,
+        options: Sampling,
         *,
         places: Sequence[int],
         is_done: IsDone,
@@ -169,7 +167,7 @@ class Generator:
         self,
         prompts: Sequence[list[int]],
         places: Sequence[int],
-        options: GenerationOptions,
+        options: Sampling,
         is_done: IsDone,
     ) -> list[Completion]:
         device, lengths = self.groups.device, [len(prompt) for prompt in prompts]
@@ -207,7 +205,7 @@ class Generator:
         tokens: torch.Tensor,
         contexts: Sequence[StaticInferenceContext],
         uniforms: torch.Tensor,
-        options: GenerationOptions,
+        options: Sampling,
     ) -> ChosenTokens:
         """The next token after ``tokens`` [B, T]; each model has read those before."""
         of_models = [
@@ -228,7 +226,7 @@ class Generator:
 
 
 def _all_done(
-    tokens: torch.Tensor, lengths: Sequence[int], options: GenerationOptions, is_done: IsDone
+    tokens: torch.Tensor, lengths: Sequence[int], options: Sampling, is_done: IsDone
 ) -> bool:
     """Whether every row has ended or has all its new tokens. Waits for the device."""
     new = [ids[length:] for ids, length in zip(tokens.tolist(), lengths, strict=True)]

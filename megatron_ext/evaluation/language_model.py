@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, Protocol, TypeVar
 
 from megatron_ext.conversation.records import ConversationRecord
+from megatron_ext.engines.engine import Sampling
 from megatron_ext.errors import ConfigError, TokenizerError
 from megatron_ext.tokenizers import MegatronTokenizerText
 
@@ -39,24 +40,15 @@ class LogLikelihood(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationOptions:
-    """Settings of generation."""
-
-    max_new_tokens: int
-    """Most tokens of a completion."""
+class GenerationOptions(Sampling):
+    """Settings of generation; a completion depends on the seed and on its prompt's place among all
+    prompts, but not on batches or layout."""
 
     stop: tuple[str, ...] = ()
     """Strings before which a completion ends; it also ends at the end-of-text token."""
 
     temperature: float = 0.0
     """Divisor of logits; 0 always takes the likeliest token."""
-
-    top_p: float = 1.0
-    """Sample among the likeliest tokens whose probabilities reach this sum."""
-
-    seed: int = 0
-    """Seed of the samples. A completion depends on it and on its prompt's place among all prompts,
-    but not on batches or layout."""
 
     def __post_init__(self) -> None:
         for name, is_good, expected in (

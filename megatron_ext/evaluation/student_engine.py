@@ -7,7 +7,6 @@ from pathlib import Path
 
 from megatron_ext.engines.engine import Answers, AskedPrompt, Completion, Sampling
 from megatron_ext.evaluation.generation import Generator
-from megatron_ext.evaluation.language_model import GenerationOptions
 from megatron_ext.evaluation.run_tasks import evaluating
 from megatron_ext.evaluation.token_mixture import TokenMixture
 from megatron_ext.imports import needed_packages
@@ -40,12 +39,7 @@ class StudentEngine:
             micro_batch_size=micro_batch_size,
             max_length=student.max_length,
         )
-        self._options = GenerationOptions(
-            max_new_tokens=sampling.max_new_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            seed=sampling.seed,
-        )
+        self._sampling = sampling
 
     def load(self, checkpoint: Path) -> None:
         """Nothing: the weights are shared."""
@@ -62,7 +56,7 @@ class StudentEngine:
         with evaluating(self._chunk):
             completions = self._generator.generate(
                 [prompt.ids for prompt in prompts],
-                self._options,
+                self._sampling,
                 places=[prompt.place for prompt in prompts],
                 is_done=lambda new: not stops.isdisjoint(new),
             )
