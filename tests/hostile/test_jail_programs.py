@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.evaluation import jail_process, sandbox
+from megatron_ext.evaluation import sandbox
 from megatron_ext.evaluation.sandbox import Limits, run_program
 from tests.hostile.jail_programs import (
     CORE,
@@ -90,6 +90,6 @@ def test_memory_of_all_processes_has_one_limit(words: dict[str, str], name: str)
 
 def test_a_process_that_hides_its_maps_counts_its_resident_pages(tmp_path: Path) -> None:
     (tmp_path / "statm").write_text("900 300 200 1 0 500 0\n")
-    assert jail_process._bytes_of(tmp_path) == 300 * mmap.PAGESIZE
+    assert sandbox._bytes_of(tmp_path) == 300 * mmap.PAGESIZE
     (tmp_path / "smaps_rollup").write_text("Rss: 9 kB\nPss: 7 kB\nSwapPss: 1 kB\n")
-    assert jail_process._bytes_of(tmp_path) == 8 << 10
+    assert sandbox._bytes_of(tmp_path) == 8 << 10
