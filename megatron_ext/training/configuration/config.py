@@ -350,8 +350,7 @@ class DistillConfig:
             if teacher.ema_decay is not None:
                 _check_averaged_model(self.section_of(name), teacher.model, self.student)
         self._check_served()
-        self._check_rollouts()
-        self._check_tasks()
+        self._check_completions()
         is_tied = not self.student.untie_embeddings_and_output_weights
         check_tied(self.training.trainable, is_tied=is_tied)
         check_experts(
@@ -404,24 +403,17 @@ class DistillConfig:
             ),
         ]
 
-    def _check_rollouts(self) -> None:
+    def _check_completions(self) -> None:
         rollouts, length = self.data.rollouts, self.student.seq_length
-        if rollouts is not None and rollouts.max_new_tokens >= length:
-            raise ConfigError(
-                "completions leave no room for a prompt",
-                where="data.rollouts.max_new_tokens",
-                got=rollouts.max_new_tokens,
-                expected=f"below student.seq_length, {length}",
-            )
-
-    def _check_tasks(self) -> None:
-        length = self.student.seq_length
+        longest = {} if rollouts is None else {"data.rollouts": rollouts.max_new_tokens}
         for name, task in self.evaluation.tasks.items():
-            new_tokens = task.max_new_tokens or NEW_TOKENS.get(task.task or name, 0)
+            own_number = NEW_TOKENS.get(task.task or name, 0)
+            longest[f"evaluation.tasks.{name}"] = task.max_new_tokens or own_number
+        for section, new_tokens in longest.items():
             if new_tokens >= length:
                 raise ConfigError(
                     "completions leave no room for a prompt",
-                    where=f"evaluation.tasks.{name}.max_new_tokens",
+                    where=f"{section}.max_new_tokens",
                     got=new_tokens,
                     expected=f"below student.seq_length, {length}",
                 )

@@ -50,9 +50,8 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "max_new_tokens", "micro_batch_size", "prompt_characters")
-        for name, least, most in (("share", 0.0, 1.0), ("top_p", 0.0, 1.0)):
-            value = getattr(self, name)
-            if not least < value <= most:
+        for name, value in (("share", self.share), ("top_p", self.top_p)):
+            if not 0 < value <= 1:
                 raise ConfigError(
                     f"{name} must be a part of one", got=value, expected="more than 0, at most 1"
                 )
