@@ -5,13 +5,12 @@ It runs megatron-core in one process on the CPU, whether there is a GPU or not.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import torch
@@ -33,7 +32,7 @@ from megatron_ext.huggingface.checkpoint_files import (
     is_checkpoint_folder,
 )
 from megatron_ext.huggingface.model_settings import model_settings
-from megatron_ext.huggingface.tensor_files import TensorReader
+from megatron_ext.huggingface.tensor_files import TensorReader, check_target
 from megatron_ext.huggingface.tensor_map import TensorMap
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
 from megatron_ext.training.checkpoints.checkpoint import save_checkpoint
@@ -127,10 +126,7 @@ def _check_folders(folder: Path, output: Path) -> None:
             where=folder,
             expected="a folder with config.json and safetensors files",
         )
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise CheckpointError(
-            "the output is not empty", where=output, fix="name another folder, or remove it"
-        )
+    check_target(output)
 
 
 def _check_rows(vocab_size: int, rows: int, folder: Path) -> None:
@@ -148,11 +144,10 @@ def _check_rows(vocab_size: int, rows: int, folder: Path) -> None:
 def _scratch(output: Path) -> Iterator[Path]:
     """A temporary folder on the disk of the output."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    folder = tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent)
-    try:
+    with TemporaryDirectory(
+        prefix=f".{output.name}.", dir=output.parent, ignore_cleanup_errors=True
+    ) as folder:
         yield Path(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _assets(
