@@ -181,16 +181,15 @@ def checkpoint_model(checkpoint: Path, *, verify: bool = True) -> ModelConfig:
     return ModelConfig(**_known(student, ModelConfig))
 
 
-def checkpoint_lora(checkpoint: Path, *, verify: bool = True) -> LoraConfig | None:
+def checkpoint_lora(checkpoint: Path) -> LoraConfig | None:
     """The adapters of the student that a checkpoint was saved with; None where it has none.
 
-    Args:
-        verify: As in ``load_common``.
+    Its file is not checked: whoever loads the tensors does that.
 
     Raises:
         CheckpointError: The checkpoint cannot be read.
     """
-    lora = checkpoint_config(checkpoint, verify=verify).get("lora")
+    lora = checkpoint_config(checkpoint, verify=False).get("lora")
     if not isinstance(lora, Mapping):
         return None
     return LoraConfig(**_known(lora, LoraConfig))

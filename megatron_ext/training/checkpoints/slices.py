@@ -55,7 +55,7 @@ class CheckpointSlices:
             for name, stored in self._metadata.state_dict_metadata.items()
             if isinstance(stored, TensorStorageMetadata)
         }
-        self.lora: LoraConfig | None = checkpoint_lora(checkpoint, verify=False)
+        self.lora: LoraConfig | None = checkpoint_lora(checkpoint)
         """Adapters of the checkpoint."""
 
     def adapter(self, name: str, place: Place = ()) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -152,7 +152,7 @@ def check_model(
 @torch.no_grad()
 def _merge_adapters(checkpoint: Path, chunks: ModelChunks) -> None:
     """Add what a checkpoint's adapters give to the weights beside them; no collectives."""
-    if checkpoint_lora(checkpoint, verify=False) is None:
+    if checkpoint_lora(checkpoint) is None:
         return
     slices = CheckpointSlices(checkpoint, verify=False)
     assert slices.lora is not None
