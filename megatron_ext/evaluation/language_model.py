@@ -200,10 +200,7 @@ def prompt_ids(text: str, reader: _Reader) -> list[int]:
         TokenizerError: The text is empty and the tokenizer has no token to begin a text with.
     """
     if reader.applies_chat_template:
-        message = [{"role": "user", "content": text}]
-        rendered = reader.tokenizer.apply_chat_template(message, add_generation_prompt=True)
-        assert isinstance(rendered, list)
-        return rendered
+        return conversation_ids(ConversationRecord([{"role": "user", "content": text}]), reader)
     ids = reader.tokenizer.text_to_ids(text)
     bos = reader.tokenizer.bos_id
     if reader.adds_bos and bos is not None:

@@ -115,10 +115,11 @@ class MegatronLanguageModel:
         self, ids: Sequence[list[int]], count: int, options: GenerationOptions, first: int = 0
     ) -> list[Answer]:
         """Answers to ``count`` prompts, of which this replica has ``ids``."""
+        ends = self.ends()
 
         def is_done(new: Sequence[int]) -> bool:
             text = self.tokenizer.detokenize(list(new))
-            return self._ends_text(new) or any(stop in text for stop in options.stop)
+            return not ends.isdisjoint(new) or any(stop in text for stop in options.stop)
 
         places = [first + place for place in self.local(count)]
         new = self.generator.generate(ids, options, places=places, is_done=is_done)
@@ -155,9 +156,6 @@ class MegatronLanguageModel:
         """Ids that end a text."""
         ends = (self.tokenizer.eos_id, self.tokenizer.eod)
         return {end for end in ends if end is not None}
-
-    def _ends_text(self, new: Sequence[int]) -> bool:
-        return not self.ends().isdisjoint(new)
 
     def _text(self, prompt: list[int], new: list[int], stops: Sequence[str]) -> str:
         """A completion up to its end."""
