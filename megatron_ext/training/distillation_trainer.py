@@ -68,7 +68,8 @@ class DistillationMixin(_Base):
         args = options.get("args")
         if args is not None:
             _check(args, options)
-            options["args"] = _with_all_columns(args)
+            options["args"] = copy.copy(args)
+            options["args"].remove_unused_columns = False
         super().__init__(*arguments, **options)
         if args is None:
             self.args.remove_unused_columns = False
@@ -181,12 +182,6 @@ class DistillationTrainer(DistillationMixin, Trainer):
     """``transformers.Trainer`` of a student that learns from a teacher with another tokenizer."""
 
     __doc__ = f"{__doc__}\n\n    {DistillationMixin.__doc__}"
-
-
-def _with_all_columns(args: Any) -> Any:
-    args = copy.copy(args)
-    args.remove_unused_columns = False
-    return args
 
 
 def _check(args: Any, options: Mapping[str, Any]) -> None:

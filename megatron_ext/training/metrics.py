@@ -272,7 +272,7 @@ def progress_bar(description: str, *, total: int, done: int) -> tqdm[Any]:
     )
 
 
-def plot_loss_curve(run_dir: Path, *, title: str) -> Path:
+def plot_loss_curve(run_dir: Path) -> Path:
     """Draw every loss term over the iterations, and the held-out bits per byte beside them."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -294,7 +294,7 @@ def plot_loss_curve(run_dir: Path, *, title: str) -> Path:
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend()
-    figure.suptitle(title)
+    figure.suptitle(run_dir.name)
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=120)
     path = run_dir / PLOT_FILE

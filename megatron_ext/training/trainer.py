@@ -213,7 +213,7 @@ class Trainer:
                 bar.set_postfix(shown, refresh=False)
                 bar.update()
                 if "student_bits_per_byte" in metrics:
-                    self._plot()
+                    plot_loss_curve(self.run_dir)
             if is_last or iteration % training.save_interval == 0:
                 with self.clock.phase("checkpoint"):
                     saved.save(iteration, is_last=is_last)
@@ -491,11 +491,8 @@ class Trainer:
         )
 
     def _close(self, done: int) -> None:
-        self._plot()
+        plot_loss_curve(self.run_dir)
         print(*result_lines(self.run_dir, done=done), sep="\n", flush=True)
-
-    def _plot(self) -> None:
-        plot_loss_curve(self.run_dir, title=self.run_dir.name)
 
 
 def _rows(batches: list[Microbatch | list[PackedSample]]) -> list[list[PackedSample]]:

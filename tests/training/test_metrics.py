@@ -140,7 +140,7 @@ def test_a_folder_without_metrics_has_no_rows(tmp_path):
 
 def test_the_plot_is_a_png_that_shows_every_row_and_held_out_text_where_there_is(tmp_path):
     def image():
-        path = plot_loss_curve(tmp_path, title="a run")
+        path = plot_loss_curve(tmp_path)
         assert path == tmp_path / PLOT_FILE
         content = path.read_bytes()
         assert content.startswith(b"\x89PNG\r\n\x1a\n")
