@@ -10,13 +10,16 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from megatron_ext.errors import ConfigError, DistributedError
 from megatron_ext.teachers.flight import SCHEMA, Frame, fl, to_bytes, to_chunks
 from megatron_ext.teachers.messages import ERROR, HELLO
-from megatron_ext.teachers.server_limits import ConnectionSweep, Peer, ServerLimits, peer_of
+from megatron_ext.teachers.server_limits import ConnectionSweep, Peer, peer_of
 from megatron_ext.teachers.student_session import StudentSession
+
+if TYPE_CHECKING:
+    from megatron_ext.teachers.server import TeacherServer
 
 _END_S: Final = 5.0
 _START_S: Final = 60.0
@@ -49,20 +52,6 @@ class ServerTls:
             ) from error
 
 
-class Desk(Protocol):
-    """What students that connect are led to: a ``TeacherServer``."""
-
-    limits: ServerLimits
-
-    def hello(self) -> Frame:
-        """The greeting of a student."""
-        ...
-
-    def begin(self, peer: str) -> StudentSession:
-        """Begin the session of a student, whose address is in gRPC's notation."""
-        ...
-
-
 class TeacherListener:
     """A bound address; students that connect wait until ``open``.
 
@@ -80,7 +69,7 @@ class TeacherListener:
         host, port = split_address(address)
         pair = tls and tls.contents()
         _check_bindable(host, port, address)
-        self._desk: Desk | None = None
+        self._desk: TeacherServer | None = None
         self._sweep: ConnectionSweep | None = None
         self._running: dict[StudentSession, Peer] = {}
         self._changing = threading.Lock()
@@ -95,14 +84,14 @@ class TeacherListener:
         self.port: int = self._server.port
         self.address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
-    def open(self, desk: Desk) -> None:
+    def open(self, desk: TeacherServer) -> None:
         """Accept students."""
         self._desk = desk
         most, idle_s = desk.limits.most_strangers, desk.limits.handshake_s
         self._sweep = ConnectionSweep(self.port, self._checked, most=most, idle_s=idle_s)
         self._opened.set()
 
-    def desk(self) -> Desk:
+    def desk(self) -> TeacherServer:
         """The server, which gRPC threads call; waits for ``open``."""
         self._opened.wait(_START_S)
         if self._desk is None:

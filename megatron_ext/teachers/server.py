@@ -111,7 +111,7 @@ class TeacherServer:
         self._on_idle = on_idle
         self._hello = Hello(teacher=name, form=formed.form, identity=identity)
         self.limits = limits or ServerLimits()
-        self._requests: RequestQueue[StudentSession] = RequestQueue(self.limits)
+        self._requests: RequestQueue = RequestQueue(self.limits)
         self._sessions: list[StudentSession] = []
         self._students: list[StudentSession] = []
 

@@ -12,11 +12,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Final, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, Literal
 from urllib.parse import unquote
 
 from megatron_ext.errors import DistributedError
 from megatron_ext.teachers.flight import Frame, FrameLimits
+
+if TYPE_CHECKING:
+    from megatron_ext.teachers.student_session import StudentSession
 
 _PARTS: Final = 4
 """Tensors of a microbatch: tokens, positions, labels and bounds."""
@@ -97,49 +100,34 @@ def _open_files() -> int:
     return 1 << 20 if soft == resource.RLIM_INFINITY else soft
 
 
-class Asker(Protocol):
-    """What the queue knows of the session whose requests it holds."""
-
-    unread_bytes: int
-    """Bytes of answers that the student has not read."""
-
-    @property
-    def can_take(self) -> bool:
-        """Whether an answer can be sent without waiting for the student."""
-        ...
-
-
-S = TypeVar("S", bound=Asker)
-
-
 @dataclass(frozen=True, slots=True)
-class Event(Generic[S]):
+class Event:
     """An event of a session: joined, asked, or left."""
 
-    session: S
+    session: StudentSession
     kind: Literal["joined", "asked", "left"]
     frame: Frame | None = None
     """The student's request, for ``asked``."""
 
 
-class RequestQueue(Generic[S]):
+class RequestQueue:
     """Events of all sessions; the requests of those that have left are dropped."""
 
     def __init__(self, limits: ServerLimits) -> None:
         self._limits = limits
         self._changed = threading.Condition()
-        self._news: deque[Event[S]] = deque()
-        self._asked: dict[S, deque[Frame]] = {}
-        self._bytes: dict[S, int] = {}
+        self._news: deque[Event] = deque()
+        self._asked: dict[StudentSession, deque[Frame]] = {}
+        self._bytes: dict[StudentSession, int] = {}
 
-    def join(self, session: S) -> None:
+    def join(self, session: StudentSession) -> None:
         """Add a student."""
         with self._changed:
             self._asked[session], self._bytes[session] = deque(), 0
             self._news.append(Event(session, "joined"))
             self._changed.notify_all()
 
-    def leave(self, session: S) -> None:
+    def leave(self, session: StudentSession) -> None:
         """Remove a student with its requests."""
         with self._changed:
             if self._asked.pop(session, None) is not None:
@@ -147,7 +135,7 @@ class RequestQueue(Generic[S]):
             self._bytes.pop(session, None)
             self._changed.notify_all()
 
-    def ask(self, session: S, frame: Frame) -> None:
+    def ask(self, session: StudentSession, frame: Frame) -> None:
         """Queue a request.
 
         Raises:
@@ -179,11 +167,11 @@ class RequestQueue(Generic[S]):
         with self._changed:
             self._changed.notify_all()
 
-    def is_waiting(self, session: S) -> bool:
+    def is_waiting(self, session: StudentSession) -> bool:
         """Whether a request of the session waits."""
         return bool(self._asked.get(session))
 
-    def next(self, timeout_s: float) -> Event[S] | None:
+    def next(self, timeout_s: float) -> Event | None:
         """The next event; None if there is none in time."""
         with self._changed:
             self._changed.wait_for(lambda: self._news or self._ready() is not None, timeout_s)
@@ -198,7 +186,7 @@ class RequestQueue(Generic[S]):
             self._asked[session] = self._asked.pop(session)
             return Event(session, "asked", frame)
 
-    def _ready(self) -> S | None:
+    def _ready(self) -> StudentSession | None:
         is_full = sum(it.unread_bytes for it in self._asked) >= self._limits.all_unread_bytes
         for session, asked in self._asked.items():
             if asked and session.can_take and not (is_full and session.unread_bytes):

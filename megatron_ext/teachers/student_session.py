@@ -49,7 +49,7 @@ class StudentSession:
         *,
         form: TargetForm,
         device: torch.device,
-        requests: RequestQueue[StudentSession],
+        requests: RequestQueue,
         limits: ServerLimits,
         timeout_s: float,
     ) -> None:
