@@ -162,21 +162,7 @@ class LanguageModel(Protocol):
         """Call ``work`` on one rank; all ranks get its result or its error."""
 
 
-class _Reader(Protocol):
-    @property
-    def tokenizer(self) -> MegatronTokenizerText: ...
-
-    @property
-    def adds_bos(self) -> bool: ...
-
-    @property
-    def applies_chat_template(self) -> bool: ...
-
-    @property
-    def max_length(self) -> int: ...
-
-
-def conversation_ids(record: ConversationRecord, reader: _Reader) -> list[int]:
+def conversation_ids(record: ConversationRecord, reader: LanguageModel) -> list[int]:
     """Ids of a conversation and the header of an answer, in the tokenizer's chat template.
 
     Raises:
@@ -190,7 +176,7 @@ def conversation_ids(record: ConversationRecord, reader: _Reader) -> list[int]:
     return rendered
 
 
-def prompt_ids(text: str, reader: _Reader) -> list[int]:
+def prompt_ids(text: str, reader: LanguageModel) -> list[int]:
     """Ids of a prompt; at least one.
 
     With a chat template, they are one message of a user and the header of an answer, and control
@@ -223,7 +209,7 @@ def first_id(tokenizer: MegatronTokenizerText) -> int:
     )
 
 
-def continuation_request(context: str, continuation: str, reader: _Reader) -> TokenRequest:
+def continuation_request(context: str, continuation: str, reader: LanguageModel) -> TokenRequest:
     """A continuation behind its context, tokenized as one text.
 
     Spaces at the end of the context count to the continuation, since most tokenizers put a space
@@ -249,7 +235,7 @@ def continuation_request(context: str, continuation: str, reader: _Reader) -> To
     return TokenRequest(before, behind)
 
 
-def rolling_requests(text: str, reader: _Reader) -> Iterator[TokenRequest]:
+def rolling_requests(text: str, reader: LanguageModel) -> Iterator[TokenRequest]:
     """Requests that score every token of a text once, in windows of the model's length.
 
     The first window begins with BOS or the end of a text, every other with the token before it.
