@@ -187,10 +187,6 @@ def _several_teachers(setting: Setting) -> str | None:
     return f"{count} teachers" if count > 1 else None
 
 
-def _without_teacher(setting: Setting) -> str | None:
-    return None if setting.config.distils else f"the objective {setting.config.loss.objective}"
-
-
 def _word_begins(setting: Setting) -> str | None:
     loss, objective = setting.loss, setting.objective
     if loss is None or objective is None or not objective.needs.boundary:
@@ -223,18 +219,9 @@ def _reads_heads(setting: Setting) -> str | None:
     return "loss.objective dskd" if loss is not None and loss.objective == "dskd" else None
 
 
-def _teacher_cap(setting: Setting) -> float | None:
-    return None if setting.teacher is None else setting.teacher.model.logit_cap
-
-
 def _fraction(setting: Setting) -> float | None:
     factor = setting.config.student.rotary_seq_len_interpolation_factor
     return None if factor is None or factor.is_integer() else factor
-
-
-def _window(setting: Setting) -> int | None:
-    student = setting.config.student
-    return student.window_size if student.has_window else None
 
 
 def _teacher_experts(setting: Setting) -> int | None:
@@ -344,7 +331,10 @@ TEACHERS: Final = key_feature("teachers", off=None)
 PROJECTION: Final = key_feature("projection", off=None)
 TEACHERS_PROJECTION: Final = key_feature("{teacher}.projection", off=None)
 SEVERAL: Final = Feature(name="several teachers", value=_several_teachers)
-NO_TEACHER: Final = Feature(name="an objective without a teacher", value=_without_teacher)
+NO_TEACHER: Final = Feature(
+    name="an objective without a teacher",
+    value=lambda s: None if s.config.distils else f"the objective {s.config.loss.objective}",
+)
 NO_PROJECTION: Final = Feature(
     name="an objective without a projection", value=_nothing_to_lay_out_by
 )
@@ -360,7 +350,9 @@ WHOLE_SEQUENCES: Final = Feature(
 )
 STUDENT_CAP: Final = key_feature("student.logit_cap", off=None)
 TEACHER_CAP: Final = Feature(
-    name="`logit_cap` of a teacher", key="{teacher}.model.logit_cap", value=_teacher_cap
+    name="`logit_cap` of a teacher",
+    key="{teacher}.model.logit_cap",
+    value=lambda setting: setting.teacher and setting.teacher.model.logit_cap,
 )
 READS_HEADS: Final = Feature(name="an objective that reads heads: `dskd`", value=_reads_heads)
 LATENT: Final = key_feature("student.kv_lora_rank", off=None)
@@ -396,6 +388,8 @@ FRACTION: Final = Feature(
     value=_fraction,
 )
 WINDOW: Final = Feature(
-    name="a `window_size` below `seq_length`", key="student.window_size", value=_window
+    name="a `window_size` below `seq_length`",
+    key="student.window_size",
+    value=lambda s: s.config.student.window_size if s.config.student.has_window else None,
 )
 MEGATRON_LM: Final = Feature(name="Megatron-LM's loop", value=lambda _: "Megatron-LM's loop")
