@@ -82,8 +82,13 @@ def test_processes_that_make_no_whole_replica_are_refused(folder):
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"num_layers": 4}, "another num_layers"), ({"swiglu": False}, "another swiglu")],
-    ids=["depth", "activation"],
+    [
+        ({"num_layers": 4}, "another num_layers"),
+        ({"swiglu": False}, "another swiglu"),
+        ({"kv_channels": 24}, "another kv_channels"),
+        ({"num_experts": 4}, "another num_experts"),
+    ],
+    ids=["depth", "activation", "head width", "experts"],
 )
 def test_a_teacher_that_its_checkpoint_does_not_fit_is_found(folder, change, message):
     config = student_run(folder, "planned")
@@ -94,8 +99,12 @@ def test_a_teacher_that_its_checkpoint_does_not_fit_is_found(folder, change, mes
 def test_a_size_of_a_teacher_that_is_given_or_follows_is_the_same(folder):
     config = student_run(folder, "planned")
     model = config.teacher.model
-    assert (model.num_query_groups, model.ffn_hidden_size) == (None, None)
-    given = {"num_query_groups": model.query_groups, "ffn_hidden_size": model.ffn_width}
+    given = {
+        "num_query_groups": model.query_groups,
+        "kv_channels": model.head_width,
+        "ffn_hidden_size": model.ffn_width,
+    }
+    assert all(getattr(model, name) is None for name in given)
     page = dry_run(changed(config, teacher={"model": given}), world_size=1)
     assert "model and tokenizer fit" in page
     with pytest.raises(CheckpointError, match=r"another ffn_hidden_size; got 8; expected"):

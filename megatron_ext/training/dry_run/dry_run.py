@@ -44,6 +44,10 @@ _SHAPES: Final = (
     "qk_head_dim",
     "qk_pos_emb_head_dim",
     "v_head_dim",
+    "kv_channels",
+    "num_experts",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
     "moe_first_dense_layers",
     "ffn_hidden_size",
     "position_embedding_type",
@@ -75,7 +79,7 @@ _SHAPES: Final = (
 )
 """Keys of a model that must be equal for its weights to fit."""
 
-_FOLLOWING: Final = ("num_query_groups", "ffn_hidden_size")
+_FOLLOWING: Final = ("num_query_groups", "kv_channels", "ffn_hidden_size")
 """Those of them that follow from the others where they are not given."""
 
 
@@ -96,7 +100,9 @@ def check_checkpoint(checkpoint: Path, model: ModelConfig, *, where: str) -> boo
         return True
     trained = checkpoint_record(checkpoint).get("config", {}).get("student", {})
     configured = full_settings(model)
-    unset = dataclasses.replace(model, num_query_groups=None, ffn_hidden_size=None)
+    unset = dataclasses.replace(
+        model, num_query_groups=None, kv_channels=None, ffn_hidden_size=None
+    )
     following = full_settings(unset)
     for name in _SHAPES:
         if name not in trained:
