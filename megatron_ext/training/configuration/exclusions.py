@@ -62,7 +62,12 @@ _NO_FLAG: Final = (
 _OWN_LOOP: Final = "only megatron-ext distill has this, not Megatron-LM's loop"
 _IN_OWN_LOOP: Final = "leave it out, or train with megatron-ext distill"
 
-_CUTS: Final = (*(features.CONTEXT, features.SEQUENCE, features.INTERLEAVED, features.LATE_GATHER),)
+_CUTS: Final = (
+    features.CONTEXT,
+    features.SEQUENCE,
+    features.INTERLEAVED,
+    features.LATE_GATHER,
+)
 """Layouts in which a student reads no text of any length between two steps."""
 
 EXCLUSIONS: Final[tuple[Exclusion, ...]] = (

@@ -423,7 +423,10 @@ def _check_latent(model: ModelConfig) -> None:
 
 
 _OR_ZERO: Final = (
-    *("moe_first_dense_layers", "moe_aux_loss_coeff", "moe_z_loss_coeff", "init_method_std"),
+    "moe_first_dense_layers",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "init_method_std",
 )
 
 _POSITIVE: Final = tuple(
