@@ -136,7 +136,7 @@ _MOVED_IN_TRAINING: Final = {
         "export_adapter": "adapter_export",
         "export_checkpoint": "huggingface_export",
         "import_checkpoint": "huggingface_import",
-        "model_check": "huggingface_check",
+        "model_check": "model_check",
         "optimizer_state": "optimizer_state",
         "saved_run": "saved_run",
     },

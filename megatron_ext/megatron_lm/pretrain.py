@@ -273,7 +273,6 @@ class PretrainDistillation:
                     self._chunks,
                     self.config.student,
                     verify=self.config.training.verify_checkpoints,
-                    learns=True,
                 )
             self._trainer = build_trainer_around(
                 self._chunks,

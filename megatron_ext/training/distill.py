@@ -203,8 +203,7 @@ def build_trainer(config: DistillConfig, groups: ProcessGroups, inputs: Inputs) 
     )
     if config.initial_checkpoint and not is_resumed:
         start = find_checkpoint(config.initial_checkpoint, where="initial_checkpoint")
-        verify = config.training.verify_checkpoints
-        load_first_weights(start, chunks, config.student, verify=verify, learns=True)
+        load_first_weights(start, chunks, config.student, verify=config.training.verify_checkpoints)
         groups.on_main(lambda: copy_side_files(start, run_dir / SIDE_FOLDER))
     if config.lora is not None:
         add_adapters(chunks, config.lora, seed=seed)

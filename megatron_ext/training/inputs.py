@@ -19,7 +19,7 @@ from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
 from megatron_ext.tokenizers.build import names_tokenizer
 from megatron_ext.training.checkpoints.folder import find_checkpoint, latest_checkpoint
-from megatron_ext.training.checkpoints.huggingface_check import check_if_huggingface, check_teacher
+from megatron_ext.training.checkpoints.model_check import check_model, check_teacher
 from megatron_ext.training.checkpoints.tokenizer import (
     check_same_tokenizer,
     teacher_doubts,
@@ -214,7 +214,7 @@ def _check_checkpoints(config: DistillConfig) -> None:
             check_teacher(TeacherPlan.of(config, name))
     if config.initial_checkpoint and latest_checkpoint(checkpoints) is None:
         start = find_checkpoint(config.initial_checkpoint, where="initial_checkpoint")
-        check_if_huggingface(start, config.student)
+        check_model(start, config.student, learns=True)
 
 
 def _doubts(

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,6 +20,7 @@ from megatron_ext.cli.main import TerminalText, main
 from megatron_ext.errors import CheckpointError
 from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
+from megatron_ext.training.checkpoints.model_check import check_model
 from megatron_ext.training.configuration.arguments import config_flags
 from megatron_ext.training.run_folder import check_run_folder, config_values, record_run
 from tests.cli.run_files import refusal, write_config
@@ -450,37 +452,46 @@ def test_other_ranks_say_which_they_are(capsys, monkeypatch):
     assert output.out == ""
 
 
-@pytest.mark.parametrize(
-    ("flag", "value", "expected"), [("hidden-size", "96", "48"), ("rotary-base", "500", "10000")]
-)
-def test_a_start_that_fails_late_is_one_line_too_and_binds_no_folder(
-    folder, tmp_path, flag, value, expected
-):
+def test_a_start_that_fails_late_is_one_line_too_and_binds_no_folder(folder, tmp_path):
     config = student_run(folder, "late")
+    shutil.copytree(folder / "teacher" / "checkpoints", tmp_path / "damaged")
+    for file in (tmp_path / "damaged").glob("*/*.distcp"):
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
     file = write_config(tmp_path, config)
-    arguments = ["distill", "--config", str(file), f"--teacher-{flag}", value]
+    arguments = ["distill", "--config", str(file)]
+    arguments += ["--teacher-checkpoint", str(tmp_path / "damaged")]
     code, _, errors = run_forked(tmp_path, _as_program, arguments)
     assert code == 2
-    name = flag.replace("-", "_")
-    assert one_line(errors).partition(": the checkpoint")[2] == (
-        f" is of a model with another {name}; got {value}; expected {expected}; give the model "
-        "the keys that its run has in config.yaml under student"
-    )
+    assert "copy the checkpoint again" in one_line(errors)
     assert not Path(config.run_dir).exists()
     check_run_folder(config)
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "expected"), [("hidden-size", "96", "48"), ("rotary-base", "500", "10000")]
+)
+def test_a_teacher_is_the_model_that_its_run_has_trained(
+    folder, tmp_path, capsys, flag, value, expected
+):
+    file = write_config(tmp_path, student_run(folder, "late"))
+    line = one_line(refusal(capsys, "distill", "--config", file, f"--teacher-{flag}", value))
+    name = flag.replace("-", "_")
+    assert line.partition(": the checkpoint")[2] == (
+        f" is of a model with another {name}; got {value}; expected {expected}; give the model "
+        "the keys that its run has in config.yaml under student"
+    )
+
+
 def test_a_student_may_rotate_positions_otherwise_than_the_checkpoint_it_starts_from(folder):
-    first_weights = pytest.importorskip("megatron_ext.training.megatron_models.first_weights")
     checkpoint = folder / "teacher" / "checkpoints" / "iter_0000001"
     config = student_run(folder, "positions")
     model = config.teacher.model
     turned = replace(model, rotary_base=500, seq_length=2 * model.seq_length)
-    first_weights.check_model(checkpoint, turned, learns=True)
+    assert check_model(checkpoint, turned, learns=True)
     with pytest.raises(CheckpointError, match="another rotary_base"):
-        first_weights.check_model(checkpoint, turned)
+        check_model(checkpoint, turned)
     with pytest.raises(CheckpointError, match="another layernorm_epsilon"):
-        first_weights.check_model(checkpoint, replace(model, layernorm_epsilon=1e-3), learns=True)
+        check_model(checkpoint, replace(model, layernorm_epsilon=1e-3), learns=True)
 
 
 def _checkpoint(folder):

@@ -20,8 +20,8 @@ from megatron_ext.huggingface.rotary import LLAMA3
 from megatron_ext.huggingface.tensor_files import TensorPlan, shards, write_checkpoint
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.training.checkpoints.folder import find_checkpoint
-from megatron_ext.training.checkpoints.huggingface_check import checked, full_settings
 from megatron_ext.training.checkpoints.huggingface_export import family_config
+from megatron_ext.training.checkpoints.model_check import checked, full_settings
 from megatron_ext.training.checkpoints.tokenizer import KeptTokenizer
 from megatron_ext.training.configuration.config import ModelConfig
 from megatron_ext.training.configuration.yaml_file import with_huggingface_models

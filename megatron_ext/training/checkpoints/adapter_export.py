@@ -23,8 +23,8 @@ from megatron_ext.huggingface.tensor_files import (
 from megatron_ext.huggingface.tensor_map import MegatronTensor
 from megatron_ext.training.checkpoints.checkpoint import checkpoint_config, checkpoint_model
 from megatron_ext.training.checkpoints.folder import find_checkpoint
-from megatron_ext.training.checkpoints.huggingface_check import full_settings
 from megatron_ext.training.checkpoints.huggingface_export import family_config
+from megatron_ext.training.checkpoints.model_check import full_settings
 from megatron_ext.training.checkpoints.slices import CheckpointSlices
 from megatron_ext.training.configuration.lora import DENSE_LAYERS, LoraConfig
 

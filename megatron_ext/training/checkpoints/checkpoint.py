@@ -6,7 +6,6 @@ and ``reader`` reads these.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +22,7 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import CheckpointError
 from megatron_ext.training.checkpoints.folder import checkpoint_path
 from megatron_ext.training.checkpoints.manifest import Manifest
+from megatron_ext.training.checkpoints.model_check import known_fields
 from megatron_ext.training.checkpoints.reader import (
     READING_ERRORS,
     CheckpointReader,
@@ -178,7 +178,7 @@ def checkpoint_model(checkpoint: Path, *, verify: bool = True) -> ModelConfig:
             where=checkpoint,
             fix="name checkpoints of megatron-ext distill or import-hf",
         )
-    return ModelConfig(**_known(student, ModelConfig))
+    return ModelConfig(**known_fields(student, ModelConfig))
 
 
 def checkpoint_lora(checkpoint: Path) -> LoraConfig | None:
@@ -192,17 +192,7 @@ def checkpoint_lora(checkpoint: Path) -> LoraConfig | None:
     lora = checkpoint_config(checkpoint, verify=False).get("lora")
     if not isinstance(lora, Mapping):
         return None
-    return LoraConfig(**_known(lora, LoraConfig))
-
-
-def _known(values: Mapping[str, Any], config_type: Any) -> dict[str, Any]:
-    """Values of the fields that a configuration has in this version; lists of JSON as tuples."""
-    names = {field.name for field in dataclasses.fields(config_type)}
-    return {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in values.items()
-        if name in names
-    }
+    return LoraConfig(**known_fields(lora, LoraConfig))
 
 
 def checkpoint_config(checkpoint: Path, *, verify: bool = True) -> Mapping[str, Any]:

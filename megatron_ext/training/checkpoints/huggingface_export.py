@@ -27,7 +27,7 @@ from megatron_ext.huggingface.tensor_files import TensorPlan, check_target, shar
 from megatron_ext.huggingface.tensor_map import MegatronTensor, TensorMap
 from megatron_ext.training.checkpoints.checkpoint import checkpoint_model
 from megatron_ext.training.checkpoints.folder import find_checkpoint
-from megatron_ext.training.checkpoints.huggingface_check import check_same_model, full_settings
+from megatron_ext.training.checkpoints.model_check import check_same_model, full_settings
 from megatron_ext.training.checkpoints.slices import CheckpointSlices
 from megatron_ext.training.checkpoints.tokenizer import KeptTokenizer
 from megatron_ext.training.configuration.config import ModelConfig

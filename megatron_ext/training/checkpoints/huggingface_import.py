@@ -36,7 +36,7 @@ from megatron_ext.huggingface.tensor_files import TensorReader, check_target
 from megatron_ext.huggingface.tensor_map import TensorMap
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
 from megatron_ext.training.checkpoints.checkpoint import save_checkpoint
-from megatron_ext.training.checkpoints.huggingface_check import checked
+from megatron_ext.training.checkpoints.model_check import checked
 from megatron_ext.training.checkpoints.tokenizer import row_misfit
 from megatron_ext.training.configuration.config import ModelConfig, ParallelConfig, TrainingConfig
 from megatron_ext.training.megatron_models import cpu_megatron

@@ -10,22 +10,15 @@ import dataclasses
 import tempfile
 from collections.abc import Mapping
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Final
 
 import torch
 
 from megatron_ext.distributed.layout import student_processes
-from megatron_ext.errors import CheckpointError
 from megatron_ext.projection import SparseProjection
 from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.training.checkpoints.folder import find_checkpoint, latest_checkpoint
-from megatron_ext.training.checkpoints.huggingface_check import (
-    check_if_huggingface,
-    full_settings,
-)
-from megatron_ext.training.checkpoints.tokenizer import checkpoint_record
-from megatron_ext.training.configuration.config import DistillConfig, ModelConfig
+from megatron_ext.training.checkpoints.model_check import check_model
+from megatron_ext.training.configuration.config import DistillConfig
 from megatron_ext.training.dry_run.plan import Plan, pair_cost
 from megatron_ext.training.dry_run.report import report, summary
 from megatron_ext.training.inputs import Inputs, read_inputs
@@ -33,93 +26,6 @@ from megatron_ext.training.objective import head_rows, state_layers, teacher_obj
 from megatron_ext.training.run_folder import CHECKPOINTS
 from megatron_ext.training.run_loss import with_linear_form, with_vocabulary_layout
 from megatron_ext.training.run_plan import RunPlan, TeacherPlan
-
-_SHAPES: Final = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_lora_rank",
-    "q_lora_rank",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "v_head_dim",
-    "kv_channels",
-    "num_experts",
-    "moe_shared_expert_intermediate_size",
-    "moe_shared_expert_gate",
-    "moe_first_dense_layers",
-    "ffn_hidden_size",
-    "position_embedding_type",
-    "normalization",
-    "layernorm_zero_centered_gamma",
-    "rotary_percent",
-    "rotary_divisors",
-    "rotary_magnitude",
-    "unrotated_interval",
-    "qk_layernorm",
-    "qk_layernorm_over",
-    "add_qkv_bias",
-    "add_bias_linear",
-    "swiglu",
-    "gate_activation",
-    "gate_limit",
-    "gated_offset",
-    "attention_sinks",
-    "attention_cap",
-    "logit_cap",
-    "scale_embeddings",
-    "embedding_multiplier",
-    "residual_multiplier",
-    "logits_scaling",
-    "pre_layernorms",
-    "post_layernorms",
-    "parallel_residual",
-    "untie_embeddings_and_output_weights",
-)
-"""Keys of a model that must be equal for its weights to fit."""
-
-_FOLLOWING: Final = ("num_query_groups", "kv_channels", "ffn_hidden_size")
-"""Those of them that follow from the others where they are not given."""
-
-
-def check_checkpoint(checkpoint: Path, model: ModelConfig, *, where: str) -> bool:
-    """Check a checkpoint against the configuration of a model, without loading it.
-
-    Args:
-        checkpoint: One iteration's folder.
-        where: The model's section of the configuration, for errors.
-
-    Returns:
-        Whether the checkpoint says which model it is of.
-
-    Raises:
-        CheckpointError: It is of another model.
-    """
-    if check_if_huggingface(checkpoint, model):
-        return True
-    trained = checkpoint_record(checkpoint).get("config", {}).get("student", {})
-    configured = full_settings(model)
-    unset = dataclasses.replace(
-        model, num_query_groups=None, kv_channels=None, ffn_hidden_size=None
-    )
-    following = full_settings(unset)
-    for name in _SHAPES:
-        if name not in trained:
-            continue
-        value = trained[name]
-        if value is None and name in _FOLLOWING:
-            value = following[name]
-        # JSON has no tuples.
-        if (tuple(value) if isinstance(value, list) else value) != configured[name]:
-            raise CheckpointError(
-                f"the checkpoint is of a model with another {name}",
-                where=f"{where}.{name}",
-                got=configured[name],
-                expected=f"{value}, as {checkpoint} was trained with",
-                fix="configure the model of the checkpoint",
-            )
-    return bool(trained)
 
 
 def dry_run(config: DistillConfig, *, world_size: int, has_flash: bool | None = None) -> str:
@@ -196,7 +102,7 @@ def _check_checkpoints(run: RunPlan, initial_checkpoint: str | None) -> dict[str
     if latest is None and initial_checkpoint:
         latest = find_checkpoint(initial_checkpoint, where="initial_checkpoint")
     if latest is not None:
-        compared[str(latest)] = check_checkpoint(latest, run.student, where="student")
+        compared[str(latest)] = check_model(latest, run.student, learns=True)
     for teacher in run.teachers.values():
         if teacher.config.ema_decay is not None:
             continue
@@ -205,9 +111,7 @@ def _check_checkpoints(run: RunPlan, initial_checkpoint: str | None) -> dict[str
             # Compared before, with the check of its files.
             compared[str(checkpoint)] = True
             continue
-        compared[str(checkpoint)] = check_checkpoint(
-            checkpoint, teacher.config.model, where=f"{teacher.section}.model"
-        )
+        compared[str(checkpoint)] = check_model(checkpoint, teacher.config.model)
     return compared
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
@@ -21,17 +21,8 @@ from megatron_ext.huggingface.tensor_files import TensorReader
 from megatron_ext.huggingface.tensor_map import MegatronTensor, TensorMap
 from megatron_ext.losses.checks import check_shards_agree
 from megatron_ext.tokenizers import MegatronTokenizerText
-from megatron_ext.training.checkpoints.checkpoint import (
-    checkpoint_config,
-    checkpoint_lora,
-    checkpoint_model,
-    load_weights,
-)
-from megatron_ext.training.checkpoints.huggingface_check import (
-    check_same_model,
-    checked,
-    full_settings,
-)
+from megatron_ext.training.checkpoints.checkpoint import checkpoint_lora, load_weights
+from megatron_ext.training.checkpoints.model_check import checked
 from megatron_ext.training.checkpoints.slices import CheckpointSlices, add_product
 from megatron_ext.training.configuration.config import ModelConfig, side_of
 from megatron_ext.training.megatron_models.models import ModelChunks, build_model_chunks, freeze
@@ -93,60 +84,27 @@ def _fill(chunk: GPTModel, tensors: TensorMap, reader: TensorReader) -> None:
 
 
 def load_first_weights(
-    checkpoint: Path,
-    chunks: ModelChunks,
-    model: ModelConfig,
-    *,
-    verify: bool = True,
-    learns: bool = False,
+    checkpoint: Path, chunks: ModelChunks, model: ModelConfig, *, verify: bool = True
 ) -> None:
-    """Load a model's weights alone, adapters merged, without a check of its tokenizer.
+    """Load a model's weights alone, adapters merged, without the checks of ``model_check`` and of
+    its tokenizer.
 
     Args:
         checkpoint: One iteration's folder, or one of HuggingFace.
         chunks: This rank's part of the model, under any layout.
         model: The configuration that it was built from.
         verify: As in ``load_checkpoint``.
-        learns: Whether the model may rotate positions otherwise than in a checkpoint of ours,
-            which it then gets used to.
 
     Collectives: those of ``load_checkpoint`` for a checkpoint of ours, none for HuggingFace's.
 
     Raises:
-        CheckpointError: Unreadable, or of another model.
+        CheckpointError: Unreadable, or of another shape.
     """
     if is_checkpoint_folder(checkpoint):
         load_huggingface(checkpoint, chunks, model)
     else:
-        check_model(checkpoint, model, verify=verify, learns=learns)
         load_weights(checkpoint, chunks, verify=verify)
         _merge_adapters(checkpoint, chunks)
-
-
-_POSITIONS: Final = ("rotary", "rope", "use_rope", "local_rotary")
-"""Beginnings of the names of settings of rotated positions."""
-
-
-def check_model(
-    checkpoint: Path, model: ModelConfig, *, verify: bool = True, learns: bool = False
-) -> None:
-    """Compare a model with the one that a checkpoint of ours is of: a weight that the model lacks
-    would be left unread, and a setting without weights would go unseen.
-
-    Args:
-        learns: As in ``load_first_weights``.
-
-    Raises:
-        CheckpointError: They differ, or the checkpoint cannot be read.
-    """
-    if "student" in checkpoint_config(checkpoint, verify=verify):
-        settings = full_settings(checkpoint_model(checkpoint, verify=False))
-        check_same_model(
-            {k: v for k, v in settings.items() if not (learns and k.startswith(_POSITIONS))},
-            model,
-            where=checkpoint,
-            fix="give the model the keys that its run has in config.yaml under student",
-        )
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Checks of HuggingFace checkpoints against the models of a run; no tensor is read."""
+"""Checks of checkpoints against the models of a run; no tensor is read."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from megatron_ext.huggingface.model_settings import (
 )
 from megatron_ext.huggingface.tensor_map import TensorMap
 from megatron_ext.imports import missing_package
+from megatron_ext.training.checkpoints.tokenizer import checkpoint_record
 from megatron_ext.training.configuration.config import ModelConfig
 from megatron_ext.training.run_plan import TeacherPlan
 
@@ -35,19 +36,50 @@ _FREE: Final = (
 """Settings that do not change the model's predictions on the sequences of a run."""
 
 
-def check_if_huggingface(checkpoint: Path, model: ModelConfig) -> bool:
-    """Check a HuggingFace folder against the model that it is to fill.
+_POSITIONS: Final = ("rotary", "rope", "use_rope", "local_rotary")
+"""Beginnings of the names of settings of rotated positions."""
+
+
+def check_model(checkpoint: Path, model: ModelConfig, *, learns: bool = False) -> bool:
+    """Check a checkpoint against the model that it is to fill.
+
+    A weight that the model lacks would be left unread, and a setting without weights go unseen.
+
+    Args:
+        checkpoint: A folder of HuggingFace, or one iteration's of ours.
+        learns: Whether the model may rotate positions otherwise than in a checkpoint of ours,
+            which it then gets used to.
 
     Returns:
-        Whether the checkpoint is a HuggingFace folder; nothing is checked otherwise.
+        Whether the checkpoint says which model it is of.
 
     Raises:
         CheckpointError: It is of another model, or not whole.
     """
-    if not is_checkpoint_folder(checkpoint):
+    if is_checkpoint_folder(checkpoint):
+        checked(CheckpointFiles(checkpoint), model)
+        return True
+    student = checkpoint_record(checkpoint).get("config", {}).get("student")
+    if not isinstance(student, Mapping):
         return False
-    checked(CheckpointFiles(checkpoint), model)
+    settings = full_settings(ModelConfig(**known_fields(student, ModelConfig)))
+    check_same_model(
+        {k: v for k, v in settings.items() if not (learns and k.startswith(_POSITIONS))},
+        model,
+        where=checkpoint,
+        fix="give the model the keys that its run has in config.yaml under student",
+    )
     return True
+
+
+def known_fields(values: Mapping[str, Any], config_type: Any) -> dict[str, Any]:
+    """Values of the fields that a configuration has in this version; lists of JSON as tuples."""
+    names = {field.name for field in dataclasses.fields(config_type)}
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in values.items()
+        if name in names
+    }
 
 
 def checked(files: CheckpointFiles, model: ModelConfig) -> tuple[Family, TensorMap]:
@@ -122,7 +154,7 @@ def check_teacher(teacher: TeacherPlan) -> None:
             check_same_model(model_settings(files), model, where=files.folder / CONFIG_FILE)
         return
     if library != "huggingface":
-        check_if_huggingface(teacher.checkpoint, model)
+        check_model(teacher.checkpoint, model)
         return
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(
