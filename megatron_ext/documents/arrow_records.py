@@ -28,7 +28,9 @@ def arrow_block(batch: Any, fields: RecordFields, first_line: int) -> RecordBloc
     block = RecordBlock.empty(fields)
     block.line_count = batch.num_rows
     rows = [None] * batch.num_rows
-    with suppress(UnicodeDecodeError):
+    with suppress(ValueError):
+        # Offsets of a damaged file point anywhere, where reading would end the process.
+        batch.validate(full=True)
         rows = rows if batch.nbytes > fields.most_bytes else batch.to_pylist()
     for offset, row in enumerate(rows):
         try:
@@ -41,15 +43,15 @@ def arrow_block(batch: Any, fields: RecordFields, first_line: int) -> RecordBloc
 
 def _decode_row(batch: Any, offset: int, most_bytes: int) -> Any:
     row = batch.slice(offset, 1)
+    try:
+        row.validate(full=True)
+    except ValueError as error:
+        problem, reason = "not UTF-8" if "UTF8" in str(error) else "damaged", str(error)
+        raise DataError(f"the row is {problem}", got=reason.rpartition(": ")[2]) from error
     # A dictionary belongs to all rows.
     whole = [getattr(column, "dictionary_decode", lambda c=column: c)() for column in row.columns]
     check_record_size(sum(column.nbytes for column in whole), most_bytes)
-    try:
-        return row.to_pylist()[0]
-    except UnicodeDecodeError as error:
-        raise DataError(
-            "the row is not UTF-8", got=f"{error.reason} at byte {error.start}"
-        ) from error
+    return row.to_pylist()[0]
 
 
 @contextmanager

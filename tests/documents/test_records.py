@@ -7,6 +7,7 @@ import tracemalloc
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pytest
 from hypothesis import given, settings
@@ -196,7 +197,22 @@ def test_a_parquet_text_that_is_no_utf8_is_one_bad_row(tmp_path):
     parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
     values, bad = read(tmp_path / "a.parquet")
     assert values == ["a", "c"]
-    assert bad == [(2, "the row is not UTF-8; got invalid start byte at byte 0")]
+    assert bad == [(2, "the row is not UTF-8; got Invalid UTF8 sequence at string index 0")]
+
+
+def test_an_arrow_row_that_points_beyond_the_text_is_a_bad_one(tmp_path):
+    offsets = np.array([0, 2, 1 << 30, 4, 6], np.int32)
+    buffers = [None, pyarrow.py_buffer(offsets), pyarrow.py_buffer(b"abcdef")]
+    column = pyarrow.Array.from_buffers(pyarrow.string(), 4, buffers)
+    batch = pyarrow.RecordBatch.from_arrays([column], ["text"])
+    with pyarrow.OSFile(str(tmp_path / "a.arrow"), "wb") as file:
+        writer = pyarrow.ipc.new_file(file, batch.schema)
+        writer.write(batch)
+        writer.close()
+    values, bad = read(tmp_path / "a.arrow")
+    assert values == ["ab", "ef"]
+    assert [line for line, _ in bad] == [2, 3]
+    assert all("the row is damaged; got " in problem for _, problem in bad)
 
 
 def test_a_parquet_file_without_the_column_counts_all_of_its_rows_as_bad(tmp_path):

@@ -165,6 +165,8 @@ def test_each_sample_is_learned_from_one_teacher(runs):
         read_metrics(runs / "selected"), read_metrics(runs / "three"), strict=True
     ):
         assert 0 < row["compared"] < whole["compared"]
+        # One count for all of them.
+        assert not any(name.startswith("compared/") for name in row)
 
 
 def test_a_loss_without_logits_trains_the_same_student(runs):
