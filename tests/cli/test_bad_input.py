@@ -482,6 +482,13 @@ def test_a_teacher_is_the_model_that_its_run_has_trained(
     )
 
 
+def test_first_weights_are_of_the_students_model(folder, tmp_path, capsys):
+    file = write_config(tmp_path, student_run(folder, "late"))
+    start = ("--initial-checkpoint", folder / "teacher" / "checkpoints", "--num-layers", 7)
+    line = one_line(refusal(capsys, "distill", "--config", file, *start))
+    assert "is of a model with another num_layers; got 7" in line
+
+
 def test_a_student_may_rotate_positions_otherwise_than_the_checkpoint_it_starts_from(folder):
     checkpoint = folder / "teacher" / "checkpoints" / "iter_0000001"
     config = student_run(folder, "positions")
