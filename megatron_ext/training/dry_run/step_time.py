@@ -280,6 +280,10 @@ class StepSeconds:
         """Sum of all parts."""
         return float(sum(getattr(self, item.name) for item in fields(self)))
 
+    def shares(self) -> dict[str, float]:
+        """Each part over the total."""
+        return {item.name: getattr(self, item.name) / self.total for item in fields(self)}
+
 
 def step_seconds(plan: Plan) -> StepSeconds:
     """Seconds of a step of H100s, on the last stage, which has heads and loss besides layers."""
