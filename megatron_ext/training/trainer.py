@@ -56,7 +56,7 @@ from megatron_ext.training.run_plan import RunPlan
 from megatron_ext.training.step_clock import StepClock, StepWatch, TeacherWatch
 from megatron_ext.training.student import Student
 from megatron_ext.training.teachers.cached_teacher import CachedTeacher
-from megatron_ext.training.validation import HeldOutScores, measure_held_out
+from megatron_ext.training.validation import HeldOutScores, KeptScores, measure_held_out
 from megatron_ext.training.vocabulary_layout import BatchPlaces
 
 Measurement = Callable[[], Mapping[str, float]]
@@ -111,7 +111,12 @@ class Trainer:
     """Microbatches of ``batches`` on the host, one step ahead; further for remote teachers that
     prefetch, and for servers that sample ahead. Rows with prompts are not completed yet."""
 
+    held_out_scores: KeptScores = field(init=False)
+    """Those of the teachers that never change, which read the held-out text once."""
+
     def __post_init__(self) -> None:
+        frozen = (n for n in self.teachers if self.plan.teachers[n].config.ema_decay is None)
+        self.held_out_scores = {name: [] for name in frozen}
         rollouts = self.plan.data.rollouts
         depths = [teacher.prefetch for teacher in remote_teachers(self.teachers).values()]
         self.reader = ReadAhead(
@@ -466,6 +471,7 @@ class Trainer:
             groups=self.groups,
             tile_rows=self.plan.loss.linear_tile_rows if self.step.linear is not None else None,
             same_tokens=self.step.term.same_tokens(self.teachers) if self.step.term else None,
+            kept=self.held_out_scores,
         )
 
     def held_out_microbatch(self, data: HeldOut, rows: list[PackedSample]) -> Microbatch:

@@ -234,6 +234,10 @@ class HeldOutScores:
         return metrics
 
 
+KeptScores = dict[str, list[Sequence[TextScore]]]
+"""Scores of frozen teachers by name, of each global batch of the held-out text so far."""
+
+
 def measure_held_out(
     global_batches: Iterable[Sequence[Microbatch]],
     *,
@@ -244,6 +248,7 @@ def measure_held_out(
     groups: ProcessGroups,
     tile_rows: int | None = None,
     same_tokens: Mapping[str, torch.Tensor] | None = None,
+    kept: KeptScores | None = None,
 ) -> HeldOutScores:
     """Bits per byte, accuracy and agreement over the microbatches of all replicas.
 
@@ -254,11 +259,14 @@ def measure_held_out(
         tile_rows: As in ``TextNats``.
         same_tokens: Results of ``same_tokens`` by the names of teachers whose agreement is asked
             for, on the last stage; the same names on all its ranks.
+        kept: Of teachers that never change, under whose names new scores are added: what is there
+            is not asked for again. The same names and lengths on every rank.
 
     Collectives: the schedules', those of ``next_token`` in every tile, and one all-reduce over
     ``dp_cp`` a model and for accuracy; for agreement two all-reduces a tile, those of
     ``Agreement.add``, and one all-reduce over ``dp`` a teacher.
     """
+    kept = {} if kept is None else kept
     agreement = {name: Agreement(table) for name, table in (same_tokens or {}).items()}
     nats = TextNats(next_token, tile_rows, with_choices=bool(agreement))
     student_bytes = 0
@@ -266,7 +274,7 @@ def measure_held_out(
     hits: list[torch.Tensor] = []
     teacher_bytes = dict.fromkeys(teachers, 0)
     teacher_nats: dict[str, list[torch.Tensor]] = {name: [] for name in teachers}
-    for batches in global_batches:
+    for number, batches in enumerate(global_batches):
         sides = [batch.student for batch in batches]
         student_bytes += sum(side.byte_count for side in sides)
         of_student = _student_scores(sides, student, student_shard, nats, batches[0].row_length)
@@ -275,11 +283,13 @@ def measure_held_out(
         for name, teacher in teachers.items():
             sides = [batch.teachers[name] for batch in batches]
             teacher_bytes[name] += sum(side.byte_count for side in sides)
-            with torch.no_grad():
-                of_teacher = [
-                    nats.of_targets(target, side.labels)
-                    for target, side in zip(teacher.targets(sides), sides, strict=False)
-                ]
+            known = kept.get(name)
+            if known is not None and number < len(known):
+                of_teacher = known[number]
+            else:
+                of_teacher = _teacher_scores(sides, teacher, nats)
+                if known is not None:
+                    known.append(of_teacher)
             teacher_nats[name] += [score.nats for score in of_teacher]
             if name in agreement:
                 _compare(agreement[name], name, batches, of_student, of_teacher)
@@ -306,6 +316,15 @@ def _compare(
         if ours.choices is not None and theirs.choices is not None:
             alignment = batch.sides.alignments[teacher]
             agreement.add(ours.choices, theirs.choices, alignment, batch.context)
+
+
+@torch.no_grad()
+def _teacher_scores(
+    sides: Sequence[TokenBatch], teacher: Teacher, nats: TextNats
+) -> list[TextScore]:
+    """Score of each microbatch on the last stage, [] on the others."""
+    targets = zip(teacher.targets(sides), sides, strict=False)
+    return [nats.of_targets(target, side.labels) for target, side in targets]
 
 
 def _student_scores(

@@ -87,7 +87,32 @@ def _measure(folder):
         step = replace(trainer.step, linear=linear, next_token=watched)
         measured = replace(trainer, step=step)._validate(trainer.data.held_out)
         found[name] = (measured, watched.rows)
+    return found | {"again": _measure_again(trainer)}
+
+
+def _measure_again(trainer):
+    """Scores in turn of a frozen teacher and of one that changes, and how often each was asked."""
+    found = {}
+    for name in ("frozen", "changing"):
+        asked = _Asked(trainer.teachers["teacher"])
+        again = replace(trainer, teachers={"teacher": asked})
+        if name == "changing":
+            again.held_out_scores = {}
+        scores = [again._validate(trainer.data.held_out) for _ in range(3)]
+        found[name] = (scores, asked.count)
     return found
+
+
+class _Asked:
+    """A teacher that counts the schedules that it has run."""
+
+    def __init__(self, teacher):
+        self._teacher = teacher
+        self.count = 0
+
+    def targets(self, batches):
+        self.count += 1
+        return self._teacher.targets(batches)
 
 
 def _read_ids(folder):
@@ -173,6 +198,13 @@ def test_held_out_text_is_measured_by_tiles_where_the_loss_is(ranks):
         assert whole.agreement["teacher"][1] > 100
         assert max(rows_of_tiles) == TILE_ROWS < min(rows)
         assert sum(rows_of_tiles) == sum(rows)
+
+
+def test_a_frozen_teacher_reads_the_held_out_text_once(ranks):
+    for rank in ranks:
+        (scores, asked), (changing, asked_again) = rank["measured"]["again"].values()
+        assert asked_again == 3 * asked
+        assert scores == changing == [scores[0]] * 3
 
 
 def test_documents_of_ids_that_cannot_be_read_and_that_differ_are_in_the_log(folder, ranks):

@@ -107,7 +107,9 @@ def train(rank, folder, runs):
         start = _start_of(name)
         if not (folder / start).exists():
             save_start(replace(averaged_run(folder, start), initial_checkpoint=None))
-        _trainer(averaged_run(folder, name, **settings)).train()
+        trainer = _trainer(averaged_run(folder, name, **settings))
+        assert not trainer.held_out_scores, "what an average says of the held-out text changes"
+        trainer.train()
 
 
 def go_on(rank, folder, runs):
