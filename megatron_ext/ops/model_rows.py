@@ -5,8 +5,8 @@ A few rows at a time. T rows, C chunks, C' of a slice, Vp local columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
@@ -226,30 +226,38 @@ def _chunk_means_by_loops(model: ModelRows, chunks: slice) -> torch.Tensor:
     return out
 
 
-def _write_by_loops(
+class GradientLoops(NamedTuple):
+    """Compiled loops that write the gradient of rows, for slopes in one form."""
+
+    products: Callable[..., None]
+    """Adds up slope times probability of each row."""
+
+    gradients: Callable[..., None]
+    """Writes the rows, given these sums."""
+
+
+def write_by_loops(
     model: ModelRows,
     ends: list[int],
     chunks: slice,
-    slope: torch.Tensor,
+    slope: Any,
     scale: torch.Tensor,
     gradient: torch.Tensor,
+    loops: GradientLoops,
 ) -> None:
-    from megatron_ext.ops import row_loops as loops
+    """``write_row_gradients`` by ``loops``, with ``slope`` as they read it. One all-reduce of
+    [T']."""
+    from megatron_ext.ops.row_loops import flat_rows, in_threads
 
     order = model.rows.order[ends[chunks.start] : ends[chunks.stop]]
     slot = model.rows.slots[order.long()]
-    places = (
-        *model.for_loops(),
-        order.numpy(),
-        (slot - chunks.start).numpy(),
-        slope.float().contiguous().numpy(),
-    )
+    places = (*model.for_loops(), order.numpy(), (slot - chunks.start).numpy(), slope)
     centre = torch.empty(len(order))
-    loops.in_threads(lambda a, b: loops.slope_products(a, b, *places, centre.numpy()), len(order))
+    in_threads(lambda a, b: loops.products(a, b, *places, centre.numpy()), len(order))
     centre = all_reduce_sum(centre, model.shard.group)
     factors = centre.numpy(), scale[slot].float().numpy()
-    last = factors, model.labels_for_loops(), loops.flat_rows(gradient)
-    loops.in_threads(lambda a, b: loops.slope_gradients(a, b, *places, *last), len(order))
+    last = factors, model.labels_for_loops(), flat_rows(gradient)
+    in_threads(lambda a, b: loops.gradients(a, b, *places, *last), len(order))
 
 
 def chunk_means_by_kernel(model: ModelRows, chunks: slice) -> torch.Tensor:
@@ -300,7 +308,10 @@ def write_row_gradients(
     One all-reduce of [T'] a slice of T' rows.
     """
     if model.by_loops and gradient.stride(-1) == 1:
-        _write_by_loops(model, ends, chunks, slope, scale, gradient)
+        from megatron_ext.ops.row_loops import slope_gradients, slope_products
+
+        values, loops = slope.float().contiguous().numpy(), (slope_products, slope_gradients)
+        write_by_loops(model, ends, chunks, values, scale, gradient, GradientLoops(*loops))
         return
     for row in rows_of(model, ends, chunks):
         slot = model.rows.slots[row]

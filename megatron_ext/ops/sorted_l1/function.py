@@ -22,18 +22,18 @@ from megatron_ext.ops.launch import (
     without_kernels,
 )
 from megatron_ext.ops.model_rows import (
+    GradientLoops,
     ModelRows,
     chunk_means,
     host_offsets,
     pair_of_models,
     row_scale,
+    write_by_loops,
     write_row_gradients,
     write_rows_of_no_chunk,
 )
 from megatron_ext.ops.sorted_l1.comparison import (
     Candidates,
-    Compared,
-    Largest,
     add_signs_,
     compare_sorted,
     select_largest,
@@ -160,46 +160,17 @@ def _by_torch(
         compared = compare_sorted(student_top, teacher_top, top_u, group, by_loops=by_loops)
         out.chunk_loss[chunks], out.discarded_mass[chunks] = compared.value, compared.left_out
         if gradient is not None and by_loops and gradient.stride(-1) == 1:
-            _write_by_loops(student, ends[0], chunks, student_top, compared, scale, gradient)
+            from megatron_ext.ops.selection_loops import sign_gradients, sign_products
+
+            # Slopes are the signs at the candidates, and 0 elsewhere.
+            signs = student_top.columns.numpy(), compared.signs.numpy()
+            loops = GradientLoops(sign_products, sign_gradients)
+            write_by_loops(student, ends[0], chunks, signs, scale, gradient, loops)
         elif gradient is not None:
             slope = scale.new_zeros(len(compared.signs), widths[0])
             add_signs_(slope, student_top, compared, 1.0, by_loops=False)
             write_row_gradients(student, ends[0], chunks, slope, scale, gradient)
     return out
-
-
-def _write_by_loops(
-    model: ModelRows,
-    ends: list[int],
-    chunks: slice,
-    top: Largest,
-    compared: Compared,
-    scale: torch.Tensor,
-    gradient: torch.Tensor,
-) -> None:
-    """``write_row_gradients`` of slopes that are the signs at the candidates and 0 elsewhere.
-
-    One all-reduce of [T'].
-    """
-    from megatron_ext.ops import row_loops
-    from megatron_ext.ops import selection_loops as loops
-
-    order = model.rows.order[ends[chunks.start] : ends[chunks.stop]]
-    slot = model.rows.slots[order.long()]
-    places = (
-        *model.for_loops(),
-        order.numpy(),
-        (slot - chunks.start).numpy(),
-        (top.columns.numpy(), compared.signs.numpy()),
-    )
-    centre = torch.empty(len(order))
-    row_loops.in_threads(
-        lambda a, b: loops.sign_products(a, b, *places, centre.numpy()), len(order)
-    )
-    centre = all_reduce_sum(centre, model.shard.group)
-    factors = centre.numpy(), scale[slot].float().numpy()
-    last = factors, model.labels_for_loops(), row_loops.flat_rows(gradient)
-    row_loops.in_threads(lambda a, b: loops.sign_gradients(a, b, *places, *last), len(order))
 
 
 def _by_kernel(
