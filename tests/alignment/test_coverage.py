@@ -1,10 +1,13 @@
 """Counts of chunks by size."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
 from megatron_ext.alignment import ChunkCounts, align_byte_ends
+from megatron_ext.alignment.alignment import CHUNK_KINDS
 from tests.alignment.byte_end_strategies import ends_of, pairs
 
 
@@ -60,3 +63,8 @@ def test_shares_are_of_the_chunks():
         "many_to_many": 0.25,
     }
     assert ChunkCounts(student_unaligned=9).shares() == {}
+
+
+def test_counts_have_the_names_of_the_kinds_of_chunks():
+    names = [field.name for field in dataclasses.fields(ChunkCounts)]
+    assert names == [*CHUNK_KINDS, "student_unaligned", "teacher_unaligned"]

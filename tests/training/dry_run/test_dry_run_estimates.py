@@ -234,6 +234,7 @@ def test_more_replicas_take_less_time_and_send_more():
     )
     assert step_seconds(many).total < step_seconds(few).total
     assert step_seconds(many).data_parallel > step_seconds(few).data_parallel
+    assert sum(step_seconds(few).shares().values()) == pytest.approx(1)
 
 
 def test_a_pipeline_waits_less_the_more_microbatches_it_has():
