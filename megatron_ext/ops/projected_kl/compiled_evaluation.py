@@ -61,7 +61,8 @@ class CompiledEvaluation:
         count = len(mass)
         self.mass = mass.clamp_(min=probability_floor(mass))
         self.kept = kept_columns(teacher, statistics.teacher, projection.reachable, options, "cpu")
-        threshold, rest = self.kept or KeptColumns(mass[:0], mass.new_zeros(2, 0))
+        nothing = KeptColumns(mass[:0], mass.new_zeros(2, 0))
+        threshold, rest = nothing if self.kept is None else self.kept
         self.values = ByChunk(
             mass=self.mass.numpy(),
             is_scaled=statistics.carried.is_scaled.numpy(),
