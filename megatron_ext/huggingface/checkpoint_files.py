@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,12 +48,22 @@ class StoredTensor:
     shape: tuple[int, ...]
 
     scales: StoredTensor | None = None
-    """Exponents of the groups of one in MXFP4, whose own shape is that of its numbers."""
+    """Factors of the parts of one in MXFP4 or FP8, which are read in bf16."""
+
+    block: tuple[int, int] | None = None
+    """Rows and columns of a part of one in FP8."""
 
 
 MXFP4: Final = "MXFP4"
 """Dtype of a tensor that two of bytes make, NAME_blocks [E, rows, groups, 16] and NAME_scales
 [E, rows, groups]; its shape is that of the tensor NAME in other dtypes, [E, columns, rows]."""
+
+FP8: Final = "FP8"
+"""Dtype of a tensor NAME in ``F8_E4M3`` with factors NAME_scale_inv, one for each block of rows and
+columns or one for all, as DeepSeek-V3 is published."""
+
+_FACTORS: Final = ("F32", "BF16", "F8_E8M0")
+"""Dtypes of the factors of FP8."""
 
 
 @dataclass(frozen=True)
@@ -105,10 +116,10 @@ class CheckpointFiles:
     def _all_tensors(self) -> Mapping[str, StoredTensor]:
         index = self.folder / INDEX_FILE
         if index.is_file():
-            return _with_mxfp4(self._indexed(index))
+            return self._joined(self._indexed(index))
         single = self.folder / WEIGHTS_FILE
         if single.is_file():
-            return _with_mxfp4(read_header(single))
+            return self._joined(read_header(single))
         pickled = sorted(path.name for path in self.folder.glob("*.bin"))
         raise CheckpointError(
             "the folder has no weights in safetensors files",
@@ -119,6 +130,24 @@ class CheckpointFiles:
             if pickled
             else "download the folder again, with its weights",
         )
+
+    def _joined(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """Tensors with one in place of those that make a quantised one."""
+        if not (self.folder / CONFIG_FILE).is_file():
+            return dict(tensors)
+        quantisation = self._whole_config.get("quantization_config")
+        if not isinstance(quantisation, dict) or quantisation.get("quant_method") != "fp8":
+            return _with_mxfp4(tensors)
+        block = quantisation.get("weight_block_size", [128, 128])
+        is_size = isinstance(block, list) and [type(extent) for extent in block] == [int, int]
+        if block is not None and not (is_size and min(block) > 0):
+            raise CheckpointError(
+                "the size of a block of quantised weights is unclear",
+                where=self.folder / CONFIG_FILE,
+                got=repr(block),
+                expected="rows and columns as weight_block_size, or null",
+            )
+        return _with_fp8(tensors, block)
 
     def _indexed(self, index: Path) -> dict[str, StoredTensor]:
         weight_map = read_json(index).get("weight_map")
@@ -156,6 +185,36 @@ def _with_mxfp4(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
             joined[stem] = replace(stored, dtype=MXFP4, shape=shape, scales=scales)
             parts |= {stored.name, scales.name}
     return {name: stored for name, stored in tensors.items() if name not in parts} | joined
+
+
+def _with_fp8(tensors: Mapping[str, StoredTensor], block: Any) -> dict[str, StoredTensor]:
+    """Tensors with one of ``FP8`` in place of each two that make one, and without the factors of
+    what their layers read.
+
+    Raises:
+        CheckpointError: Factors of another shape than their tensor has blocks.
+    """
+    joined = dict(tensors)
+    for name, stored in tensors.items():
+        scales = tensors.get(f"{name}_scale_inv")
+        if scales is None or stored.dtype != "F8_E4M3" or len(stored.shape) < 2:
+            continue
+        *others, rows, columns = stored.shape
+        high, wide = (rows, columns) if block is None else block
+        factors = *others, -(-rows // high), -(-columns // wide)
+        is_one_each = block is None and prod(scales.shape) == prod(others)
+        if scales.dtype not in _FACTORS or not (scales.shape == factors or is_one_each):
+            raise CheckpointError(
+                f"the factors of {name} do not fit it",
+                where=scales.file,
+                got=f"{scales.dtype} {list(scales.shape)}",
+                expected=f"{' or '.join(_FACTORS)} {list(factors)}",
+                fix=f"correct weight_block_size in {CONFIG_FILE}, or download the weights again",
+            )
+        scales = replace(scales, shape=factors)
+        joined[name] = replace(stored, dtype=FP8, scales=scales, block=(high, wide))
+        del joined[f"{name}_scale_inv"]
+    return {name: each for name, each in joined.items() if not name.endswith(".activation_scale")}
 
 
 def is_checkpoint_folder(path: str | os.PathLike[str]) -> bool:

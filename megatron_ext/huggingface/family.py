@@ -42,7 +42,7 @@ class Family:
     allowed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Values supported by megatron-core, by key, the usual one first; other keys are unchecked."""
 
-    quantisations: tuple[str, ...] = ()
+    quantisations: tuple[str, ...] = ("fp8",)
     """Values of ``quant_method`` whose weights are read."""
 
     ignored: tuple[str, ...] = ()

@@ -287,13 +287,15 @@ def check_tensors(files: CheckpointFiles, tensors: TensorMap, family: Family) ->
 
 
 def _check_allowed(family: Family, config: Mapping[str, Any], where: object) -> None:
-    quantisation = (config.get("quantization_config") or {}).get("quant_method")
-    if config.get("quantization_config") and quantisation not in family.quantisations:
+    quantisation = config.get("quantization_config")
+    method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
+    if quantisation and method not in family.quantisations:
         raise CheckpointError(
             "the weights are quantised",
             where=where,
-            got=quantisation,
-            expected=" or ".join(("a checkpoint in bf16, fp16 or fp32", *family.quantisations)),
+            got=method,
+            expected=f"a checkpoint in bf16, fp16, fp32 or {' or '.join(family.quantisations)}",
+            fix="convert it to bf16",
         )
     for key, values in family.allowed.items():
         if key in config and config[key] not in values:

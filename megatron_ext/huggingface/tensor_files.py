@@ -4,6 +4,9 @@ Weights in MXFP4, as gpt-oss is published, are decoded: groups of 32 numbers of 
 exponent. A number is a sign, two bits of exponent and one of mantissa (E2M1); two numbers are in a
 byte, the first in its lower half. The exponent of a group is a byte that 127 is subtracted from
 (E8M0). From "OCP Microscaling Formats (MX) Specification", version 1.0.
+
+Weights in FP8, as DeepSeek-V3 is published, are the products of numbers in E4M3 and of the factor
+of their block, rounded to bf16, as DeepSeek's script and transformers do.
 """
 
 from __future__ import annotations
@@ -65,7 +68,7 @@ class TensorReader:
         self._stack.close()
 
     def whole(self, name: str) -> torch.Tensor:
-        """Read a tensor, which is not in MXFP4.
+        """Read a tensor, which is not quantised.
 
         Raises:
             CheckpointError: The file cannot be read.
@@ -89,10 +92,12 @@ class TensorReader:
             place = (columns, *place) if block.is_transposed else (*place, columns)
         if block.expert is not None:
             place = (block.expert, *place)
-        if stored.scales is not None:
-            part = self._decoded(stored, stored.scales, place)
-        else:
+        if stored.scales is None:
             part = self._read(stored, block.name, place)
+        elif stored.block is not None:
+            part = self._scaled(stored, stored.scales, stored.block, place)
+        else:
+            part = self._decoded(stored, stored.scales, place)
         return (part.T if block.is_transposed else part)[:: block.step]
 
     def _read(self, stored: StoredTensor, name: str, place: Any) -> torch.Tensor:
@@ -116,6 +121,22 @@ class TensorReader:
         begin = columns.start - groups.start * _GROUP
         whole = _numbers(packed, exponents)
         return whole[:, begin : begin + columns.stop - columns.start].T
+
+    def _scaled(
+        self,
+        stored: StoredTensor,
+        scales: StoredTensor,
+        block: tuple[int, int],
+        place: tuple[Any, ...],
+    ) -> torch.Tensor:
+        """A rectangle of a tensor in FP8, or of an entry of one, in bf16."""
+        numbers = self._read(stored, stored.name, place).float()
+        factors = self._read(scales, scales.name, ...).float().view(scales.shape)
+        factors = factors[place[:-2]]
+        for axis, (part, step) in enumerate(zip(place[-2:], block, strict=True)):
+            of_block = torch.arange(part.start, part.stop) // step
+            factors = factors.index_select(axis, of_block)
+        return (numbers * factors).to(torch.bfloat16)
 
     def fill(
         self, target: torch.Tensor, tensor: MegatronTensor, *, row: int, column: int = 0

@@ -82,6 +82,7 @@ class NewTensors:
                     where=stored.file,
                     got=stored.dtype,
                     expected=f"one of {', '.join(DTYPES)}",
+                    fix="write the folder in bf16, with import-hf and export-hf",
                 )
         if self._network is not None:
             found = rows_fingerprint(self._old_matrices(), old_size)

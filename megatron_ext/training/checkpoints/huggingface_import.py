@@ -24,6 +24,7 @@ from megatron_ext.distributed.layout import Layout, launched_processes
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import CheckpointError, DistributedError
 from megatron_ext.huggingface.checkpoint_files import (
+    FP8,
     MXFP4,
     SIDE_FOLDER,
     TOKENIZER_FILES,
@@ -78,6 +79,7 @@ _DTYPES: Final = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     MXFP4: torch.bfloat16,
+    FP8: torch.bfloat16,
 }
 
 
