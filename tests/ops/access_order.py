@@ -95,9 +95,9 @@ class AccessOrder:
     def _found(self):
         """Lines of each conflict of a launch."""
         stored = [each.addresses for each in self._accesses if each.is_store]
-        if not stored:
+        stored = np.unique(np.concatenate(stored)) if stored else np.empty(0, np.int64)
+        if not len(stored):
             return
-        stored = np.unique(np.concatenate(stored))
         shapes = sorted({each.shape for each in self._accesses})
         columns = []
         for number, each in enumerate(self._accesses):

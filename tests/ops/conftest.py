@@ -23,13 +23,16 @@ def nan_filled():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=EVERY_COMBINATION)
 def in_any_order(request, monkeypatch):
-    """Interpreted kernels depend neither on the order of programs nor on that of threads."""
+    """Interpreted kernels depend neither on the order of programs nor on that of threads.
+
+    Tests ask for it; where every combination is run, all have it.
+    """
     order = AccessOrder()
     given = getattr(request.node, "callspec", None)
     by = "triton" if given is None else given.params.get("implementation", "triton")
-    if interpreted() and by == "triton":
+    if interpreted() and (EVERY_COMBINATION or by == "triton"):
         order.watch(monkeypatch)
     yield
     assert not order.conflicts
