@@ -272,6 +272,23 @@ OLMO2 = Family(
     defaults={**LLAMA.defaults, "rms_norm_eps": 1e-5},
     allowed={"hidden_act": ("silu",), "attention_bias": (False, None)},
 )
+OLMO3 = Family(
+    architecture="Olmo3ForCausalLM",
+    model_type="olmo3",
+    models="OLMo 3",
+    rules=OLMO2.rules,
+    # Layers with a window have the base of the others, unscaled.
+    synonyms={"rope_local_base_freq": "rope_theta"},
+    settings=OLMO2.settings,
+    defaults={
+        **OLMO2.defaults,
+        "rope_theta": 500_000.0,
+        "rope_local_base_freq": 500_000.0,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+    },
+    allowed=OLMO2.allowed,
+)
 
 
 SMOLLM3 = Family(

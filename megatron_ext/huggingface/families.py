@@ -14,6 +14,7 @@ from megatron_ext.huggingface.dense_families import (
     LLAMA,
     MISTRAL,
     OLMO2,
+    OLMO3,
     PHI3,
     QWEN2,
     QWEN3,
@@ -26,7 +27,7 @@ FAMILIES: Mapping[str, Family] = {
     family.architecture: family
     for family in (
         *(LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA, GEMMA2, GEMMA3),
-        *(PHI3, OLMO2, SMOLLM3, GRANITE, GPT_NEOX),
+        *(PHI3, OLMO2, OLMO3, SMOLLM3, GRANITE, GPT_NEOX),
         *(QWEN3_MOE, QWEN2_MOE, MIXTRAL, GPT_OSS),
         *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE),
     )
@@ -48,7 +49,6 @@ UNSUPPORTED: Mapping[str, str] = {
     "Qwen3VLMoeForConditionalGeneration": "its files, with the experts of a layer in one "
     "tensor, are not read",
     "GraniteMoeForCausalLM": "its files, with the experts of a layer in one tensor, are not read",
-    "Olmo3ForCausalLM": "rotary embeddings that are scaled in some layers alone are not built here",
     **dict.fromkeys(
         ("GlmForCausalLM", "Glm4ForCausalLM"),
         "rotary embeddings that turn neighbouring numbers are not built here",

@@ -22,7 +22,7 @@ LAYOUTS = {
 FAMILIES = ["qwen3", "gpt-neox"]
 if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
     LAYOUTS["dp2"] = {**ALONE, "micro_batch_size": 5}
-    FAMILIES += ["gemma", "gemma3", "mistral", "phi3", "olmo2", "smollm3", "granite"]
+    FAMILIES += ["gemma", "gemma3", "mistral", "phi3", "olmo2", "olmo3", "smollm3", "granite"]
 
 
 @pytest.fixture(scope="module")

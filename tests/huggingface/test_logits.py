@@ -37,7 +37,16 @@ LAYOUTS = {
 OF_EXPERTS = tuple(
     name for name, (_, options) in MODELS.items() if any("experts" in option for option in options)
 )
-OF_LAYER_NUMBERS = ("gemma2", "gemma3", "gpt-oss", "smollm3", "deepseek-v2", "deepseek-v3", "llama")
+OF_LAYER_NUMBERS = (
+    "gemma2",
+    "gemma3",
+    "olmo3",
+    "gpt-oss",
+    "smollm3",
+    "deepseek-v2",
+    "deepseek-v3",
+    "llama",
+)
 """Models of layers that differ by their number, which two chunks a stage count otherwise, and one
 of equal layers."""
 
@@ -53,6 +62,7 @@ OF_OWN_LAYERS = (
     "phi3",
     "phi4-mini",
     "olmo2",
+    "olmo3",
     "smollm3",
     "granite",
     "gpt-neox",

@@ -43,7 +43,7 @@ if ALL_TEXT:
         "multipliers": ("granite", "phi3"),
         "fused": ("phi3", "smollm3"),
         "unrotated": ("smollm3", "granite"),
-        "norms": ("olmo2", "gpt-neox"),
+        "norms": ("olmo3", "gpt-neox"),
     }
     SHARDED = list(PAIRS)
 

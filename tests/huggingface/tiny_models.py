@@ -175,6 +175,24 @@ MORE_MODELS = {
             },
         },
     ),
+    "olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": 8,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e5,
+                    "factor": 8.0,
+                    "attention_factor": 1.2,
+                    "beta_fast": 1.0,
+                    "beta_slow": 0.01,
+                    "original_max_position_embeddings": 8,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e5},
+            },
+        },
+    ),
     "phi4-mini": (
         "Phi3",
         {
@@ -223,7 +241,7 @@ _BY_SEED = (
     *("qwen2", "qwen2-moe", "qwen3", "qwen3-moe"),
     *("phi3", "olmo2", "smollm3", "granite", "gpt-neox", "phi4-mini"),
     *("gpt-oss", "deepseek-v3", "deepseek-v2", "gemma2"),
-    *("glm4-moe", "qwen3-yarn"),
+    *("glm4-moe", "qwen3-yarn", "olmo3"),
 )
 """Models by the seed of their weights; one that is added at the end changes no other."""
 

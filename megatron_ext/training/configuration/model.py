@@ -102,7 +102,8 @@ class ModelConfig:
     layer has the window when not given."""
 
     local_rotary_base: int | None = None
-    """Base period of rotary embeddings in the layers with a window (Gemma 3)."""
+    """Base period of rotary embeddings in the layers with a window (Gemma 3,
+    OLMo 3), which nothing scales."""
 
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     """Normalisation of every layer."""
@@ -353,8 +354,12 @@ def _check_rotation(model: ModelConfig) -> None:
             got=len(divisors),
             expected=width // 2,
         )
-    if divisors is not None and model.local_rotary_base is not None:
-        raise ConfigError("rotary_divisors does not go with local_rotary_base", got="both")
+    has_own = model.local_rotary_base is not None
+    if has_own and model.rotary_magnitude != 1 and not model.qk_layernorm:
+        raise ConfigError(
+            "rotary_magnitude beside local_rotary_base needs qk_layernorm",
+            got=model.rotary_magnitude,
+        )
 
 
 def _check_layer(model: ModelConfig) -> None:

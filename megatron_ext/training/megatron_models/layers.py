@@ -23,7 +23,8 @@ dropout is 0."""
 
 
 class WindowAttention(SelfAttention):  # type: ignore[misc]
-    """Attention of Gemma 3, with rotary embeddings of its own in all layers but every n-th.
+    """Attention of Gemma 3 and OLMo 3, with rotary embeddings of its own in all layers but every
+    n-th.
 
     The window itself is of the core attention, ``ContextAttention``.
 
@@ -33,6 +34,8 @@ class WindowAttention(SelfAttention):  # type: ignore[misc]
         layer_number: From 1, over all stages.
         local_rotary_base: Base of the layers with a window.
         full_attention_interval: n
+        magnitude: Width of the rotary embeddings and their magnitude in the n-th layers, which
+            need norms of queries and keys; None for 1.
         options: Other arguments of ``SelfAttention``.
     """
 
@@ -44,6 +47,7 @@ class WindowAttention(SelfAttention):  # type: ignore[misc]
         *,
         local_rotary_base: int,
         full_attention_interval: int,
+        magnitude: tuple[int, float] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(config, submodules, layer_number, **options)
@@ -55,6 +59,9 @@ class WindowAttention(SelfAttention):  # type: ignore[misc]
                 rotary_base=local_rotary_base,
                 use_cpu_initialization=config.use_cpu_initialization,
             )
+        elif magnitude is not None:
+            for norm in (self.q_layernorm, self.k_layernorm):
+                magnify(norm, *magnitude)
 
     def forward(
         self,
@@ -163,22 +170,28 @@ def quick_gelu(x: torch.Tensor) -> torch.Tensor:
 def magnified(
     width: int, factor: float, norm: Callable[..., torch.nn.Module] | None
 ) -> type[torch.nn.Module]:
-    """A norm of queries or keys, or None, in a layer spec, that multiplies the first ``width``
-    numbers of each head by ``factor`` at last.
-
-    LongRoPE and YaRN multiply sines and cosines instead, in which the rotation is linear.
-    """
-
-    def magnify(module: torch.nn.Module, arguments: Any, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat((x[..., :width] * factor, x[..., width:]), dim=-1)
+    """A norm of queries or keys, or None, in a layer spec, whose output is ``magnify``'s."""
 
     class Magnified(torch.nn.Module):
         def __new__(cls, **options: Any) -> torch.nn.Module:  # type: ignore[misc]
             module = torch.nn.Identity() if norm is None else norm(**options)
-            module.register_forward_hook(magnify)
+            magnify(module, width, factor)
             return module
 
     return Magnified
+
+
+def magnify(norm: torch.nn.Module, width: int, factor: float) -> None:
+    """Have a norm of queries or keys multiply the first ``width`` numbers of each head by
+    ``factor`` at last.
+
+    LongRoPE and YaRN multiply sines and cosines instead, in which the rotation is linear.
+    """
+
+    def multiply(module: torch.nn.Module, arguments: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat((x[..., :width] * factor, x[..., width:]), dim=-1)
+
+    norm.register_forward_hook(multiply)
 
 
 def divide_frequencies(rotary: RotaryEmbedding, base: int, divisors: Sequence[float]) -> None:

@@ -494,7 +494,7 @@ def _has_own_layers(model: ModelConfig) -> bool:
 
 def _magnify(layer: ModuleSpec, model: ModelConfig) -> None:
     """Give queries and keys of a layer the magnitude of LongRoPE or YaRN, behind their norms."""
-    if model.rotary_magnitude == 1:
+    if model.rotary_magnitude == 1 or model.local_rotary_base is not None:
         return
     attention = layer.submodules.self_attention.submodules
     for name in ("q_layernorm", "k_layernorm"):
@@ -535,3 +535,5 @@ def _rotate_by_kind(layer: ModuleSpec, model: ModelConfig) -> None:
         "local_rotary_base": model.local_rotary_base,
         "full_attention_interval": model.full_attention_interval,
     }
+    if model.rotary_magnitude != 1:
+        attention.params["magnitude"] = model.rotary_width, model.rotary_magnitude
