@@ -125,7 +125,9 @@ def compare_events(
     kept = compared & (student != -torch.inf) & (teacher != -torch.inf)
     # Values left out become an ordinary number first: the gradient of a where() is 0 only where
     # both sides are finite.
-    own, its = (torch.where(kept, nats, -1.0).clamp(max=0.0) for nats in (student, teacher))
+    own, its = (torch.where(kept, nats, -1.0) for nats in (student, teacher))
+    # Not clamp, whose gradient at the bound depends on the release of torch.
+    own, its = (torch.where(nats > 0, 0.0, nats) for nats in (own, its))
     loss = binary_divergence(its, own, **options._asdict())
     return EventDifferences(loss, -own.detach(), -its, kept)
 
@@ -219,9 +221,10 @@ def _joschu_k2(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 def _joschu_k3(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     ratio = x - y
-    inside = ratio.clamp(max=LARGEST_LOG_RATIO)
+    is_beyond = ratio > LARGEST_LOG_RATIO
+    inside = torch.where(is_beyond, LARGEST_LOG_RATIO, ratio)
     # Apart from ``inside``: a gradient that goes both ways would lose the digits of a small one.
-    beyond = (ratio - LARGEST_LOG_RATIO).clamp(min=0)
+    beyond = torch.where(is_beyond, ratio - LARGEST_LOG_RATIO, 0.0)
     return torch.expm1(inside) - inside + math.expm1(LARGEST_LOG_RATIO) * beyond
 
 

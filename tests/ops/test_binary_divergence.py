@@ -8,6 +8,7 @@ import torch
 
 from megatron_ext.errors import LossError
 from megatron_ext.ops.binary_divergence import (
+    LARGEST_LOG_RATIO,
     BinaryOptions,
     Difference,
     binary_divergence,
@@ -68,6 +69,23 @@ def test_equal_likelihoods_differ_by_nothing(name, nats):
     (slope,) = torch.autograd.grad(value.sum(), student)
     assert value.item() == pytest.approx(0.0, abs=1e-6)
     assert slope.item() == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_certain_event_has_the_slope_of_one_that_nearly_is(name):
+    options, everything = BinaryOptions(name, 1.0, COIN, ALPHA), torch.ones(2).bool()
+    teacher, student = torch.tensor([-2.0, -2.0]), torch.tensor([0.0, -1e-6])
+    _, (certain, nearly) = _compared(teacher, student, everything, options, "torch")
+    assert certain.item() == pytest.approx(nearly.item(), rel=1e-3)
+
+
+def test_the_slope_of_joschu_k3_does_not_jump_where_its_value_becomes_a_line():
+    student = torch.tensor([-LARGEST_LOG_RATIO, -LARGEST_LOG_RATIO - 1]).double().requires_grad_()
+    values = binary_divergence(
+        torch.zeros(2).double(), student, difference="joschu_k3", temperature=1.0, coin=0.0
+    )
+    (slopes,) = torch.autograd.grad(values.sum(), student)
+    assert torch.equal(slopes, torch.full_like(slopes, -math.expm1(LARGEST_LOG_RATIO)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
