@@ -6,6 +6,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -146,6 +147,25 @@ def test_large_imports_look_for_no_garbage_and_what_follows_does(error):
         if error:
             raise error
     assert gc.isenabled()
+
+
+def test_what_reports_leaks_finds_none_at_the_end_of_the_process(monkeypatch):
+    called = []
+    monkeypatch.setattr("atexit.register", called.append)
+    monkeypatch.delitem(sys.modules, "triton._C.libtriton", raising=False)
+    with large_imports():
+        pass
+    assert not called
+    assert gc.get_freeze_count()
+    # As nanobind's functions.
+    library = SimpleNamespace(init=type("nb_func", (), {})())
+    monkeypatch.setitem(sys.modules, "triton._C.libtriton", library)
+    with large_imports():
+        pass
+    (at_exit,) = called
+    at_exit()
+    gc.enable()
+    assert not gc.get_freeze_count()
 
 
 def test_every_file_of_the_package_is_in_the_wheel():

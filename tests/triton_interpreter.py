@@ -32,6 +32,7 @@ def interpret_quickly():
     interpreter.InterpretedFunction.__call__ = call_once_patched
     interpreter._get_np_dtype = _found_once(interpreter._get_np_dtype)
     _make_shapes_once()
+    _take_integers_for_masks()
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(
         builder.options, sanitize_overflow=bool(os.environ.get("MEGATRON_EXT_ALL_TEXT"))
@@ -73,6 +74,29 @@ def _make_shapes_once():
 
     core.block_type.__init__, core.tensor.__init__ = init_block, init_tensor
     semantic.TritonSemantic.broadcast_impl_value = broadcast_others
+
+
+def _take_integers_for_masks():
+    """Let masks of loads and stores be integers, as "and" of a block and a scalar is interpreted.
+
+    From 3.9 on that is an error.
+    """
+    builder = type(interpreter.interpreter_builder)
+    for name, place in (("create_masked_load", 1), ("create_masked_store", 2)):
+        setattr(builder, name, _with_boolean(getattr(builder, name), place))
+
+
+def _with_boolean(access, place):
+    """``access`` with the argument at ``place``, a mask, as booleans."""
+
+    @functools.wraps(access)
+    def wrapped(self, *arguments):
+        mask = arguments[place]
+        if mask.data.dtype != bool:
+            mask.data = mask.data.astype(bool)
+        return access(self, *arguments)
+
+    return wrapped
 
 
 @functools.cache

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_ext.engines.engine import Scores
 from megatron_ext.errors import ConfigError, DataError
@@ -99,8 +100,11 @@ def test_captures_of_distillkit_decompress_to_what_it_says(name):
     record = {**row, "input_ids": [1, 2, 3, 4]}
     (text,) = DistillKitRecording(config).texts(record, None)
     assert text.scores.top_ids.tolist() == row["token_ids"]
-    # DistillKit rounds the sums of its differences once more, to its exact_dtype.
-    np.testing.assert_allclose(text.scores.top_log_probs, row["log_probs"], rtol=2e-7, atol=2e-6)
+    # DistillKit rounds the sums of its differences once more, to its exact_dtype. linspace of bf16,
+    # in which it has the places of a curve, is rounded otherwise from torch 2.15 on.
+    is_rounded = row["config"].get("normalize_t") and torch.__version__ >= "2.15"
+    atol = 2**-8 if is_rounded else 2e-6
+    np.testing.assert_allclose(text.scores.top_log_probs, row["log_probs"], rtol=2e-7, atol=atol)
     assert np.isnan(text.scores.log_probs).all()
 
 
