@@ -40,7 +40,7 @@ def asked_conversations(path: Path, text_field: str) -> list[ConversationRecord]
         if isinstance(text, str):
             records.append(ConversationRecord([{"role": "user", "content": text}]))
             continue
-        where = f"{path}:{number}"
+        where = f"{path}, record {number}"
         try:
             schema = sniff_record_schema([record])
         except ConversationError as error:

@@ -81,14 +81,14 @@ def test_conversations_are_asked_up_to_their_last_answers(tmp_path):
     assert plain.messages == [{"role": "user", "content": "plain"}]
     assert long.messages == messages[:4]
     path.write_text(json.dumps({"messages": messages[-1:]}) + "\n")
-    with pytest.raises(Exception, match=r"asked\.jsonl:1.*nothing to answer"):
+    with pytest.raises(Exception, match=r"asked\.jsonl, record 1.*nothing to answer"):
         asked_conversations(path, "prompt")
 
 
 def test_a_record_that_asks_nothing_is_refused_with_the_flag_of_its_text(tmp_path):
     path = tmp_path / "asked.jsonl"
     path.write_text('{"prompt": "one"}\n{"question": "two"}\n')
-    said = r"asked\.jsonl:2: .*no text in prompt.*the fields question; .*set --text-field"
+    said = r"asked\.jsonl, record 2: .*no text in prompt.*the fields question; .*set --text-field"
     with pytest.raises(DataError, match=said):
         asked_conversations(path, "prompt")
 
