@@ -7,7 +7,7 @@ PYTHON ?= python3
 MCORE ?=
 VENV := .venv$(if $(MCORE),-megatron-core-$(patsubst %.*,%,$(MCORE)))
 BIN := $(VENV)/bin
-# The newest whose triton goes with the extra `test`; pyproject.toml says why that is not the newest.
+# The newest whose triton is that of the extra `test`, which pyproject.toml says more about.
 # Named like this, pip takes its build for CPUs, 2.13.0+cpu, where any index offers one.
 TORCH := torch==2.13.0
 
