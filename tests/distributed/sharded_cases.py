@@ -34,8 +34,9 @@ from tests.distributed.sharded_inputs import (
     replicated,
     with_boundaries,
 )
-from tests.losses.microbatch import Microbatch, columns, vocab_shard
+from tests.losses.microbatch import Microbatch, columns
 from tests.losses.objective_cases import as_kind
+from tests.ops.kernel_case import vocab_shard
 
 ONE_TOKENIZER: dict[str, Any] = {"vocabs": (37, 37), "lengths": (8, 8)}
 """Sizes of a batch in which both models read the same tokens."""

@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 from megatron_ext.distributed.shard_collectives import copy_to_shards
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs, KnownAhead, TeacherTargets
+from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs, TeacherTargets
 from megatron_ext.losses.linear import LinearDistillation, no_logits
 from megatron_ext.losses.objective import Objective
 from tests.distributed.sharded_inputs import completed, repeating, with_boundaries
 from tests.losses.linear.linear_case import ordered
-from tests.losses.microbatch import Microbatch
+from tests.losses.microbatch import Microbatch, known_ahead
 from tests.losses.objective_cases import table_of
 from tests.process_group import run_ranks
 
@@ -60,12 +60,7 @@ def _case(name: str, rank: int, ranks: int, group: Any) -> tuple[list[torch.Tens
     elif name != "next_token":
         objectives["kd"] = LOSS_REGISTRY[name]()
     form = LinearDistillation(objectives=objectives, tile_rows=5)
-    tiles = form.tiles(
-        KnownAhead(
-            labels=inputs.labels, alignment=inputs.alignment, teacher_labels=inputs.teacher_labels
-        ),
-        table_of(inputs),
-    )
+    tiles = form.tiles(known_ahead(inputs), table_of(inputs))
     output = form(inputs, tiles, {part: SCALES[part] for part in objectives})
     d_hidden, d_weight = torch.autograd.grad(output.total, [hidden, weight])
     sums = [part.loss_sum for part in output.parts.values()]

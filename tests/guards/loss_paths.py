@@ -10,13 +10,13 @@ import torch
 
 from megatron_ext.losses import (
     DistillationInputs,
-    KnownAhead,
     LossOutput,
     LossPart,
     LossPlan,
     NextTokenLoss,
 )
 from megatron_ext.losses.linear import LinearDistillation, no_logits
+from tests.losses.microbatch import known_ahead
 from tests.losses.objective_cases import table_of
 
 COUNTS = {"kd": 29, "ce": 41}
@@ -77,10 +77,7 @@ def linear(objective, inputs):
     if not isinstance(objective, NextTokenLoss):
         objectives = {"kd": objective, **objectives}
     form = LinearDistillation(objectives=objectives, tile_rows=TILE_ROWS)
-    known = KnownAhead(
-        labels=inputs.labels, alignment=inputs.alignment, teacher_labels=inputs.teacher_labels
-    )
-    tiles = form.tiles(known, table_of(inputs))
+    tiles = form.tiles(known_ahead(inputs), table_of(inputs))
     logits = no_logits(inputs.student_hidden, inputs.student_shard)
     weights = {"kd": 0.7, "ce": 0.3}
     scales = {name: weights[name] / COUNTS[name] for name in objectives}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,14 @@ import torch
 from megatron_ext.alignment.batch import AlignmentBatch
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.losses import DistillationInputs, ProjectionShard, TeacherTargets, VocabularyMatch
+from megatron_ext.losses import (
+    DistillationInputs,
+    KnownAhead,
+    ProjectionShard,
+    TeacherTargets,
+    VocabularyMatch,
+)
+from tests.ops.kernel_case import columns_of, vocab_shard
 from tests.ops.projected_kl_case import random_chunks, random_projection
 
 PAD_LOGIT = 40.0
@@ -57,13 +64,19 @@ class Microbatch:
 
     def samples(self, rows: slice) -> Microbatch:
         """The microbatch of some of the samples."""
-        return Microbatch(
+        return replace(
+            self,
             student_logits=self.student_logits[rows],
             teacher_logits=self.teacher_logits[rows],
             labels=self.labels[rows],
             chunk_ids=self.chunk_ids[rows],
-            projection=self.projection,
         )
+
+    def without_work(self) -> Microbatch:
+        """The microbatch with no chunk and no label."""
+        nothing = [(torch.full_like(s, -1), torch.full_like(t, -1)) for s, t in self.chunk_ids]
+        labels = torch.full_like(self.labels, IGNORE_INDEX)
+        return replace(self, chunk_ids=nothing, labels=labels)
 
     def alignment(self) -> AlignmentBatch:
         sides: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
@@ -102,16 +115,19 @@ class Microbatch:
         )
 
 
-def vocab_shard(vocab: int, padding: int, rank: int, ranks: int, group: Any) -> VocabShard:
-    width = -(-(vocab + padding) // ranks)
-    return VocabShard(start=rank * width, stop=(rank + 1) * width, vocab_size=vocab, group=group)
+def known_ahead(inputs: DistillationInputs) -> KnownAhead:
+    """What the data gives of some inputs before the student has run."""
+    return KnownAhead(
+        labels=inputs.labels,
+        alignment=inputs.alignment,
+        chunk_mask=inputs.chunk_mask,
+        teacher_labels=inputs.teacher_labels,
+    )
 
 
 def columns(full: torch.Tensor, shard: VocabShard) -> torch.Tensor:
     """This shard's columns of unpadded ``full`` [..., V]."""
-    missing = max(shard.stop - full.shape[-1], 0)
-    padded = torch.nn.functional.pad(full, (0, missing), value=PAD_LOGIT)
-    return padded[..., shard.start : shard.stop].clone()
+    return columns_of(full, shard, PAD_LOGIT)
 
 
 def csr_arrays(dense: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -6,7 +6,7 @@ B batch, T tokens, V vocabularies, D hidden, K top-k, N common tokens.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -417,6 +417,17 @@ IN_ONE_TERM = (
 """Cases that differ from another one in the divergence of two numbers alone, which
 ``tests/ops/test_divergence.py`` holds to its definition and ``tests/guards`` to what it was."""
 CHOSEN = [name for name in CASES if EVERY_COMBINATION or name not in IN_ONE_TERM]
+
+
+def in_precision(holder: Any, dtype: torch.dtype) -> Any:
+    """The same inputs or targets with their floating-point tensors in ``dtype``, off the graph."""
+    tensors = {part.name: getattr(holder, part.name) for part in fields(holder)}
+    changed = {
+        name: value.detach().to(dtype)
+        for name, value in tensors.items()
+        if torch.is_tensor(value) and value.is_floating_point()
+    }
+    return replace(holder, **changed)
 
 
 def as_kind(inputs: DistillationInputs, kind: TargetKind, top_k: int) -> DistillationInputs:

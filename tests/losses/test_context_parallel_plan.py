@@ -18,6 +18,14 @@ GROUP: Any = object()
 """Nothing is sent here."""
 
 
+def plan_of(
+    alignment: AlignmentBatch, layout: SequenceLayout, *, rank: int, group: Any = GROUP
+) -> ContextParallelPlan:
+    return ContextParallelPlan.from_alignment(
+        alignment, student=layout, teacher=layout, rank=rank, group=group
+    )
+
+
 def plans(
     student: list[list[int]], teacher: list[list[int]], **cu_seqlens: torch.Tensor
 ) -> list[ContextParallelPlan]:
@@ -26,12 +34,7 @@ def plans(
         torch.tensor(student), torch.tensor(teacher), **cu_seqlens
     )
     layout = SequenceLayout(size=2, order="contiguous")
-    return [
-        ContextParallelPlan.from_alignment(
-            alignment, student=layout, teacher=layout, rank=rank, group=GROUP
-        )
-        for rank in range(2)
-    ]
+    return [plan_of(alignment, layout, rank=rank) for rank in range(2)]
 
 
 def test_only_rows_of_chunks_that_lie_on_both_ranks_cross() -> None:
@@ -75,10 +78,7 @@ def test_rows_of_no_chunk_stay_behind_and_the_next_sequence_is_not_after_a_chunk
 def test_what_is_known_of_a_chunk_goes_to_its_owner() -> None:
     batch = Microbatch.random(batch=1, lengths=(8, 8))
     inputs = batch.inputs()
-    layout = SequenceLayout(size=1)
-    plan = ContextParallelPlan.from_alignment(
-        inputs.alignment, student=layout, teacher=layout, rank=0, group=None
-    )
+    plan = plan_of(inputs.alignment, SequenceLayout(size=1), rank=0, group=None)
     assert torch.equal(plan.alignment.chunk_class, inputs.alignment.chunk_class)
     mask, script = torch.arange(4) % 2 == 0, torch.arange(4, dtype=torch.int8)
     plan = replace(plan, chunks=torch.tensor([1, 2]))
@@ -101,20 +101,14 @@ def test_what_is_known_of_a_chunk_goes_to_its_owner() -> None:
 
 def test_rows_of_another_length_are_refused() -> None:
     inputs = Microbatch.random(batch=1, lengths=(8, 8)).inputs()
-    layout = SequenceLayout(size=2)
-    plan = ContextParallelPlan.from_alignment(
-        inputs.alignment, student=layout, teacher=layout, rank=0, group=GROUP
-    )
+    plan = plan_of(inputs.alignment, SequenceLayout(size=2), rank=0)
     with pytest.raises(LossError, match=r"student's rows .* got \(1, 8\) .* expected 4 rows"):
         plan.inputs(inputs)
 
 
 def test_completions_of_whole_sequences_are_refused() -> None:
     inputs = with_completions(Microbatch.random(batch=1, lengths=(8, 8)), (0, 0))
-    layout = SequenceLayout(size=1)
-    plan = ContextParallelPlan.from_alignment(
-        inputs.alignment, student=layout, teacher=layout, rank=0, group=None
-    )
+    plan = plan_of(inputs.alignment, SequenceLayout(size=1), rank=0, group=None)
     other = replace(inputs.completions, chunk_count=9)
     with pytest.raises(LossError, match=r"got 9 chunks; expected 4; make them of plan.alignment"):
         plan.inputs(replace(inputs, completions=other))

@@ -13,7 +13,14 @@ from megatron_ext.errors import LossError
 from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs, LossOutput, TargetKind
 from tests.losses import microbatch
 from tests.losses.microbatch import Microbatch
-from tests.losses.objective_cases import CASES, CHOSEN, ObjectiveCase, as_kind, table_of
+from tests.losses.objective_cases import (
+    CASES,
+    CHOSEN,
+    ObjectiveCase,
+    as_kind,
+    in_precision,
+    table_of,
+)
 
 EVERYTHING = bool(os.environ.get("MEGATRON_EXT_ALL_TEXT"))
 OVER_CHUNKS = [name for name in CHOSEN if CASES[name].over == "chunks"]
@@ -56,12 +63,6 @@ def assert_close(value: torch.Tensor, truth: torch.Tensor, tolerance: float) -> 
     )
 
 
-def without_work(batch: Microbatch) -> Microbatch:
-    """No chunk and no label."""
-    nothing = [(torch.full_like(s, -1), torch.full_like(t, -1)) for s, t in batch.chunk_ids]
-    return replace(batch, chunk_ids=nothing, labels=torch.full_like(batch.labels, IGNORE_INDEX))
-
-
 def without_rows(inputs: DistillationInputs) -> DistillationInputs:
     """No position of either model [B, 0], and so no chunk."""
 
@@ -90,21 +91,12 @@ def without_rows(inputs: DistillationInputs) -> DistillationInputs:
 
 def in_double(inputs: DistillationInputs) -> DistillationInputs:
     """The same inputs in fp64, as far as they are floating-point logits or targets."""
-
-    def cast(holder: Any) -> Any:
-        changed = {}
-        for part in fields(holder):
-            value = getattr(holder, part.name)
-            if torch.is_tensor(value) and value.is_floating_point():
-                changed[part.name] = value.detach().double()
-        return replace(holder, **changed)
-
-    double = cast(inputs)
+    double = in_precision(inputs, torch.float64)
     double.student_logits.requires_grad_()
     if double.student_hidden is not None:
         double.student_hidden.requires_grad_()
     if double.teacher is not None:
-        double = replace(double, teacher=cast(double.teacher))
+        double = replace(double, teacher=in_precision(double.teacher, torch.float64))
     return double
 
 
@@ -131,7 +123,7 @@ def test_sum_and_count_have_their_dtypes_and_the_gradient_that_of_the_logits(nam
 @pytest.mark.parametrize("name", CHOSEN)
 def test_nothing_to_sum_over_gives_zero_with_a_graph(name: str) -> None:
     case = CASES[name]
-    output, grad = run(case, case.build(without_work(case.batch()), (3, 1)))
+    output, grad = run(case, case.build(case.batch().without_work(), (3, 1)))
     assert (output.loss_sum.item(), int(output.count)) == (0.0, 0)
     assert not grad.any()
     assert all(total == 0 and count == 0 for total, count in output.metrics.values())

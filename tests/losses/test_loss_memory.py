@@ -3,7 +3,7 @@
 T rows, V columns, C chunks.
 """
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from megatron_ext.losses import DistillationInputs
 from megatron_ext.ops.projected_kl import kernel_evaluation
 from tests.losses.linear.linear_case import ordered
 from tests.losses.microbatch import Microbatch
-from tests.losses.objective_cases import CASES, CHOSEN, ObjectiveCase
+from tests.losses.objective_cases import CASES, CHOSEN, ObjectiveCase, in_precision
 from tests.ops.allocation_record import AllocationRecord
 from tests.ops.kernel_case import EVERY_COMBINATION
 
@@ -36,20 +36,11 @@ def _inputs(
     if case.same_tokenizer:
         sizes = {"vocabs": (VOCABS[0],) * 2, "lengths": (16, 16)}
     batch = ordered(Microbatch.random(batch=batch_size, chunks=chunks, **sizes), chunks)
-    inputs = _halved(case.build(batch, (8, 4)))
+    inputs = in_precision(case.build(batch, (8, 4)), torch.bfloat16)
     if inputs.teacher is not None:
-        inputs = replace(inputs, teacher=_halved(inputs.teacher))
+        inputs = replace(inputs, teacher=in_precision(inputs.teacher, torch.bfloat16))
     inputs.student_logits.requires_grad_()
     return inputs
-
-
-def _halved(holder: Any) -> Any:
-    changed = {}
-    for part in fields(holder):
-        value = getattr(holder, part.name)
-        if torch.is_tensor(value) and value.is_floating_point():
-            changed[part.name] = value.detach().bfloat16()
-    return replace(holder, **changed)
 
 
 @pytest.mark.parametrize("name", CHOSEN)

@@ -71,6 +71,17 @@ class ChunkPair(NamedTuple):
         (grad,) = torch.autograd.grad((outputs[0] * self.weights).sum(), base)
         return outputs, grad
 
+    def means(self, *, temperature):
+        """Both models' mean probabilities of the rows of each chunk, Q and P, in fp64."""
+        found = []
+
+        def keep(q, p):
+            found.extend((q.detach(), p))
+            return q.sum(dim=-1)
+
+        self.truth(keep, temperature=temperature)
+        return found
+
     def truth(self, loss, *, temperature, dtype=torch.float64):
         """``loss(Q, P)`` [C] and the gradient of its weighted sum [Ts, Vs + padding].
 

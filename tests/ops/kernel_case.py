@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 import torch
 
+from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.ops.divergence import Divergence, DivergenceOptions
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -34,6 +35,19 @@ def combinations(*axes):
 def sampled(values, count=1):
     """All values where every combination is run, else the first ``count``."""
     return values if EVERY_COMBINATION else values[:count]
+
+
+def vocab_shard(vocab, padding, rank, ranks, group):
+    """One rank's columns of a padded vocabulary."""
+    width = -(-(vocab + padding) // ranks)
+    return VocabShard(start=rank * width, stop=(rank + 1) * width, vocab_size=vocab, group=group)
+
+
+def columns_of(full, shard, pad_value):
+    """This shard's columns of unpadded ``full`` [..., V]; padded ones hold ``pad_value``."""
+    missing = max(shard.stop - full.shape[-1], 0)
+    padded = torch.nn.functional.pad(full, (0, missing), value=pad_value)
+    return padded[..., shard.start : shard.stop].clone()
 
 
 def packed(options, kind=DivergenceOptions):

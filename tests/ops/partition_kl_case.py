@@ -18,8 +18,8 @@ from megatron_ext.ops.partition_kl import (
 )
 from megatron_ext.ops.partition_kl.operands import ReferenceChunk
 from megatron_ext.ops.unit_gradient import kept_gradient
-from tests.losses.microbatch import columns, vocab_shard
-from tests.ops.kernel_case import packed
+from tests.losses.microbatch import columns
+from tests.ops.kernel_case import packed, vocab_shard
 
 Sizes = Sequence[tuple[int, int]]
 """Student and teacher tokens of each chunk."""

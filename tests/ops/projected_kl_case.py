@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.ops.chunk_rows import ChunkedLogits
 from megatron_ext.ops.projected_kl import (
     ColumnPlan,
     ProjectedKLOptions,
     ShardedProjection,
+    WeightedLabels,
+    evaluate_projected_kl,
     projected_kl,
     projected_kl_reference,
 )
-from tests.ops.kernel_case import packed
+from megatron_ext.ops.unit_gradient import kept_gradient
+from tests.ops.kernel_case import DEVICE, columns_of, packed, vocab_shard
 
 
 @lru_cache(maxsize=16)
@@ -147,6 +150,20 @@ class Case:
         logits[:, token] += torch.where(raised, nats + rows % 3, 0.0)
         return replace(self, student_logits=logits)
 
+    @classmethod
+    def paired(cls, *, vocabs=(47, 41), **options):
+        """A random case of tokens that mostly stand for one another, on the device."""
+        case = cls.random(vocabs=vocabs, **options)
+        return replace(case, projection=paired_projection(*vocabs)).on(DEVICE)
+
+    def rounded(self, dtype):
+        """The same case with logits in fp64 as they are in ``dtype``."""
+        return replace(
+            self,
+            student_logits=self.student_logits.to(dtype).double(),
+            teacher_logits=self.teacher_logits.to(dtype).double(),
+        )
+
     def to(self, dtype):
         """The same case with logits and projection in ``dtype``."""
         return replace(
@@ -168,18 +185,22 @@ class Case:
             },
         )
 
-    def truth(self, **options):
-        """Value and student gradient of the reference, in the dtype of the case."""
-        logits = self.student_logits.detach().requires_grad_()
-        value = projected_kl_reference(
+    def losses_of(self, logits, dtype, **options):
+        """Each chunk's loss [C] by the reference, of these logits of the student."""
+        return projected_kl_reference(
             logits,
-            self.teacher_logits,
+            self.teacher_logits.to(dtype),
             student_chunk_id=self.student_chunk_id,
             teacher_chunk_id=self.teacher_chunk_id,
             chunk_count=self.chunk_count,
-            projection=self.projection,
+            projection=self.projection.to(dtype),
             **options,
-        ).sum()
+        )
+
+    def truth(self, **options):
+        """Value and student gradient of the reference, in the dtype of the case."""
+        logits = self.student_logits.detach().requires_grad_()
+        value = self.losses_of(logits, logits.dtype, **options).sum()
         (grad,) = torch.autograd.grad(value, logits)
         return value.detach(), grad
 
@@ -201,19 +222,19 @@ class Case:
         Padded columns hold ``pad_value``, far above the real logits. Chunks count by ``weights``
         [C] in the gradient. ``planned`` gives it the plan that its kernels need.
         """
-        student = _shard(self.student_logits.shape[1], padding[0], rank, ranks, group)
-        teacher = _shard(self.teacher_logits.shape[1], padding[1], rank, ranks, group)
-        logits = _columns(self.student_logits, student, pad_value).to(dtype).requires_grad_()
-        rows = _columns(self.projection.t(), student, 0.0).t()
+        student = vocab_shard(self.student_logits.shape[1], padding[0], rank, ranks, group)
+        teacher = vocab_shard(self.teacher_logits.shape[1], padding[1], rank, ranks, group)
+        logits = columns_of(self.student_logits, student, pad_value).to(dtype).requires_grad_()
+        rows = columns_of(self.projection.t(), student, 0.0).t()
         reachable = (self.projection > 0).any(dim=0).double()[None]
-        teacher_logits = _columns(self.teacher_logits, teacher, pad_value).to(dtype)
+        teacher_logits = columns_of(self.teacher_logits, teacher, pad_value).to(dtype)
         out = projected_kl(
             ChunkedLogits.of(logits, self.student_chunk_id, self.chunk_count, student),
             ChunkedLogits.of(teacher_logits, self.teacher_chunk_id, self.chunk_count, teacher),
             sharded(
                 rows,
                 column_plan(self.projection, student, teacher) if planned else None,
-                _columns(reachable, teacher, 0.0)[0] > 0,
+                columns_of(reachable, teacher, 0.0)[0] > 0,
                 torch.float64 if dtype == torch.float64 else torch.float32,
             ),
             **packed(options, ProjectedKLOptions),
@@ -223,13 +244,51 @@ class Case:
         return out, grad
 
 
-def _shard(vocab, padding, rank, ranks, group):
-    width = -(-(vocab + padding) // ranks)
-    return VocabShard(start=rank * width, stop=(rank + 1) * width, vocab_size=vocab, group=group)
+class WithLabels(NamedTuple):
+    """What cross-entropy beside the projected KL is of, and what each term gets."""
 
+    labels: torch.Tensor
+    """int64 [Ts]; -100: none."""
 
-def _columns(full, shard, pad_value):
-    """This shard's columns [T, Vp] of unpadded ``full`` [T, V]."""
-    missing = max(shard.stop - full.shape[1], 0)
-    padded = torch.nn.functional.pad(full, (0, missing), value=pad_value)
-    return padded[:, shard.start : shard.stop].clone()
+    weights: torch.Tensor
+    """[Ts], of the labels."""
+
+    grad_scale: torch.Tensor
+    """[C], of the chunks."""
+
+    def truth(self, case, dtype, **options):
+        """The weighted sum of chunks and labels, and its gradient, by the definitions."""
+        logits = case.student_logits.detach().clone().to(dtype).requires_grad_()
+        chunks = case.losses_of(logits, dtype, **options)
+        tokens = torch.nn.functional.cross_entropy(logits, self.labels, reduction="none")
+        total = (self.grad_scale.to(dtype) * chunks).sum() + (self.weights.to(dtype) * tokens).sum()
+        return total.detach(), torch.autograd.grad(total, logits)[0]
+
+    def fused(self, case, logits, chosen, *, in_place=False, **options):
+        """The same sum of one sweep over ``logits`` [Ts, Vs + padding], and the sweep's values."""
+        student_vocab, teacher_vocab = case.projection.shape
+        padding = logits.shape[1] - student_vocab
+        student = vocab_shard(student_vocab, padding, 0, 1, None)
+        teacher = vocab_shard(teacher_vocab, 0, 0, 1, None)
+        rows = torch.nn.functional.pad(case.projection.float(), (0, 0, 0, padding))
+        its = case.teacher_logits.to(logits.dtype)
+        found = []
+
+        def evaluate(whole, gradient):
+            values = evaluate_projected_kl(
+                ChunkedLogits.of(whole, case.student_chunk_id, case.chunk_count, student),
+                ChunkedLogits.of(its, case.teacher_chunk_id, case.chunk_count, teacher),
+                sharded(rows, column_plan(case.projection, student, teacher)),
+                chosen,
+                cross_entropy=WeightedLabels(self.labels, self.weights),
+                grad_scale=self.grad_scale,
+                gradient=gradient,
+                **options,
+            )
+            found.append(values)
+            chunks = torch.where(self.grad_scale == 0, 0.0, values.chunk_loss * self.grad_scale)
+            tokens = torch.where(self.weights == 0, 0.0, values.token_loss * self.weights)
+            return (chunks.sum() + tokens.sum(),)
+
+        (total,) = kept_gradient(logits, evaluate, in_place=in_place)
+        return total, found[0]

@@ -23,17 +23,6 @@ def models_of(case, members=None):
     return pair_of_models(*case.sides(), temperature=1.3, members=members, implementation="torch")
 
 
-def means_of(case):
-    found = []
-
-    def keep(q, p):
-        found.extend((q.detach(), p))
-        return q.sum(dim=-1)
-
-    case.truth(keep, temperature=1.3)
-    return found[0], found[1]
-
-
 @pytest.mark.usefixtures("nan_filled")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("by", ["triton", "torch"])
@@ -43,7 +32,7 @@ def test_means_are_those_of_softmaxes_and_padding_is_zero(dtype, by):
     case = ChunkPair.random((301, 205), sizes=SIZES, dtype=dtype)
     models = models_of(case)
     ends, everything = host_offsets(*models), slice(0, len(SIZES))
-    for model, own, truth in zip(models, ends, means_of(case), strict=True):
+    for model, own, truth in zip(models, ends, case.means(temperature=1.3), strict=True):
         if by == "torch":
             means = chunk_means(model, own, everything)
         else:
@@ -57,7 +46,7 @@ def test_the_mass_of_members_is_their_probability():
     case = ChunkPair.random((60, 41), sizes=SIZES)
     members = tuple(torch.arange(side.shape[1], device=DEVICE) % 3 == 0 for side in case.logits)
     for model, chosen, truth in zip(
-        models_of(case, (members[0], members[1])), members, means_of(case), strict=True
+        models_of(case, (members[0], members[1])), members, case.means(temperature=1.3), strict=True
     ):
         mass = model.rows.means(model.member_mass)
         inside = truth[:, chosen[: truth.shape[1]]].sum(dim=-1)

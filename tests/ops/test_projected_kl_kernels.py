@@ -28,7 +28,7 @@ from tests.ops.kernel_case import (
     packed,
     sampled,
 )
-from tests.ops.projected_kl_case import Case, column_plan, paired_projection, sharded
+from tests.ops.projected_kl_case import Case, column_plan, sharded
 
 pytest.importorskip("triton")
 
@@ -38,21 +38,6 @@ CASES = {
     "one chunk of five rows": {"lengths": (5, 3), "chunk_count": 1},
     "one row each": {"lengths": (3, 3), "chunk_count": 3},
 }
-
-
-def paired(**options):
-    vocabs = options.pop("vocabs", (47, 41))
-    case = Case.random(vocabs=vocabs, **options)
-    return replace(case, projection=paired_projection(*vocabs)).on(DEVICE)
-
-
-def rounded(case, dtype):
-    """The same logits as they are in ``dtype``."""
-    return replace(
-        case,
-        student_logits=case.student_logits.to(dtype).double(),
-        teacher_logits=case.teacher_logits.to(dtype).double(),
-    )
 
 
 @pytest.mark.usefixtures("nan_filled")
@@ -65,7 +50,7 @@ def rounded(case, dtype):
     ],
 )
 def test_values_and_gradients_are_the_references(by, name, direction, dtype):
-    case = rounded(paired(**CASES[name]), dtype)
+    case = Case.paired(**CASES[name]).rounded(dtype)
     temperature = 1.7 if dtype == torch.float32 else 1.0
     options = {"direction": direction, "temperature": temperature, "mixture": 0.3}
     truth, true_grad = case.truth(**options)
@@ -94,7 +79,7 @@ def test_values_and_gradients_are_the_references(by, name, direction, dtype):
     combinations(tuple(CASES), DIRECTIONS, (5, 1, 30)),
 )
 def test_the_top_columns_and_the_rest_as_one_are_compared(by, name, direction, vocab_topk):
-    case = paired(**CASES[name])
+    case = Case.paired(**CASES[name])
     options = {"direction": direction, "temperature": 1.7, "mixture": 0.3, "vocab_topk": vocab_topk}
     truth, true_grad = case.truth(**options)
     plain, plain_grad = case.to(torch.float32).truth(**options)
@@ -115,7 +100,7 @@ def test_the_top_columns_and_the_rest_as_one_are_compared(by, name, direction, v
 
 
 def test_columns_that_equal_the_last_of_the_top_ones_are_all_kept(by):
-    case = paired(lengths=(4, 4), chunk_count=4)
+    case = Case.paired(lengths=(4, 4), chunk_count=4)
     logits = torch.zeros_like(case.teacher_logits)
     logits[:, :3] = 1.0
     case = replace(case, teacher_logits=logits)
@@ -131,7 +116,7 @@ def test_columns_that_equal_the_last_of_the_top_ones_are_all_kept(by):
 
 @pytest.mark.usefixtures("nan_filled")
 def test_no_chunk_gives_zero_with_a_graph(by):
-    out, grad = paired(chunk_count=0, lengths=(2, 2)).run(
+    out, grad = Case.paired(chunk_count=0, lengths=(2, 2)).run(
         dtype=torch.float32, planned=True, implementation=by
     )
     assert out.chunk_loss.shape == (0,)
@@ -142,7 +127,7 @@ def test_no_chunk_gives_zero_with_a_graph(by):
 @pytest.mark.parametrize("direction", sampled(["forward", "reverse"]))
 @pytest.mark.parametrize("by", sampled(["cpu", "triton"]))
 def test_several_blocks_of_columns_and_a_column_of_more_entries_than_a_program_holds(by, direction):
-    case = paired(vocabs=(2700, 1300), lengths=(3, 2), chunk_count=2)
+    case = Case.paired(vocabs=(2700, 1300), lengths=(3, 2), chunk_count=2)
     hub = case.projection.clone()
     hub[1400:2600] = 0.0
     hub[1400:2600, 5] = 1.0
@@ -164,7 +149,7 @@ def test_several_blocks_of_columns_and_a_column_of_more_entries_than_a_program_h
 @pytest.mark.parametrize("by", sampled(["cpu", "triton"]))
 def test_tiles_of_one_chunk_change_nothing(by, monkeypatch, direction):
     # The kernels take chunks by 64, which takes the interpreter long.
-    case = paired(vocabs=(17, 13), lengths=(66, 66), chunk_count=65)
+    case = Case.paired(vocabs=(17, 13), lengths=(66, 66), chunk_count=65)
     options = {"implementation": by, "direction": direction}
     whole, whole_grad = case.run(dtype=torch.float32, planned=True, **options)
     for module in (kernel_evaluation, compiled_evaluation):
@@ -178,7 +163,7 @@ def test_tiles_of_one_chunk_change_nothing(by, monkeypatch, direction):
 @pytest.mark.usefixtures("nan_filled")
 @pytest.mark.parametrize("direction", sampled(["reverse", "forward", "jensen_shannon"]))
 def test_logits_of_ten_thousand_and_minus_infinity_are_as_in_torch(by, direction):
-    case = paired(scale=1e4, lengths=(6, 6), chunk_count=3)
+    case = Case.paired(scale=1e4, lengths=(6, 6), chunk_count=3)
     case.student_logits[:, 4:9] = -torch.inf
     case.teacher_logits[:, 1:4] = -torch.inf
     twin, twin_grad = case.run(dtype=torch.float32, planned=True, direction=direction)
@@ -200,7 +185,7 @@ def test_logits_of_ten_thousand_and_minus_infinity_are_as_in_torch(by, direction
 def test_mapped_tokens_far_below_one_that_stands_for_nothing_are_compared_as_ever(
     by, name, direction
 ):
-    case = rounded(paired(**CASES[name]).dominated(120.0), torch.float32)
+    case = Case.paired(**CASES[name]).dominated(120.0).rounded(torch.float32)
     truth, true_grad = case.truth(direction=direction, temperature=1.3)
     out, grad = case.run(
         dtype=torch.float32,
@@ -219,7 +204,7 @@ def test_mapped_tokens_far_below_one_that_stands_for_nothing_are_compared_as_eve
 @pytest.mark.usefixtures("nan_filled")
 @pytest.mark.parametrize("direction", sampled(["jensen_shannon", "forward"]))
 def test_rows_that_count_for_nothing_may_hold_anything(by, direction):
-    case = paired(lengths=(8, 7), chunk_count=4)
+    case = Case.paired(lengths=(8, 7), chunk_count=4)
     weights = torch.tensor([1.0, 0.5, 0.0, 2.0], device=DEVICE)
     options = {"dtype": torch.float32, "planned": True, "direction": direction, "weights": weights}
     _, expected = case.run(**options)
@@ -248,7 +233,7 @@ def call(case, student, teacher, **options):
 @pytest.mark.usefixtures("in_any_order")
 @BOTH
 def test_strided_rows_and_their_gradient_in_place(implementation):
-    case = paired(lengths=(6, 5), chunk_count=3)
+    case = Case.paired(lengths=(6, 5), chunk_count=3)
     _, expected = case.run(dtype=torch.float32, planned=True)
     wide = torch.full((6, 60), 7.0, device=DEVICE)
     wide[:, :47] = case.student_logits.float()
@@ -265,7 +250,7 @@ def test_strided_rows_and_their_gradient_in_place(implementation):
 
 
 def test_logits_that_were_overwritten_are_an_error_to_who_reads_them_later():
-    case = paired(lengths=(6, 5), chunk_count=3)
+    case = Case.paired(lengths=(6, 5), chunk_count=3)
     logits = case.student_logits.float().requires_grad_() * 1.0
     read = (logits * logits).sum()
     call(case, logits, case.teacher_logits.float(), in_place=True)
@@ -275,7 +260,7 @@ def test_logits_that_were_overwritten_are_an_error_to_who_reads_them_later():
 
 @BOTH
 def test_a_graph_that_is_kept_is_weighed_anew(implementation):
-    case = paired(lengths=(6, 5), chunk_count=3)
+    case = Case.paired(lengths=(6, 5), chunk_count=3)
     logits = case.student_logits.float().requires_grad_()
     out = call(case, logits, case.teacher_logits.float(), implementation=implementation)
     arriving = torch.tensor([[1.0, 0.5, 0.0], [2.0, 4.0, 0.0]], device=DEVICE)
@@ -288,7 +273,7 @@ def test_a_graph_that_is_kept_is_weighed_anew(implementation):
 
 @pytest.mark.parametrize("direction", sampled(DIRECTIONS))
 def test_learned_entries_have_the_gradient_that_torch_gives_them(by, direction):
-    case = paired(lengths=(7, 6), chunk_count=3)
+    case = Case.paired(lengths=(7, 6), chunk_count=3)
     dense = case.projection.float()
     rows, columns = ((dense > 0) & ((dense > 0).sum(dim=1, keepdim=True) > 1)).nonzero().unbind(1)
     weights = torch.tensor([1.0, 0.0, 3.0], device=DEVICE)
@@ -316,7 +301,7 @@ def test_learned_entries_have_the_gradient_that_torch_gives_them(by, direction):
 
 
 def test_without_diagnostics_the_loss_is_the_same(by):
-    case = paired(lengths=(4, 4), chunk_count=2)
+    case = Case.paired(lengths=(4, 4), chunk_count=2)
     options = {"planned": True, "implementation": by, "dtype": torch.float32}
     with_them, grad_with = case.run(**options)
     silent, grad = case.run(diagnostics=False, **options)
@@ -326,7 +311,7 @@ def test_without_diagnostics_the_loss_is_the_same(by):
 
 
 def test_what_the_kernels_cannot_do_is_refused_when_they_are_asked_for():
-    case = paired(lengths=(4, 4), chunk_count=2)
+    case = Case.paired(lengths=(4, 4), chunk_count=2)
     for by in ("triton", "cpu"):
         with pytest.raises(LossError, match="need a plan"):
             case.run(dtype=torch.float32, implementation=by)

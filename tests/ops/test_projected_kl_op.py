@@ -240,11 +240,7 @@ def test_a_bad_logit_in_a_chunk_shows_in_the_sum(side, poison):
 
 def test_bf16_logits_are_summed_in_fp32():
     case = Case.random(vocabs=(301, 203), lengths=(40, 30), chunk_count=20)
-    rounded = replace(
-        case,
-        student_logits=case.student_logits.bfloat16().double(),
-        teacher_logits=case.teacher_logits.bfloat16().double(),
-    )
+    rounded = case.rounded(torch.bfloat16)
     truth, true_grad = rounded.truth(temperature=1.3)
     out, grad = rounded.run(dtype=torch.bfloat16, temperature=1.3)
     assert out.chunk_loss.dtype == torch.float32

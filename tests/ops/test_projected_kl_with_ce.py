@@ -1,79 +1,28 @@
 """Projected KL and cross-entropy from one sweep, against both from their definitions in fp64."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.ops.chunk_rows import ChunkedLogits
 from megatron_ext.ops.projected_kl import (
     LearnedEntries,
     ProjectedKLOptions,
-    WeightedLabels,
-    evaluate_projected_kl,
-    projected_kl_reference,
 )
-from megatron_ext.ops.unit_gradient import kept_gradient
 from tests.ops.kernel_case import ALL_THREE, DEVICE, assert_as_exact
-from tests.ops.projected_kl_case import Case, column_plan, paired_projection, sharded
+from tests.ops.projected_kl_case import Case, WithLabels
 
 pytest.importorskip("triton")
 
 
 LABELS = torch.tensor([3, 46, 0, -100, 7, 20, 11, -100], device=DEVICE)
-WEIGHTS = torch.tensor([1.0, 0.5, 2.0, 1.0, 0.0, 1.0, 0.3, 1.0], device=DEVICE)
-GRAD_SCALE = torch.tensor([1.0, 0.0, 2.5], device=DEVICE)
+TERMS = WithLabels(
+    labels=LABELS,
+    weights=torch.tensor([1.0, 0.5, 2.0, 1.0, 0.0, 1.0, 0.3, 1.0], device=DEVICE),
+    grad_scale=torch.tensor([1.0, 0.0, 2.5], device=DEVICE),
+)
 
 
 def paired():
-    case = Case.random(vocabs=(47, 41), lengths=(8, 7), chunk_count=3)
-    return replace(case, projection=paired_projection(47, 41)).on(DEVICE)
-
-
-def reference(case, dtype, **options):
-    logits = case.student_logits.detach().clone().to(dtype).requires_grad_()
-    chunks = projected_kl_reference(
-        logits,
-        case.teacher_logits.to(dtype),
-        student_chunk_id=case.student_chunk_id,
-        teacher_chunk_id=case.teacher_chunk_id,
-        chunk_count=3,
-        projection=case.projection.to(dtype),
-        **options,
-    )
-    tokens = torch.nn.functional.cross_entropy(logits, LABELS, reduction="none")
-    total = (GRAD_SCALE.to(dtype) * chunks).sum() + (WEIGHTS.to(dtype) * tokens).sum()
-    return total.detach(), torch.autograd.grad(total, logits)[0]
-
-
-def fused(case, logits, chosen, padding=0, in_place=False, **options):
-    """The weighted sum of chunks and tokens with a graph, and what it is of."""
-    student = VocabShard(start=0, stop=47 + padding, vocab_size=47)
-    teacher = VocabShard(start=0, stop=41, vocab_size=41)
-    rows = torch.nn.functional.pad(case.projection.float(), (0, 0, 0, padding))
-    found = []
-
-    def evaluate(whole, gradient):
-        values = evaluate_projected_kl(
-            ChunkedLogits.of(whole, case.student_chunk_id, 3, student),
-            ChunkedLogits.of(
-                case.teacher_logits.to(logits.dtype), case.teacher_chunk_id, 3, teacher
-            ),
-            sharded(rows, column_plan(case.projection, student, teacher)),
-            chosen,
-            cross_entropy=WeightedLabels(LABELS, WEIGHTS),
-            grad_scale=GRAD_SCALE,
-            gradient=gradient,
-            **options,
-        )
-        found.append(values)
-        chunks = torch.where(GRAD_SCALE == 0, 0.0, values.chunk_loss * GRAD_SCALE)
-        tokens = torch.where(WEIGHTS == 0, 0.0, values.token_loss * WEIGHTS)
-        return (chunks.sum() + tokens.sum(),)
-
-    (total,) = kept_gradient(logits, evaluate, in_place=in_place)
-    return total, found[0]
+    return Case.paired(lengths=(8, 7), chunk_count=3)
 
 
 @pytest.mark.usefixtures("nan_filled", "in_any_order")
@@ -91,23 +40,17 @@ def fused(case, logits, chosen, padding=0, in_place=False, **options):
 def test_value_and_gradient_are_the_references(
     implementation, direction, temperature, dtype, in_place
 ):
-    case = paired()
-    case = replace(
-        case,
-        student_logits=case.student_logits.to(dtype).double(),
-        teacher_logits=case.teacher_logits.to(dtype).double(),
-    )
+    case = paired().rounded(dtype)
     options = {"direction": direction, "temperature": temperature}
-    truth, true_grad = reference(case, torch.float64, **options)
-    plain, plain_grad = reference(case, torch.float32, **options)
+    truth, true_grad = TERMS.truth(case, torch.float64, **options)
+    plain, plain_grad = TERMS.truth(case, torch.float32, **options)
     padded = torch.nn.functional.pad(case.student_logits, (0, 5), value=1e4)
     leaf = padded.to(dtype).requires_grad_()
     logits = leaf * 1.0
-    total, values = fused(
+    total, values = TERMS.fused(
         case,
         logits,
         ProjectedKLOptions(temperature=temperature, direction=direction),
-        padding=5,
         implementation=implementation,
         in_place=in_place,
     )
@@ -133,9 +76,9 @@ def test_cross_entropy_is_over_all_tokens_where_mapped_ones_are_far_below(
     implementation, direction
 ):
     case = paired().to(torch.float32).dominated(120.0)
-    truth, true_grad = reference(case, torch.float64, direction=direction)
+    truth, true_grad = TERMS.truth(case, torch.float64, direction=direction)
     logits = case.student_logits.float().requires_grad_()
-    total, _ = fused(
+    total, _ = TERMS.fused(
         case, logits, ProjectedKLOptions(direction=direction), implementation=implementation
     )
     (grad,) = torch.autograd.grad(total, logits)
@@ -149,24 +92,23 @@ def test_cross_entropy_is_over_all_tokens_where_mapped_ones_are_far_below(
 def test_rows_that_count_for_nothing_may_hold_anything(implementation):
     case = paired()
     in_second = case.student_chunk_id == 1
-    unweighted = (LABELS < 0) | (WEIGHTS == 0)
+    unweighted = (LABELS < 0) | (TERMS.weights == 0)
     nothing = (in_second | (case.student_chunk_id < 0)) & unweighted
     assert nothing.any()
-    _, expected = reference(case, torch.float64)
+    _, expected = TERMS.truth(case, torch.float64)
     case.student_logits[nothing] = torch.nan
     logits = case.student_logits.float().requires_grad_()
-    total, _ = fused(case, logits, ProjectedKLOptions(), implementation=implementation)
+    total, _ = TERMS.fused(case, logits, ProjectedKLOptions(), implementation=implementation)
     (grad,) = torch.autograd.grad(total, logits)
     assert not grad[nothing].any()
     torch.testing.assert_close(grad[~nothing].double(), expected[~nothing], rtol=1e-4, atol=1e-6)
 
 
 @ALL_THREE
-def test_a_label_beyond_the_vocabulary_shows_in_the_sum(implementation, monkeypatch):
+def test_a_label_beyond_the_vocabulary_shows_in_the_sum(implementation):
     beyond = LABELS.clone()
     beyond[0] = 47
-    monkeypatch.setitem(globals(), "LABELS", beyond)
-    total, values = fused(
+    total, values = TERMS._replace(labels=beyond).fused(
         paired(),
         paired().student_logits.float(),
         ProjectedKLOptions(),
@@ -186,7 +128,7 @@ def test_learned_entries_get_theirs_by_kernel_as_by_torch(direction):
         value = dense[rows, columns].clone()
         entry_gradient = torch.zeros_like(value)
         logits = case.student_logits.float().requires_grad_()
-        total, _ = fused(
+        total, _ = TERMS.fused(
             case,
             logits,
             ProjectedKLOptions(temperature=1.3, direction=direction),
@@ -205,6 +147,6 @@ def test_nothing_is_written_where_no_gradient_is_wanted():
     case = paired()
     logits = case.student_logits.float()
     before = logits.clone()
-    total, _ = fused(case, logits, ProjectedKLOptions(), in_place=True)
+    total, _ = TERMS.fused(case, logits, ProjectedKLOptions(), in_place=True)
     assert not total.requires_grad
     assert torch.equal(logits, before)

@@ -4,21 +4,17 @@ import pytest
 import torch
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
-from megatron_ext.ops.chunk_rows import ChunkedLogits
 from megatron_ext.ops.projected_kl import (
     ProjectedKLOptions,
-    WeightedLabels,
-    evaluate_projected_kl,
     kernel_numbers,
-    projected_kl_reference,
 )
-from megatron_ext.ops.unit_gradient import kept_gradient
 from tests.ops.kernel_case import ALL_THREE, DEVICE, assert_as_exact, combinations, sampled
 from tests.ops.projected_kl_case import (
+    Case,
+    WithLabels,
     aligned_projection,
     column_plan,
     paired_projection,
-    sharded,
 )
 
 pytest.importorskip("triton")
@@ -30,58 +26,27 @@ STUDENT_CHUNK = torch.tensor([2, 0, -1, 1, 3, 4, 4, 5], device=DEVICE)
 TEACHER_CHUNK = torch.tensor([1, 0, 1, 2, 4, -1, 3, 3, 3, 5], device=DEVICE)
 """One row a chunk but for the student's in chunk 4, and the teacher's in 1 and 3."""
 
-LABELS = torch.tensor([3, 30, 0, 18, 46, 20, -100, 7], device=DEVICE)
-WEIGHTS = torch.tensor([1.0, 0.5, 2.0, 1.0, 0.3, 1.0, 1.0, 0.0], device=DEVICE)
-GRAD_SCALE = torch.tensor([1.0, 0.5, 2.5, 1.0, 2.0, 0.0], device=DEVICE)
+TERMS = WithLabels(
+    labels=torch.tensor([3, 30, 0, 18, 46, 20, -100, 7], device=DEVICE),
+    weights=torch.tensor([1.0, 0.5, 2.0, 1.0, 0.3, 1.0, 1.0, 0.0], device=DEVICE),
+    grad_scale=torch.tensor([1.0, 0.5, 2.5, 1.0, 2.0, 0.0], device=DEVICE),
+)
 
 
-def logits_of(seed, dtype):
+def case_of(order, seed, dtype):
     generator = torch.Generator().manual_seed(seed)
     shapes = ((len(STUDENT_CHUNK), STUDENT), (len(TEACHER_CHUNK), TEACHER))
-    return [(3 * torch.randn(shape, generator=generator)).to(DEVICE, dtype) for shape in shapes]
-
-
-def reference(student, teacher, projection, dtype, temperature):
-    logits = student.to(dtype).requires_grad_()
-    chunks = projected_kl_reference(
-        logits,
-        teacher.to(dtype),
+    student, teacher = (
+        (3 * torch.randn(shape, generator=generator)).to(DEVICE, dtype) for shape in shapes
+    )
+    return Case(
+        student_logits=student,
+        teacher_logits=teacher,
         student_chunk_id=STUDENT_CHUNK,
         teacher_chunk_id=TEACHER_CHUNK,
         chunk_count=6,
-        projection=projection.to(dtype),
-        temperature=temperature,
+        projection=PROJECTIONS[order](STUDENT, TEACHER).to(DEVICE),
     )
-    tokens = torch.nn.functional.cross_entropy(logits, LABELS, reduction="none")
-    total = (GRAD_SCALE.to(dtype) * chunks).sum() + (WEIGHTS.to(dtype) * tokens).sum()
-    return total.detach(), torch.autograd.grad(total, logits)[0]
-
-
-def evaluated(student, teacher, projection, *, padding=0, in_place=False, chosen, **options):
-    """The weighted sum with a graph, and the values of chunks."""
-    shards = [
-        VocabShard(start=0, stop=STUDENT + padding, vocab_size=STUDENT),
-        VocabShard(start=0, stop=TEACHER, vocab_size=TEACHER),
-    ]
-    rows = torch.nn.functional.pad(projection.float(), (0, 0, 0, padding))
-    found = []
-
-    def evaluate(whole, gradient):
-        values = evaluate_projected_kl(
-            ChunkedLogits.of(whole, STUDENT_CHUNK, 6, shards[0]),
-            ChunkedLogits.of(teacher, TEACHER_CHUNK, 6, shards[1]),
-            sharded(rows, column_plan(projection, *shards)),
-            chosen,
-            cross_entropy=WeightedLabels(LABELS, WEIGHTS),
-            grad_scale=GRAD_SCALE,
-            gradient=gradient,
-            **options,
-        )
-        found.append(values)
-        return ((GRAD_SCALE * values.chunk_loss).sum() + (WEIGHTS * values.token_loss).sum(),)
-
-    (total,) = kept_gradient(student, evaluate, in_place=in_place)
-    return total, found[0]
 
 
 @pytest.mark.usefixtures("nan_filled", "in_any_order")
@@ -98,18 +63,15 @@ def evaluated(student, teacher, projection, *, padding=0, in_place=False, chosen
 def test_values_and_gradients_are_the_references(
     implementation, order, temperature, dtype, in_place
 ):
-    projection = PROJECTIONS[order](STUDENT, TEACHER).to(DEVICE)
-    student, teacher = logits_of(0, dtype)
-    truth, true_grad = reference(student, teacher, projection, torch.float64, temperature)
-    plain, plain_grad = reference(student, teacher, projection, torch.float32, temperature)
-    leaf = torch.nn.functional.pad(student, (0, 5), value=1e4).requires_grad_()
-    total, _ = evaluated(
+    case = case_of(order, 0, dtype)
+    truth, true_grad = TERMS.truth(case, torch.float64, temperature=temperature)
+    plain, plain_grad = TERMS.truth(case, torch.float32, temperature=temperature)
+    leaf = torch.nn.functional.pad(case.student_logits, (0, 5), value=1e4).requires_grad_()
+    total, _ = TERMS.fused(
+        case,
         leaf * 1.0,
-        teacher,
-        projection,
-        padding=5,
+        ProjectedKLOptions(temperature=temperature),
         in_place=in_place,
-        chosen=ProjectedKLOptions(temperature=temperature),
         implementation=implementation,
     )
     (grad,) = torch.autograd.grad(total, leaf)
@@ -124,26 +86,19 @@ def test_values_and_gradients_are_the_references(
     combinations(tuple(PROJECTIONS), sampled(["direct", "residual", "nothing", "unmapped"], 2)),
 )
 def test_diagnostics_are_those_of_torch_wherever_the_largest_column_is(order, raised):
-    projection = PROJECTIONS[order](STUDENT, TEACHER).to(DEVICE)
-    counts = (projection > 0).sum(dim=1)
-    rows = {"direct": counts == 1, "residual": counts > 1, "unmapped": counts == 0}
-    students, teachers = [], []
+    agreed = []
     for seed in range(2):
-        student, teacher = logits_of(seed, torch.float32)
+        case = case_of(order, seed, torch.float32)
+        counts = (case.projection > 0).sum(dim=1)
+        rows = {"direct": counts == 1, "residual": counts > 1, "unmapped": counts == 0}
         if raised != "nothing":
             column = int(rows[raised].nonzero()[seed])
-            student[:, column] += 6.0
+            case.student_logits[:, column] += 6.0
             if raised != "unmapped":
-                teacher[:, int(projection[column].argmax())] += 6.0
-        students.append(student)
-        teachers.append(teacher)
-    chosen = ProjectedKLOptions()
-    agreed = []
-    for student, teacher in zip(students, teachers, strict=True):
+                case.teacher_logits[:, int(case.projection[column].argmax())] += 6.0
+        logits = case.student_logits.requires_grad_()
         values = [
-            evaluated(
-                student.requires_grad_(), teacher, projection, chosen=chosen, implementation=by
-            )[1]
+            TERMS.fused(case, logits, ProjectedKLOptions(), implementation=by)[1]
             for by in ("triton", "torch")
         ]
         torch.testing.assert_close(values[0].teacher_entropy, values[1].teacher_entropy)
@@ -155,18 +110,17 @@ def test_diagnostics_are_those_of_torch_wherever_the_largest_column_is(order, ra
 @pytest.mark.usefixtures("in_any_order")
 @pytest.mark.parametrize("raised", sampled(["residual", "direct", None]))
 def test_chunks_that_several_programs_share_are_those_of_one(monkeypatch, raised):
-    projection = aligned_projection(STUDENT, TEACHER).to(DEVICE)
-    student, teacher = logits_of(3, torch.float32)
+    case = case_of("aligned", 3, torch.float32)
     if raised is not None:
         # Each part looks for its own largest pair where the row's is none.
-        student[:, 20 if raised == "residual" else 3] += 9.0
+        case.student_logits[:, 20 if raised == "residual" else 3] += 9.0
     chosen = ProjectedKLOptions(temperature=1.5)
     found = []
     for parts in (1, 4):
         monkeypatch.setattr(kernel_numbers, "pair_parts", lambda *_, parts=parts: parts)
-        leaf = student.clone().requires_grad_()
-        total, values = evaluated(
-            leaf * 1.0, teacher, projection, in_place=True, chosen=chosen, implementation="triton"
+        leaf = case.student_logits.clone().requires_grad_()
+        total, values = TERMS.fused(
+            case, leaf * 1.0, chosen, in_place=True, implementation="triton"
         )
         found.append((torch.autograd.grad(total, leaf)[0], *values[:1], *values[1:4], *values[6:]))
     for one, several in zip(*found, strict=True):

@@ -7,9 +7,10 @@ from typing import Final
 
 import torch
 
-from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs, KnownAhead, Objective
+from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs, Objective
 from megatron_ext.losses.linear import LinearDistillation, no_logits
 from megatron_ext.losses.plan import LossPart, LossPlan
+from tests.losses.microbatch import known_ahead
 from tests.losses.objective_cases import CASES, ObjectiveCase, table_of, with_hidden_states
 from tests.rehearsal.pretended_cuda import EVENTS
 from tests.rehearsal.rehearsed_losses import objective_on, on_device
@@ -94,10 +95,7 @@ def _by_tiles(
 ) -> tuple[int, Callable[[], None]]:
     """Number of tiles, and the evaluation."""
     form = LinearDistillation(objectives=objectives, tile_rows=rows)
-    known = KnownAhead(
-        labels=inputs.labels, alignment=inputs.alignment, teacher_labels=inputs.teacher_labels
-    )
-    tiles = form.tiles(known, table_of(inputs)).to("cuda")
+    tiles = form.tiles(known_ahead(inputs), table_of(inputs)).to("cuda")
 
     def run() -> None:
         assert moved.student_hidden is not None

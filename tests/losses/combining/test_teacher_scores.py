@@ -13,7 +13,8 @@ from megatron_ext.losses.teacher_scores import (
     sample_scores,
     score,
 )
-from tests.losses.microbatch import columns, vocab_shard
+from tests.losses.microbatch import columns
+from tests.ops.kernel_case import vocab_shard
 
 LOGITS = 3 * torch.randn(2, 6, 23, generator=torch.Generator().manual_seed(0))
 LABELS = torch.tensor([[-100, 3, 5, 22, 0, 1], [4, 4, -100, -100, 9, 8]])

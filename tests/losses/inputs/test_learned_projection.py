@@ -20,8 +20,8 @@ from megatron_ext.ops.projected_kl import (
     projected_kl_reference,
 )
 from megatron_ext.projection import SparseProjection
-from tests.losses.microbatch import Microbatch, csr_arrays, vocab_shard
-from tests.ops.kernel_case import packed
+from tests.losses.microbatch import Microbatch, csr_arrays
+from tests.ops.kernel_case import packed, vocab_shard
 from tests.ops.projected_kl_case import Case, random_projection
 
 DIRECTIONS = ("forward", "reverse", "jensen_shannon")

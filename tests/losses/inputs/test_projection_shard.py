@@ -12,7 +12,8 @@ from megatron_ext.errors import ProjectionError
 from megatron_ext.losses import ProjectionShard
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.layout import LayoutStatistics, VocabularyLayout
-from tests.losses.microbatch import csr_arrays, projection_shard, vocab_shard
+from tests.losses.microbatch import csr_arrays, projection_shard
+from tests.ops.kernel_case import vocab_shard
 from tests.ops.projected_kl_case import random_projection
 from tests.projection.layout.random_pairs import random_pair
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from megatron_ext.losses import DistillationInputs, KnownAhead, LossOutput, TeacherTargets
+from megatron_ext.losses import DistillationInputs, LossOutput, TeacherTargets
 from megatron_ext.losses.linear import LinearDistillation, no_logits
 from megatron_ext.losses.objective import Objective
-from tests.losses.microbatch import Microbatch
+from tests.losses.microbatch import Microbatch, known_ahead
 from tests.losses.objective_cases import ObjectiveCase, table_of
 
 HIDDEN = 6
@@ -109,10 +109,7 @@ def by_tiles(
     """Without whole logits."""
     hidden, weight = leaves(inputs)
     form = LinearDistillation(objectives=objectives, tile_rows=rows)
-    known = KnownAhead(
-        labels=inputs.labels, alignment=inputs.alignment, teacher_labels=inputs.teacher_labels
-    )
-    tiles = form.tiles(known, table_of(inputs))
+    tiles = form.tiles(known_ahead(inputs), table_of(inputs))
     whole = replace(inputs, student_logits=no_logits(hidden, inputs.student_shard))
     output = form(whole, tiles, scales)
     d_hidden, d_weight = torch.autograd.grad(output.total, [hidden, weight])

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.errors import LossError
-from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs, KnownAhead
+from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs
 from megatron_ext.losses.linear import LinearDistillation, no_logits
 from megatron_ext.losses.objective import Objective
 from megatron_ext.teachers.formed_targets import FormedTargets
@@ -22,6 +21,7 @@ from tests.losses.linear.linear_case import (
     ordered,
     with_hidden,
 )
+from tests.losses.microbatch import known_ahead
 from tests.losses.objective_cases import CASES, CHOSEN, as_kind
 from tests.ops.kernel_case import assert_as_exact
 
@@ -193,10 +193,7 @@ def test_one_microbatch_equals_eight() -> None:
 @pytest.mark.parametrize("name", WITH_CROSS_ENTROPY)
 def test_a_microbatch_without_chunks_and_labels_gives_zero_with_a_graph(name: str) -> None:
     case = CASES[name]
-    batch = case.batch()
-    nothing = [(torch.full_like(s, -1), torch.full_like(t, -1)) for s, t in batch.chunk_ids]
-    batch = replace(batch, chunk_ids=nothing, labels=torch.full_like(batch.labels, IGNORE_INDEX))
-    inputs = with_hidden(case.build(batch, (3, 3)))
+    inputs = with_hidden(case.build(case.batch().without_work(), (3, 3)))
     objectives = objectives_of(name, with_ce=True)
     got = by_tiles(objectives, SCALES, inputs, 4)
     assert got.total == 0
@@ -211,7 +208,7 @@ def test_without_grad_mode_there_are_numbers_and_no_graph() -> None:
     inputs = inputs_of_case(CASES["projected_kl"])
     objectives = objectives_of("projected_kl", with_ce=True)
     form = LinearDistillation(objectives=objectives, tile_rows=4)
-    tiles = form.tiles(KnownAhead(labels=inputs.labels, alignment=inputs.alignment))
+    tiles = form.tiles(known_ahead(inputs))
     hidden, _ = leaves(inputs)
     whole = replace(inputs, student_logits=no_logits(hidden, inputs.student_shard))
     with torch.no_grad():
@@ -236,7 +233,7 @@ def test_nemo_numerics_are_refused() -> None:
 def test_missing_parts_are_refused() -> None:
     inputs = inputs_of_case(CASES["projected_kl"])
     form = LinearDistillation(objectives=objectives_of("projected_kl"))
-    tiles = form.tiles(KnownAhead(labels=inputs.labels, alignment=inputs.alignment))
+    tiles = form.tiles(known_ahead(inputs))
     with pytest.raises(LossError, match="no student_hidden"):
         form(replace(inputs, student_hidden=None), tiles, {"kd": 1.0})
     with pytest.raises(LossError, match="scales"):

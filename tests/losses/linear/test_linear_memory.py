@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from megatron_ext.distributed import vocab_parallel
-from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs, KnownAhead
+from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs
 from megatron_ext.losses.linear import LinearDistillation, no_logits
 from megatron_ext.losses.objective import Objective
 from tests.losses.linear.linear_case import HIDDEN, leaves, ordered, with_hidden
-from tests.losses.microbatch import Microbatch
+from tests.losses.microbatch import Microbatch, known_ahead
 from tests.losses.objective_cases import CASES, table_of
 from tests.ops.allocation_record import AllocationRecord
 from tests.ops.kernel_case import EVERY_COMBINATION
@@ -44,10 +44,7 @@ def _record(name: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Alloc
     if name != "next_token":
         objectives["kd"] = CASES[name].objective()
     form = LinearDistillation(objectives=objectives, **options)
-    known = KnownAhead(
-        labels=inputs.labels, alignment=inputs.alignment, teacher_labels=inputs.teacher_labels
-    )
-    tiles = form.tiles(known, table_of(inputs))
+    tiles = form.tiles(known_ahead(inputs), table_of(inputs))
     scales = dict.fromkeys(objectives, 0.5)
     with AllocationRecord() as record:
         form(inputs, tiles, scales).total.backward()

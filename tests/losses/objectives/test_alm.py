@@ -12,11 +12,10 @@ from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.losses import DistillationInputs, TeacherTargets
-from megatron_ext.losses.base import KnownAhead
 from megatron_ext.losses.objectives.alm import AlmLoss
 from megatron_ext.losses.vocabulary_match import BoundaryColumns
 from megatron_ext.tokenizers.token_bytes import TokenBytes
-from tests.losses.microbatch import Microbatch
+from tests.losses.microbatch import Microbatch, known_ahead
 from tests.losses.objective_cases import as_kind, inputs_of
 
 VOCABS = (11, 7)
@@ -181,12 +180,7 @@ def test_the_count_is_known_ahead_exactly_or_from_above(merge: Any) -> None:
     inputs.teacher_labels[1, 2] = IGNORE_INDEX
     mask = torch.tensor([True, True, False, True, True, True, True])
     inputs = replace(inputs, chunk_mask=mask)
-    known = KnownAhead(
-        labels=inputs.labels,
-        alignment=inputs.alignment,
-        chunk_mask=mask,
-        teacher_labels=inputs.teacher_labels,
-    )
+    known = known_ahead(inputs)
     objective = AlmLoss(merge=merge, boundary_threshold=0.5)
     ahead, count = int(objective.count_ahead(known)), int(objective(inputs).count)
     assert ahead == 4
@@ -201,13 +195,8 @@ def test_the_words_of_a_text_are_known_ahead(seed: int) -> None:
         labels[torch.rand(labels.shape, generator=generator) < 0.1] = IGNORE_INDEX
     mask = torch.rand(7, generator=generator) < 0.9
     inputs = replace(inputs, chunk_mask=mask)
-    known = KnownAhead(
-        labels=inputs.labels,
-        alignment=inputs.alignment,
-        chunk_mask=mask,
-        teacher_labels=inputs.teacher_labels,
-        word_starts=inputs.boundary.of_labels(inputs.student_shard),
-    )
+    word_starts = inputs.boundary.of_labels(inputs.student_shard)
+    known = replace(known_ahead(inputs), word_starts=word_starts)
     objective = AlmLoss(merge="words")
     assert int(objective.count_ahead(known)) == int(objective(inputs).count)
 

@@ -95,6 +95,23 @@ def definition(
     return total
 
 
+def assert_same_gradients(
+    value: torch.Tensor,
+    truth: torch.Tensor,
+    inputs: DistillationInputs,
+    projectors: DskdProjectors,
+) -> tuple[torch.Tensor, ...]:
+    """Compare a loss and its gradients with the definition's; return the gradients."""
+    torch.testing.assert_close(value, truth, rtol=1e-10, atol=0)
+    trained = [inputs.student_logits, inputs.student_hidden, *projectors.parameters()]
+    grads, true_grads = (
+        torch.autograd.grad(loss, trained, materialize_grads=True) for loss in (value, truth)
+    )
+    for grad, true_grad in zip(grads, true_grads, strict=True):
+        torch.testing.assert_close(grad, true_grad, rtol=1e-9, atol=1e-13)
+    return grads
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("gate", ["target", "none"])
 @pytest.mark.parametrize("target", ["label", "teacher"])
@@ -117,14 +134,7 @@ def test_value_and_every_gradient_are_those_of_the_definition(
     output = loss(inputs)
     truth = definition(inputs, projectors, rows, target=target, gate=gate, weights=weights)
     assert int(output.count) == len(rows)
-    torch.testing.assert_close(output.loss_sum, truth, rtol=1e-10, atol=0)
-    trained = [inputs.student_logits, inputs.student_hidden, *projectors.parameters()]
-    grads, true_grads = (
-        torch.autograd.grad(value, trained, materialize_grads=True)
-        for value in (output.loss_sum, truth)
-    )
-    for grad, true_grad in zip(grads, true_grads, strict=True):
-        torch.testing.assert_close(grad, true_grad, rtol=1e-9, atol=1e-13)
+    assert_same_gradients(output.loss_sum, truth, inputs, projectors)
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -156,18 +166,11 @@ def test_a_distance_of_hidden_states_is_added_with_every_gradient(
         distance=distance,
         hidden_weight=0.6,
     )
-    torch.testing.assert_close(output.loss_sum, truth, rtol=1e-10, atol=0)
     total, count = output.metrics["hidden_distance"]
     assert int(count) == len(STARTS)
     if alone:
         torch.testing.assert_close(0.6 * total, truth.detach(), rtol=1e-10, atol=0)
-    trained = [inputs.student_logits, inputs.student_hidden, *projectors.parameters()]
-    grads, true_grads = (
-        torch.autograd.grad(value, trained, materialize_grads=True)
-        for value in (output.loss_sum, truth)
-    )
-    for grad, true_grad in zip(grads, true_grads, strict=True):
-        torch.testing.assert_close(grad, true_grad, rtol=1e-9, atol=1e-13)
+    grads = assert_same_gradients(output.loss_sum, truth, inputs, projectors)
     assert grads[1].any()
     assert grads[3].any()
 

@@ -15,11 +15,11 @@ from megatron_ext.losses import (
     DistillationInputs,
     HiddenCosineLoss,
     HiddenMseLoss,
-    KnownAhead,
     StateProjectors,
     TeacherTargets,
 )
 from megatron_ext.losses.objective import LAST_LAYER, ModelPair, layer_number
+from tests.losses.microbatch import known_ahead
 
 WIDTHS = 3, 4
 LAYERS = ((-1, -1), (2, 3), (1, 3))
@@ -118,9 +118,7 @@ def test_metrics_are_the_distances_of_each_pair() -> None:
 
 def test_the_count_ahead_is_that_of_the_loss() -> None:
     inputs = random_inputs()
-    known = KnownAhead(
-        labels=inputs.labels, alignment=inputs.alignment, teacher_labels=inputs.teacher_labels
-    )
+    known = known_ahead(inputs)
     loss = HiddenMseLoss(projectors=projectors_of(), layers=LAYERS)
     assert int(loss.count_ahead(known)) == len(ENDS)
     mask = torch.tensor([True, True, True, True, False, True])
