@@ -11,7 +11,7 @@ from megatron_ext.losses.base import KnownAhead
 from megatron_ext.losses.nemo_rl import CrossTokenizerDistillationLossFn, objective_of
 from megatron_ext.losses.nemo_rl_config import CrossTokenizerLossConfig, TeacherLossConfig
 from megatron_ext.losses.weighting import FixedWeighting, MatchedWeighting
-from tests.losses.microbatch import Microbatch
+from tests.losses.microbatch import Microbatch, known_ahead
 from tests.losses.objective_cases import CASES, ObjectiveCase, table_of
 from tests.losses.teacher_pair import known_of, pair_inputs, teacher_pair
 
@@ -150,7 +150,7 @@ def test_one_tokenizer_teachers_are_counted_by_labels_and_can_be_averaged() -> N
     assert output.terms(counts)["kd"].item() == pytest.approx(alone.loss_sum.item() / 18, rel=1e-6)
 
 
-BY_CONTENT = ("alm", "dskd", "partition_kl", "uld by position")
+BY_CONTENT = ("alm", "dskd", "uld by position")
 """What these leave out also depends on the labels of both sides, or on predictions."""
 
 COUNTED = {name: case for name, case in CASES.items() if not name.startswith(BY_CONTENT)} | {
@@ -165,25 +165,22 @@ def test_what_an_objective_sums_over_follows_from_its_name_and_options(name: str
     assert CASES[name].objective().sums_over == CASES[name].over
 
 
-@pytest.mark.parametrize("name", COUNTED)
-def test_what_an_objective_counts_is_known_ahead(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "chunks"),
+    [(name, "all") for name in COUNTED]
+    + [(name, "masked") for name, case in COUNTED.items() if case.over == "chunks"],
+)
+def test_what_an_objective_counts_is_known_ahead(name: str, chunks: str) -> None:
     case = COUNTED[name]
     inputs = case.build(case.batch(), (3, 1))
-    alignment = replace(inputs.alignment, is_exact=torch.arange(12) % 3 != 0)
-    mask = torch.arange(12) % 4 != 2 if case.over == "chunks" else None
-    if case.over == "chunks":
-        inputs = replace(inputs, alignment=alignment, chunk_mask=mask)
+    if chunks == "masked":
+        alignment = replace(inputs.alignment, is_exact=torch.arange(12) % 3 != 0)
+        inputs = replace(inputs, alignment=alignment, chunk_mask=torch.arange(12) % 4 != 2)
     table = table_of(inputs)
     if table is not None:
         labels = inputs.labels, inputs.teacher_labels
-        inputs = replace(inputs, completions=table.of_batch(alignment, *labels))
-    known = KnownAhead(
-        labels=inputs.labels,
-        alignment=alignment,
-        chunk_mask=mask,
-        teacher_labels=inputs.teacher_labels,
-    )
-    count = case.objective().count_ahead(known)
+        inputs = replace(inputs, completions=table.of_batch(inputs.alignment, *labels))
+    count = case.objective().count_ahead(known_ahead(inputs))
     assert int(count) == int(case.objective()(inputs).count) > 0
 
 

@@ -17,14 +17,13 @@ from megatron_ext.errors import LossError
 from megatron_ext.losses import (
     BytePrefixLoss,
     DistillationInputs,
-    KnownAhead,
     LossOutput,
     PrefixTable,
     TeacherTargets,
 )
 from megatron_ext.losses import prefix_table as module
 from megatron_ext.tokenizers import MegatronTokenizer, MegatronTokenizerText
-from tests.losses.objective_cases import CASES
+from tests.losses.microbatch import known_ahead
 from tests.losses.objectives.test_partition_kl_loss import divergence
 from tests.losses.toy_language import TEXTS, read_in_turn, tokenize, toy_model
 
@@ -258,22 +257,6 @@ def test_tokens_beyond_the_most_that_are_compared_are_part_of_the_rest(
     assert (coarse.chunk_loss < fine.chunk_loss - 1e-9).any()
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_the_count_is_known_ahead(masked: bool) -> None:
-    case = CASES["byte_prefix"]
-    inputs = case.build(case.batch(), (0, 0))
-    chunks = torch.arange(inputs.alignment.chunk_count)
-    inputs = replace(inputs, chunk_mask=chunks % 3 != 1 if masked else None)
-    known = KnownAhead(
-        labels=inputs.labels,
-        alignment=inputs.alignment,
-        chunk_mask=inputs.chunk_mask,
-        teacher_labels=inputs.teacher_labels,
-    )
-    count = int(BytePrefixLoss()(inputs).count)
-    assert int(BytePrefixLoss().count_ahead(known)) == count > int(known.chunks())
-
-
 def test_a_chunk_of_other_bytes_on_both_sides_has_its_start_alone() -> None:
     reading = Reading(b"aacbb", PAIRS["bytes of triples"], seeds=(1, 2))
     inputs = reading.inputs()
@@ -283,10 +266,8 @@ def test_a_chunk_of_other_bytes_on_both_sides_has_its_start_alone() -> None:
     rows = table.of_batch(alignment, inputs.labels, inputs.teacher_labels)
     other = replace(inputs, alignment=alignment, completions=rows)
     output, _ = run(other)
-    known = KnownAhead(
-        labels=inputs.labels, alignment=alignment, teacher_labels=inputs.teacher_labels
-    )
-    assert int(output.count) == alignment.chunk_count == int(BytePrefixLoss().count_ahead(known))
+    ahead = int(BytePrefixLoss().count_ahead(known_ahead(other)))
+    assert int(output.count) == alignment.chunk_count == ahead
     assert int(output.count) < int(run(inputs)[0].count)
 
 
