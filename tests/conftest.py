@@ -87,6 +87,16 @@ def pytest_runtest_setup():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def fill_disk(monkeypatch):
+    """Call it, and no file that is written from there on reaches the disk."""
+
+    def fails(_descriptor):
+        raise OSError(28, "No space left on device")
+
+    return lambda: monkeypatch.setattr(os, "fsync", fails)
+
+
 def pytest_collection_finish():
     """Look for garbage from here on, among what the tests make, and seldom: a test that imports
     makes many objects and little garbage."""

@@ -1,5 +1,3 @@
-import os
-
 import pytest
 
 from megatron_ext.files import write_bytes, write_text
@@ -17,14 +15,10 @@ def test_nothing_else_stays_in_the_folder(tmp_path):
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path, monkeypatch):
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path, fill_disk):
     path = tmp_path / "file"
     write_bytes(path, b"old")
-
-    def full_disk(descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full_disk)
+    fill_disk()
     with pytest.raises(OSError, match="No space left"):
         write_bytes(path, b"new")
     assert path.read_bytes() == b"old"

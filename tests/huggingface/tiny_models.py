@@ -299,21 +299,12 @@ def save_tokenizer(
     control_tokens=("<pad>", "<s>", "</s>"),
 ):
     """A byte-level BPE tokenizer of fewer ids than ``VOCAB_SIZE``, trained on a text."""
-    import tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - 11,
-        special_tokens=list(control_tokens),
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    inner.train_from_iterator([text] * 4, trainer)
+    from tests.tokenizers.tokenizer_files import byte_level_bpe
+
     PreTrainedTokenizerFast(
-        tokenizer_object=inner,
+        tokenizer_object=byte_level_bpe([text] * 4, VOCAB_SIZE - 11, control_tokens),
         bos_token="<s>",
         eos_token="</s>",
         pad_token="<pad>",

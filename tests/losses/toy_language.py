@@ -9,12 +9,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import product
+from itertools import accumulate, product
 from typing import Any
 
 import numpy as np
 import torch
 
+from megatron_ext.alignment.batch import AlignmentBatch
+from megatron_ext.distributed.vocab_parallel import VocabShard
 from tests.ops.kernel_case import EVERY_COMBINATION
 
 Tokens = tuple[int, ...]
@@ -113,3 +115,44 @@ class ToyModel:
             for i in range(len(tokens))
         ]
         return torch.tensor(rows, dtype=torch.float64).log()
+
+
+class TwoReadings:
+    """One text read by two models, up to the last place where tokens of both end."""
+
+    def __init__(
+        self, text: bytes, vocabularies: tuple[tuple[bytes, ...], ...], seeds: tuple[int, int]
+    ) -> None:
+        self.vocabularies = vocabularies
+        self.models = [toy_model(*its) for its in zip(seeds, vocabularies, strict=True)]
+        streams = [tokenize(text, vocabulary) for vocabulary in vocabularies]
+        ends = [
+            list(accumulate(len(vocabulary[token]) for token in stream))
+            for vocabulary, stream in zip(vocabularies, streams, strict=True)
+        ]
+        common = sorted(set(ends[0]) & set(ends[1]))
+        last = common[-1] if common else 0
+        self.ends = [[end for end in side if end <= last] for side in ends]
+        self.streams = [s[: len(side)] for s, side in zip(streams, self.ends, strict=True)]
+        self.chunk_ids = [np.searchsorted(common, side).astype(np.int64) for side in self.ends]
+
+    @cached_property
+    def logits(self) -> list[torch.Tensor]:
+        """fp64 [1, T, V] of both models."""
+        return [m.logits(s)[None] for m, s in zip(self.models, self.streams, strict=True)]
+
+    @property
+    def labels(self) -> list[torch.Tensor]:
+        return [torch.tensor(stream, dtype=torch.int64)[None] for stream in self.streams]
+
+    @property
+    def shards(self) -> list[VocabShard]:
+        """The whole vocabularies."""
+        sizes = map(len, self.vocabularies)
+        return [VocabShard(start=0, stop=size, vocab_size=size) for size in sizes]
+
+    @property
+    def alignment(self) -> AlignmentBatch:
+        return AlignmentBatch.from_chunk_ids(
+            *(torch.from_numpy(ids)[None] for ids in self.chunk_ids)
+        )

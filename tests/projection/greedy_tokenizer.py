@@ -28,11 +28,16 @@ class GreedyTokenizer:
     def text_to_ids(self, text):
         raw, ids, at = self._prefix + text.encode(), [], 0
         while at < len(raw):
-            stops = (stop for stop in range(len(raw), at, -1) if raw[at:stop] in self._emitted)
-            stop = next(stops, None)
-            ids.append(self.unk_id if stop is None else self._emitted[raw[at:stop]])
-            at = at + 1 if stop is None else stop
+            token_id, stop = self._longest(raw, at)
+            ids.append(token_id)
+            at = stop or at + 1
         return [token_id for token_id in ids if token_id is not None]
+
+    def _longest(self, raw, at):
+        """Id and end of the longest token at a place; the unknown id and None where none fits."""
+        stops = (stop for stop in range(len(raw), at, -1) if raw[at:stop] in self._emitted)
+        stop = next(stops, None)
+        return (self.unk_id if stop is None else self._emitted[raw[at:stop]]), stop
 
     def text_to_ids_batch(self, texts):
         return [np.array(self.text_to_ids(text), np.int32) for text in texts]

@@ -182,13 +182,9 @@ def test_a_file_with_a_changed_share_is_refused(path):
         SparseProjection.load(path)
 
 
-def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(path, projection, monkeypatch):
+def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(path, projection, fill_disk):
     before = path.read_bytes()
-
-    def fail(descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", fail)
+    fill_disk()
     with pytest.raises(ProjectionError, match="cannot be written; got No space left on device"):
         projection.row_block(0, 2).save(path)
     assert path.read_bytes() == before

@@ -1,6 +1,8 @@
 """Two small byte-level vocabularies: the student reads numbers in threes, the teacher by digit."""
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, pre_tokenizers
+
+from tests.tokenizers.tokenizer_files import byte_level_bpe
 
 SENTENCES = (
     "The projection maps every token of the student to tokens of the teacher.",
@@ -15,21 +17,8 @@ TEACHER_SPECIAL = ["<|endoftext|>", "<|image_padding|>", "<|fim_middle|>"]
 
 
 def trained(folder, name, size, digits, special, texts):
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(digits), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    split = pre_tokenizers.Split(Regex(digits), behavior="isolated")
+    tokenizer = byte_level_bpe(texts, size, special, split=split)
     path = folder / name / "tokenizer.json"
     path.parent.mkdir()
     tokenizer.save(str(path))

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-SHARED = Path(
-    os.environ.get("MEGATRON_EXT_SHARED") or Path(__file__).parents[2] / ".." / "shared"
-).resolve()
+from tests.conversation.shared_files import SHARED
+
 needs_published_files = pytest.mark.skipif(
     not (SHARED / "tokenizers").is_dir() or not (SHARED / "corpora").is_dir(),
     reason="published vocabularies are absent: set MEGATRON_EXT_SHARED to a folder that has them",

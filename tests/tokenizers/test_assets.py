@@ -469,11 +469,8 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tokenizer, tmp_path):
         tokenizer("sentencepiece-nfkc").save_pretrained(tmp_path / "taken" / "saved")
 
 
-def test_a_write_that_fails_leaves_nothing(tokenizer, tmp_path, monkeypatch):
-    def full_disk(*_args):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full_disk)
+def test_a_write_that_fails_leaves_nothing(tokenizer, tmp_path, fill_disk):
+    fill_disk()
     with pytest.raises(TokenizerError, match="cannot write the folder; got No space left"):
         tokenizer("sentencepiece-v1").save_pretrained(tmp_path / "saved")
     assert os.listdir(tmp_path) == []

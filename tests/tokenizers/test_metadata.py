@@ -281,14 +281,10 @@ def test_metadata_is_overwritten_only_on_request(folder, tmp_path):
     assert tokenizer.config["model_type"] == "gpt"
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_no_other(folder, monkeypatch):
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(folder, fill_disk):
     MegatronTokenizer.write_metadata(folder, "huggingface")
     before = (folder / "tokenizer_metadata.json").read_bytes()
-
-    def full_disk(*_args):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full_disk)
+    fill_disk()
     with pytest.raises(TokenizerError, match="cannot write the file; got No space left"):
         MegatronTokenizer.write_metadata(folder, "huggingface", overwrite=True)
     assert (folder / "tokenizer_metadata.json").read_bytes() == before

@@ -3,7 +3,7 @@
 import argparse
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -68,19 +68,34 @@ def rank_file(folder: Path) -> Path:
     return file
 
 
+def byte_level_bpe(
+    texts: Iterable[str],
+    vocab_size: int,
+    special_tokens: Sequence[str] = (),
+    *,
+    normalizer: object = None,
+    split: object = None,
+) -> Tokenizer:
+    """GPT-2's pipeline, trained on ``texts``; ``split`` cuts them before its pre-tokenizer does."""
+    tokenizer = Tokenizer(models.BPE())
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    cuts = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, cuts]) if split else cuts
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(special_tokens),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
 def byte_level(folder: Path) -> Path:
     """GPT-2's pipeline, with one added token that is special and one that is not."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    _train(
-        tokenizer,
-        trainers.BpeTrainer(
-            vocab_size=900,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
+    tokenizer = byte_level_bpe(SENTENCES, 900)
     tokenizer.add_special_tokens(["<|end|>"])
     tokenizer.add_tokens(["<tool>"])
     return _save(tokenizer, folder, eos_token="<|end|>")
@@ -88,20 +103,8 @@ def byte_level(folder: Path) -> Path:
 
 def nfc_byte_level(folder: Path) -> Path:
     """Qwen's pipeline: NFC before byte-level BPE."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = byte_level_bpe(SENTENCES, 900, ["<|end|>"], normalizer=normalizers.NFC())
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    _train(
-        tokenizer,
-        trainers.BpeTrainer(
-            vocab_size=900,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            special_tokens=["<|end|>"],
-            show_progress=False,
-        ),
-    )
     return _save(tokenizer, folder, eos_token={"content": "<|end|>"})
 
 

@@ -33,6 +33,12 @@ LAYOUTS = {
 }
 """Of four processes, where ``pp2-vp2`` has two replicas."""
 
+FULL = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
 EXPERTS = {
     "num_experts": 4,
     "moe_ffn_hidden_size": 24,

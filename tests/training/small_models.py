@@ -4,6 +4,8 @@ from functools import cache
 
 import torch
 
+from tests.tokenizers.tokenizer_files import byte_level_bpe
+
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.",
     "Le café coûte 2,50 € à la gare.",
@@ -17,19 +19,9 @@ TEXTS = [
 @cache
 def huggingface_tokenizer(vocab_size=330, end="<|endoftext|>"):
     """A byte-level BPE trained on ``TEXTS``, as a fast tokenizer of transformers."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[end],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(TEXTS, trainer)
+    tokenizer = byte_level_bpe(TEXTS, vocab_size, [end])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end)
 
 

@@ -2,13 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from megatron_ext.training.configuration.config import LossConfig
-from megatron_ext.training.run_folder import config_values
 from tests.training.rank_functions import _train_teacher, _trainer, go_back, train_unsaved
 from tests.training.tiny_run import (
     ITERATIONS,
@@ -83,13 +79,6 @@ def elsewhere_run(folder, name, teachers, *, iterations=ITERATIONS, loss=None, *
         training={"train_iters": iterations, "save_interval": 1000},
     )
     return _taught(config, folder, teachers)
-
-
-def write_config(config):
-    """The configuration as a file beside the run's folder; its path."""
-    path = Path(f"{config.run_dir}.yaml")
-    path.write_text(yaml.safe_dump(config_values(config), sort_keys=False))
-    return str(path)
 
 
 def train_beside(rank, folder, runs):

@@ -8,7 +8,7 @@ import torch
 from megatron_ext.training.configuration.lora import LoraConfig
 from megatron_ext.training.metrics import read_metrics, without_measurements
 from tests.process_group import run_ranks
-from tests.training.layout_runs import LAYOUTS, AxisRun, Variant, start_and_train, train_runs
+from tests.training.layout_runs import FULL, LAYOUTS, AxisRun, Variant, start_and_train, train_runs
 from tests.training.run_results import (
     assert_same_numbers,
     assert_same_weights,
@@ -26,11 +26,6 @@ MIXED = Variant(
 VOCABULARY = Variant(objective="projected_kl", trainable=("embeddings", "head"), linear=True)
 VARIANTS = (ADAPTED, MIXED, VOCABULARY)
 ONE_ROW = {"micro_batch_size": 1}
-FULL = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
 SEQUENCE = {"sequence_parallel": True, "use_distributed_optimizer": True}
 TWO_RANKS = [
     AxisRun("adapted-tp2", ADAPTED, TP2 | {"sequence_parallel": True}, FULL | {"save_interval": 1}),

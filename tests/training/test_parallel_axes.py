@@ -11,7 +11,7 @@ import pytest
 
 from megatron_ext.training.metrics import read_metrics
 from tests.process_group import run_ranks
-from tests.training.layout_runs import LAYOUTS, AxisRun, Variant, start_and_train, train_runs
+from tests.training.layout_runs import FULL, LAYOUTS, AxisRun, Variant, start_and_train, train_runs
 from tests.training.run_results import assert_same_numbers, assert_same_weights, weights_of
 
 PROJECTED = Variant(objective="projected_kl", packing=True, iterations=3, held_out=True)
@@ -26,11 +26,6 @@ SAVES = {"save_interval": 1}
 FROM_ALONE = ("alone-from-tp2-pp2", 2)
 THERE = AxisRun("tp2-pp2", PROJECTED, LAYOUTS["tp2-pp2"], SAVES)
 ALONE_FROM_THERE = AxisRun("alone-from-tp2-pp2", PROJECTED, {}, SAVES, ("tp2-pp2", 1))
-FULL = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
 TWO_RANKS = [
     AxisRun("pp2-vp2-from-alone", PROJECTED, LAYOUTS["pp2-vp2"], FULL | ONE_ROW, FROM_ALONE),
 ]

@@ -11,12 +11,13 @@ import pytest
 from megatron_ext.training.configuration.config import LossConfig
 from megatron_ext.training.metrics import read_metrics
 from tests.certificates import OPENSSL, make_certificate
+from tests.cli.run_files import write_config
 from tests.huggingface.tiny_models import save_model
 from tests.process_group import run_ranks
 from tests.training.cached_teacher_runs import LibraryRun, library_values, read_values, write_texts
 from tests.training.launched_ranks import Launch, free_port
 from tests.training.run_results import LOSS_TOLERANCE as TOLERANCE
-from tests.training.teacher_runs import elsewhere_run, train_beside, write_config
+from tests.training.teacher_runs import elsewhere_run, train_beside
 from tests.training.tiny_run import CP2, ITERATIONS, PP2
 
 ALL = bool(os.environ.get("MEGATRON_EXT_ALL_TEXT"))
@@ -59,7 +60,7 @@ def folder(folder):
 
 def distil(folder, config, processes=None):
     """A launch of a run with the name of its folder."""
-    argv = ["distill", "--config", write_config(config)]
+    argv = ["distill", "--config", str(write_config(folder, config))]
     return Launch(argv, world_size=processes, folder=folder, name=Path(config.run_dir).name)
 
 
@@ -97,8 +98,8 @@ def test_losses_with_a_teacher_in_a_process_and_one_on_a_server(folder):
         "far": TWO["far"] | {"placement": "server", "serving": serving},
     }
     config = elsewhere_run(folder, "places", teachers)
-    argv = ["serve-teacher", "--config", write_config(config), "--teacher", "far", *flags]
-    argv += ["--address", address]
+    argv = ["serve-teacher", "--config", str(write_config(folder, config)), "--teacher", "far"]
+    argv += [*flags, "--address", address]
     server = Launch(argv, world_size=None, folder=folder, name="server")
     try:
         (ended,) = distil(folder, config).wait(240)

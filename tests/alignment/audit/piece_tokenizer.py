@@ -1,15 +1,13 @@
 """A tokenizer whose pieces a test chooses: the longest piece that fits comes first."""
 
-import hashlib
-from itertools import accumulate
-
 import numpy as np
 
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.token_bytes import utf8
+from tests.projection.greedy_tokenizer import GreedyTokenizer
 
 
-class PieceTokenizer:
+class PieceTokenizer(GreedyTokenizer):
     """Id 0 is the unknown token, for a character that no piece begins with.
 
     Args:
@@ -18,17 +16,12 @@ class PieceTokenizer:
         skips: White space alone gives no token.
     """
 
-    bos_id = eos_id = pad_id = None
     unk_id = 0
 
     def __init__(self, *pieces, refused=None, skips=False):
-        self.pieces = [b"", *(p.encode() if isinstance(p, str) else p for p in pieces)]
+        super().__init__([b"", *(p.encode() if isinstance(p, str) else p for p in pieces)])
         self.refused = refused
         self.skips = skips
-
-    @property
-    def vocab_size(self):
-        return len(self.pieces)
 
     def text_to_ids(self, text):
         return self.encode_with_byte_ends(text)[0].tolist()
@@ -42,31 +35,20 @@ class PieceTokenizer:
         raw = utf8(text)
         if self.refused is not None and self.refused in text:
             raise TokenizerError(f"the text holds {self.refused}")
-        ids, widths, at = [], [], 0
+        ids, ends, at = [], [], 0
         while at < len(raw) and not (self.skips and text.isspace()):
-            fitting = [i for i, p in enumerate(self.pieces) if p and raw.startswith(p, at)]
-            best = max(fitting, key=lambda i: len(self.pieces[i]), default=0)
-            width = len(self.pieces[best])
-            if not best:
-                width = 1
-                while at + width < len(raw) and raw[at + width] & 0xC0 == 0x80:
-                    width += 1
-            ids.append(best)
-            widths.append(width)
-            at += width
-        return np.array(ids, np.int32), np.array(list(accumulate(widths)), np.int64)
-
-    def byte_ends(self, ids):
-        return np.cumsum([len(self.pieces[i]) for i in ids])
+            token_id, stop = self._longest(raw, at)
+            if stop is None:
+                stop = at + 1
+                while stop < len(raw) and raw[stop] & 0xC0 == 0x80:
+                    stop += 1
+            ids.append(token_id)
+            ends.append(stop)
+            at = stop
+        return np.array(ids, np.int32), np.array(ends, np.int64)
 
     def token_bytes(self, token_id):
-        return self.pieces[token_id] or None
-
-    def token_to_id(self, token):
-        return self.pieces.index(token.encode())
+        return super().token_bytes(token_id) or None
 
     def id_to_token(self, token_id):
-        return self.pieces[token_id].decode(errors="replace") or "<unk>"
-
-    def fingerprint(self):
-        return hashlib.sha256(repr(self.pieces).encode()).hexdigest()
+        return super().id_to_token(token_id) or "<unk>"

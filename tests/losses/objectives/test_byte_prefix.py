@@ -1,7 +1,6 @@
 """``byte_prefix`` over texts tokenized two ways, against a target made token by token."""
 
 from dataclasses import replace
-from itertools import accumulate
 from math import log
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,6 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
-from megatron_ext.alignment.batch import AlignmentBatch
-from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.losses import (
     BytePrefixLoss,
@@ -25,7 +22,7 @@ from megatron_ext.losses import prefix_table as module
 from megatron_ext.tokenizers import MegatronTokenizer, MegatronTokenizerText
 from tests.losses.microbatch import known_ahead
 from tests.losses.objectives.test_partition_kl_loss import divergence
-from tests.losses.toy_language import TEXTS, read_in_turn, tokenize, toy_model
+from tests.losses.toy_language import TEXTS, TwoReadings, read_in_turn
 
 Vocabulary = tuple[bytes, ...]
 
@@ -45,32 +42,12 @@ PAIRS = EXACT | {
 }
 
 
-class Reading:
-    """One text read by two models of toy languages, and the objective's inputs for it."""
-
-    def __init__(self, text: bytes, pair: tuple[Vocabulary, Vocabulary], seeds: tuple[int, int]):
-        self.vocabularies = pair
-        models = [toy_model(seed, own) for seed, own in zip(seeds, pair, strict=True)]
-        streams = [tokenize(text, own) for own in pair]
-        ends = [
-            list(accumulate(len(own[token]) for token in stream))
-            for own, stream in zip(pair, streams, strict=True)
-        ]
-        common = sorted(set(ends[0]) & set(ends[1]))
-        last = common[-1] if common else 0
-        self.ends = [[end for end in side if end <= last] for side in ends]
-        self.streams = [s[: len(side)] for s, side in zip(streams, self.ends, strict=True)]
-        self.chunk_ids = [np.searchsorted(common, side).astype(np.int64) for side in self.ends]
-        self.logits = [m.logits(s)[None] for m, s in zip(models, self.streams, strict=True)]
+class Reading(TwoReadings):
+    """The objective's inputs for a text."""
 
     def inputs(self) -> DistillationInputs:
-        student, teacher = self.vocabularies
-        shards = [VocabShard(start=0, stop=len(v), vocab_size=len(v)) for v in (student, teacher)]
-        labels = [torch.tensor(stream, dtype=torch.int64)[None] for stream in self.streams]
-        alignment = AlignmentBatch.from_chunk_ids(
-            *(torch.from_numpy(ids)[None] for ids in self.chunk_ids)
-        )
-        table = PrefixTable.from_token_bytes(student, teacher)
+        labels, shards, alignment = self.labels, self.shards, self.alignment
+        table = PrefixTable.from_token_bytes(*self.vocabularies)
         return DistillationInputs(
             student_logits=self.logits[0].clone().requires_grad_(),
             student_shard=shards[0],

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.alignment.batch import AlignmentBatch
-from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.errors import LossError
 from megatron_ext.losses import (
     ChunkCompletions,
@@ -24,7 +22,7 @@ from megatron_ext.losses import (
 )
 from tests.losses.microbatch import known_ahead
 from tests.losses.objective_cases import CASES
-from tests.losses.toy_language import TEXTS, Tokens, read_in_turn, tokenize, toy_model
+from tests.losses.toy_language import TEXTS, Tokens, TwoReadings, read_in_turn
 
 PREFIX_FREE = {
     "two codes": ((b"aa", b"ab", b"ac", b"b", b"c"), (b"a", b"ba", b"bb", b"bc", b"c")),
@@ -38,28 +36,8 @@ VOCABULARIES = PREFIX_FREE | {
 }
 
 
-class Pair:
-    """One text read by two models, and the objective's inputs for it."""
-
-    def __init__(
-        self, text: bytes, vocabularies: tuple[tuple[bytes, ...], ...], seeds: tuple[int, int]
-    ) -> None:
-        self.models = [
-            toy_model(seed, vocabulary)
-            for seed, vocabulary in zip(seeds, vocabularies, strict=True)
-        ]
-        streams = [tokenize(text, vocabulary) for vocabulary in vocabularies]
-        ends = [
-            np.cumsum([len(vocabulary[token]) for token in stream])
-            for stream, vocabulary in zip(streams, vocabularies, strict=True)
-        ]
-        # Both streams end where both have a boundary.
-        last = max(set(ends[0]) & set(ends[1]), default=0)
-        self.streams = [
-            stream[: int((end <= last).sum())] for stream, end in zip(streams, ends, strict=True)
-        ]
-        boundaries = sorted(set(ends[0]) & set(ends[1]))
-        self.chunk_ids = [np.searchsorted(boundaries, end[end <= last]) for end in ends]
+class Pair(TwoReadings):
+    """The objective's inputs for a text, and the events of its chunks."""
 
     def chunks(self) -> list[tuple[tuple[Tokens, Tokens], tuple[Tokens, Tokens]]]:
         """Context and tokens of every chunk, student and teacher."""
@@ -74,21 +52,13 @@ class Pair:
         return found
 
     def inputs(self, kind: str = "logits") -> DistillationInputs:
-        student, teacher = (model.vocabulary for model in self.models)
-        logits = [
-            model.logits(stream)[None]
-            for model, stream in zip(self.models, self.streams, strict=True)
-        ]
-        labels = [torch.tensor(stream)[None] for stream in self.streams]
-        alignment = AlignmentBatch.from_chunk_ids(
-            *(torch.from_numpy(ids)[None] for ids in self.chunk_ids)
-        )
+        student, teacher = self.vocabularies
+        logits, labels, alignment, shards = self.logits, self.labels, self.alignment, self.shards
         common = [
             (s, t)
             for s, t in product(range(len(student)), range(len(teacher)))
             if student[s] == teacher[t]
         ]
-        shards = [VocabShard(start=0, stop=len(v), vocab_size=len(v)) for v in (student, teacher)]
         ids = torch.tensor(common, dtype=torch.int64).reshape(-1, 2)
         table = CompletionTable.from_token_bytes(student, teacher)
         if kind == "topk":
@@ -103,7 +73,7 @@ class Pair:
         else:
             targets = TeacherTargets(kind="logits", shard=shards[1], logits=logits[1])
         return DistillationInputs(
-            student_logits=logits[0].requires_grad_(),
+            student_logits=logits[0].clone().requires_grad_(),
             student_shard=shards[0],
             labels=labels[0],
             teacher=targets,
@@ -120,13 +90,12 @@ class Pair:
         """
         sides = self.chunks()[chunk]
         (_, student), (_, teacher) = sides
-        vocabularies = [model.vocabulary for model in self.models]
         if len(student) > 1 and len(teacher) > 1:
             pairs = [(student, teacher)]
         else:
             pairs = [
                 ((*student[:-1], u), (*teacher[:-1], v))
-                for u, v in product(*(range(len(vocabulary)) for vocabulary in vocabularies))
+                for u, v in product(*(range(len(vocabulary)) for vocabulary in self.vocabularies))
                 if self._spell(0, (*student[:-1], u)) == self._spell(1, (*teacher[:-1], v))
             ]
         found = []
@@ -137,7 +106,7 @@ class Pair:
         return found[0], found[1]
 
     def _spell(self, side: int, tokens: Tokens) -> bytes:
-        return b"".join(self.models[side].vocabulary[token] for token in tokens)
+        return b"".join(self.vocabularies[side][token] for token in tokens)
 
 
 def divergence(q: list[float], p: list[float], tau: float, direction: str, mixture: float) -> float:
