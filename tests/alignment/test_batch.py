@@ -76,13 +76,6 @@ def pair(student, teacher):
     return np.array(student, np.int32), np.array(teacher, np.int32)
 
 
-def test_position_t_holds_the_chunk_of_token_t_plus_one():
-    batch = pad_alignments([pair([-1, 0, 1, 1], [-1, 0, 0, 1])], student_length=5, teacher_length=3)
-    assert batch.student_chunk_id.tolist() == [[0, 1, 1, -1, -1]]
-    assert batch.teacher_chunk_id.tolist() == [[0, 0, 1]]
-    assert batch.chunk_count == 2
-
-
 @pytest.mark.parametrize(
     ("student", "teacher"),
     [
@@ -98,21 +91,6 @@ def test_a_chunk_that_is_not_wholly_predicted_is_dropped_on_both_sides(student, 
     assert batch.chunk_count == 2
     for ids in (batch.student_chunk_id, batch.teacher_chunk_id):
         assert [chunk for chunk in ids[0].tolist() if chunk != NO_CHUNK] == [0, 1]
-
-
-@pytest.mark.parametrize(
-    "samples",
-    [
-        pytest.param([], id="no sample"),
-        pytest.param([pair([], [])], id="no token"),
-        pytest.param([pair([-1, -1], [-1])], id="no chunk"),
-    ],
-)
-def test_a_batch_without_chunks_is_all_padding(samples):
-    batch = pad_alignments(samples, student_length=3, teacher_length=2)
-    assert batch.chunk_count == 0
-    assert batch.student_chunk_id.tolist() == [[-1, -1, -1]] * len(samples)
-    assert batch.teacher_chunk_id.tolist() == [[-1, -1]] * len(samples)
 
 
 def test_arguments_are_left_as_they_are():

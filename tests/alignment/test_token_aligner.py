@@ -12,9 +12,11 @@ from megatron_ext.alignment import TokenAligner
 from megatron_ext.constants import NO_CHUNK
 from megatron_ext.errors import AlignmentError
 from tests.alignment.brute_force import brute_force_chunks, chunks_of
+from tests.alignment.test_invariants import texts as unusual_texts
 
 any_text = settings(deadline=None)
 texts = st.one_of(
+    unusual_texts,
     st.text(max_size=40),
     st.text(st.sampled_from(" \t\n\u00a0a1é中🙂\u200d"), max_size=40),
     st.lists(st.sampled_from(["the ", "201 ", "संस्कृत", "日本語", "Привет ", "==", "\r\n"])).map(
@@ -23,13 +25,13 @@ texts = st.one_of(
 )
 
 PASSAGES = [
-    pytest.param("The year 2017 saw 1,048,576 bytes aligned.\n\n  def f(x):\n", id="English"),
-    pytest.param("每个字符的字节都必须对齐，不多不少。", id="Chinese"),
-    pytest.param("बाइट ही एकमात्र साझा मुद्रा हैं।", id="Hindi"),
-    pytest.param("バイトだけが共通の通貨です。", id="Japanese"),
-    pytest.param("Только байты одинаковы у всех.", id="Russian"),
-    pytest.param("👩‍👩‍👧‍👦 🏳️‍🌈 e\u0301 \u0000 \ufeff", id="emoji and marks"),
-    pytest.param("", id="nothing"),
+    "The year 2017 saw 1,048,576 bytes aligned.\n\n  def f(x):\n",
+    "每个字符的字节都必须对齐，不多不少。",
+    "बाइट ही एकमात्र साझा मुद्रा हैं।",
+    "バイトだけが共通の通貨です。",
+    "Только байты одинаковы у всех.",
+    "👩‍👩‍👧‍👦 🏳️‍🌈 e\u0301 \u0000 \ufeff",
+    "",
 ]
 
 
@@ -71,19 +73,6 @@ def test_ids_align_as_the_text_that_they_came_from(aligner, text):
     from_text, from_ids = aligner.align(text), aligner.align_ids(student, teacher)
     assert np.array_equal(from_ids.student_chunk_id, from_text.student_chunk_id)
     assert np.array_equal(from_ids.teacher_chunk_id, from_text.teacher_chunk_id)
-
-
-@pytest.mark.parametrize("text", PASSAGES)
-def test_one_sided_control_tokens_desynchronise_nothing(aligner, text):
-    student = aligner.student_tokenizer.text_to_ids(text)
-    teacher = aligner.teacher_tokenizer.text_to_ids(text)
-    plain = aligner.align_ids(student, teacher)
-    framed = aligner.align_ids(
-        student, [aligner.teacher_tokenizer.bos_id, *teacher, aligner.teacher_tokenizer.eos_id]
-    )
-    assert np.array_equal(framed.student_chunk_id, plain.student_chunk_id)
-    expected = [NO_CHUNK, *plain.teacher_chunk_id.tolist(), NO_CHUNK]
-    assert framed.teacher_chunk_id.tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -181,7 +170,7 @@ def test_a_batch_of_texts_aligns_as_each_text(aligner, batch):
 
 
 def test_a_batch_of_texts_and_of_their_ids_are_the_same_tensors(aligner):
-    batch = [passage.values[0] for passage in PASSAGES]
+    batch = PASSAGES
     lengths = {"student_length": 12, "teacher_length": 9}
     ids = [
         tuple(

@@ -63,17 +63,7 @@ def test_windows_are_those_of_a_slow_search(pair, budget):
     kept, dropped = slow_windows(*pair, *budget)
     assert windows.byte_bounds.tolist() == kept
     assert windows.dropped_byte_bounds.tolist() == dropped
-
-
-@given(pairs(), budgets)
-@settings(deadline=None)
-def test_windows_and_dropped_ranges_cover_every_byte_exactly_once(pair, budget):
-    windows = cut_windows(*pair, student_length=budget[0], teacher_length=budget[1])
-    ranges = sorted(windows.byte_bounds.tolist() + windows.dropped_byte_bounds.tolist())
-    covered = [byte for start, stop in ranges for byte in range(start, stop)]
-    assert covered == list(range(max([0, *pair[0].tolist(), *pair[1].tolist()])))
-    kept = sum(stop - start for start, stop in windows.byte_bounds.tolist())
-    assert windows.dropped_bytes == len(covered) - kept
+    assert windows.dropped_bytes == sum(stop - start for start, stop in dropped)
 
 
 @given(pairs(), budgets)
@@ -86,19 +76,6 @@ def test_a_window_fits_both_budgets_and_its_tokens_cover_its_bytes(pair, budget)
             assert 0 < last - first <= length
             assert (ends[first - 1] if first else 0) == start
             assert ends[last - 1] == stop
-
-
-@given(pairs(), budgets)
-@settings(deadline=None)
-def test_no_chunk_is_cut(pair, budget):
-    windows = cut_windows(*pair, student_length=budget[0], teacher_length=budget[1])
-    alignment = align_byte_ends(*pair)
-    for spans, bounds in (
-        (alignment.student_spans, windows.student_bounds),
-        (alignment.teacher_spans, windows.teacher_bounds),
-    ):
-        for start, stop in spans.tolist():
-            assert not any(start < edge < stop for edge in bounds.ravel().tolist())
 
 
 @given(st.integers(0, 24).flatmap(byte_ends), st.integers(1, 6))

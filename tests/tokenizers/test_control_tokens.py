@@ -32,11 +32,6 @@ def found(text, *tokens, spans=None):
     return [(m.begin, m.end, m.token_id) for m in ControlTokens(tokens).find(text, spans)]
 
 
-def test_the_leftmost_token_counts_and_of_several_there_the_longest():
-    tokens = (ControlToken("<a>", 1), ControlToken("<a><b>", 2), ControlToken("b>", 3))
-    assert found("x<a><b><a>b>", *tokens) == [(1, 7, 2), (7, 10, 1), (10, 12, 3)]
-
-
 @MANY
 @given(
     names=st.lists(st.text("ab<.", min_size=1, max_size=5), min_size=1, max_size=12, unique=True),
