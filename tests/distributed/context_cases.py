@@ -3,6 +3,7 @@
 B batch, T tokens, V vocabularies.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -219,12 +220,12 @@ CASES: tuple[Case, ...] = (
 )
 
 
-def every_layout(rank: int) -> dict[str, dict[Case, Rank]]:
-    """Each case on every layout that four ranks make."""
+def on_every_layout(rank: int, found: Callable[..., Any], cases: Sequence[Any]) -> dict[str, Any]:
+    """What is found of each case on every layout that four ranks make."""
     results = {}
     for name, (cp_size, tp_size) in GROUPS.items():
         cp, tp = make_groups(rank, cp_size, tp_size)
-        results[name] = {case: on_this_rank(*case, cp=cp, tp=tp) for case in CASES}
+        results[name] = {case: found(*case, cp=cp, tp=tp) for case in cases}
     return results
 
 

@@ -8,15 +8,7 @@ import torch
 from megatron_ext.distributed.context_parallel import SequenceLayout, SequenceOrder
 from megatron_ext.losses import LOSS_REGISTRY, DistillationInputs, DskdProjectors
 from megatron_ext.losses.context_parallel import ContextParallelPlan
-from tests.distributed.context_cases import (
-    GROUPS,
-    LENGTHS,
-    PADDING,
-    Chunks,
-    held,
-    make_groups,
-    microbatch,
-)
+from tests.distributed.context_cases import LENGTHS, PADDING, Chunks, held, microbatch
 from tests.losses.microbatch import Microbatch, columns
 from tests.losses.objective_cases import with_hidden_states
 
@@ -121,12 +113,3 @@ def rows_of(
         hidden=grads[1] if name == "dskd" else torch.zeros(2, len(places[0]), 0),
         projectors=list(grads[2:]),
     )
-
-
-def rows_of_every_layout(rank: int) -> dict[str, dict[RowCase, Rows]]:
-    """Each case on every layout that four ranks make."""
-    results = {}
-    for name, (cp_size, tp_size) in GROUPS.items():
-        cp, tp = make_groups(rank, cp_size, tp_size)
-        results[name] = {case: rows_of(*case, cp=cp, tp=tp) for case in ROW_CASES}
-    return results

@@ -17,26 +17,21 @@ from tests.distributed.context_cases import (
     LENGTHS,
     Case,
     Rank,
-    every_layout,
     held,
     objective_of,
+    on_every_layout,
+    on_this_rank,
     text_of,
     whole_inputs,
 )
-from tests.distributed.context_row_cases import (
-    ROW_CASES,
-    RowCase,
-    Rows,
-    rows_of,
-    rows_of_every_layout,
-)
+from tests.distributed.context_row_cases import ROW_CASES, RowCase, Rows, rows_of
 from tests.process_group import run_ranks
 
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, dict[Case, Rank]]]:
     """One spawn for all layouts."""
-    return run_ranks(4, every_layout)
+    return run_ranks(4, on_every_layout, on_this_rank, CASES)
 
 
 @pytest.mark.parametrize("name", GROUPS)
@@ -127,7 +122,7 @@ def test_a_sequence_that_does_not_divide_is_refused() -> None:
 @pytest.fixture(scope="module")
 def row_ranks() -> list[dict[str, dict[RowCase, Rows]]]:
     """One spawn for all layouts."""
-    return run_ranks(4, rows_of_every_layout)
+    return run_ranks(4, on_every_layout, rows_of, ROW_CASES)
 
 
 @pytest.mark.parametrize("name", GROUPS)

@@ -5,6 +5,8 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megatron_ext.training.metrics import read_metrics, without_measurements
+
 # fp32 sums in another order.
 LOSS_TOLERANCE = 1e-5
 
@@ -45,6 +47,16 @@ def assert_same_weights(run, expected, iteration=2):
         torch.testing.assert_close(
             ours[name][:rows], weight[:rows], rtol=0, atol=PARAMETER_TOLERANCE, msg=name
         )
+
+
+def assert_identical(run, expected, iteration=2):
+    """Metrics but for what time took, and every tensor of a checkpoint, bit for bit."""
+    ours, theirs = (map(without_measurements, read_metrics(path)) for path in (run, expected))
+    assert [*ours] == [*theirs]
+    found, whole = tensors_of(run, iteration), tensors_of(expected, iteration)
+    assert found.keys() == whole.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, whole[name]), name
 
 
 def assert_same_numbers(rows, expected, names, *, exact=()):

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from megatron_ext.training.configuration.lora import LoraConfig
-from megatron_ext.training.metrics import read_metrics, without_measurements
+from megatron_ext.training.metrics import read_metrics
 from tests.process_group import run_ranks
 from tests.training.layout_runs import FULL, LAYOUTS, AxisRun, Variant, start_and_train, train_runs
 from tests.training.run_results import (
+    assert_identical,
     assert_same_numbers,
     assert_same_weights,
     tensors_of,
@@ -106,10 +107,4 @@ def test_the_optimizer_has_a_state_of_what_learns_alone(runs, variant):
 
 
 def test_a_run_goes_on_bit_for_bit(runs):
-    variant = ADAPTED
-    before, after = runs / str(variant), runs / f"{variant}-again"
-    ours, theirs = (map(without_measurements, read_metrics(run)) for run in (after, before))
-    assert [*ours] == [*theirs]
-    expected = tensors_of(before, variant.iterations)
-    for name, tensor in tensors_of(after, variant.iterations).items():
-        assert torch.equal(tensor, expected[name]), name
+    assert_identical(runs / f"{ADAPTED}-again", runs / str(ADAPTED), ADAPTED.iterations)

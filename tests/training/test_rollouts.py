@@ -25,7 +25,12 @@ from tests.training.rollout_runs import (
     train_layouts,
     train_served,
 )
-from tests.training.run_results import assert_same_numbers, assert_same_weights, tensors_of
+from tests.training.run_results import (
+    assert_identical,
+    assert_same_numbers,
+    assert_same_weights,
+    tensors_of,
+)
 from tests.training.tiny_run import CP2, PP2, TP2, changed
 
 LAYOUTS = {"pp2": PP2}
@@ -116,6 +121,14 @@ def runs(folder, alone):
     return folder
 
 
+def assert_learned_alike(runs, name, expected, names):
+    """Metrics, those of rollouts too, and weights, to rounding."""
+    rows, whole = read_metrics(runs / name), read_metrics(runs / expected)
+    of_rollouts = [key for key in whole[0] if key.startswith("rollouts/")]
+    assert_same_numbers(rows, whole, (*names, *of_rollouts), exact=("tokens", "chunks"))
+    assert_same_weights(runs / name, runs / expected)
+
+
 def assert_same_lines(runs, name, expected):
     """The same logged completions, numbers to rounding."""
     (numbers, texts), (its, those) = (parts_of(lines_of(runs, one)) for one in (name, expected))
@@ -128,19 +141,13 @@ def test_layouts_sample_and_learn_the_same(runs, layout):
     # The main rank of several replicas is that of the last one.
     if layout != "dp2":
         assert_same_lines(runs, layout, "alone")
-    rows, expected = read_metrics(runs / layout), read_metrics(runs / "alone")
-    names = [name for name in expected[0] if name.startswith("rollouts/")]
-    assert_same_numbers(rows, expected, ("loss", "kd", *names), exact=("tokens", "chunks"))
-    assert_same_weights(runs / layout, runs / "alone")
+    assert_learned_alike(runs, layout, "alone", ("loss", "kd"))
 
 
 @pytest.mark.parametrize("layout", SERVED)
 def test_layouts_learn_the_same_from_a_servers_samples(runs, served, layout):
-    rows, expected = read_metrics(runs / layout), read_metrics(runs / "served")
-    names = [name for name in expected[0] if name.startswith("rollouts/")]
-    assert "rollouts/mismatch" in names
-    assert_same_numbers(rows, expected, ("loss", "kd", "ce", *names), exact=("tokens", "chunks"))
-    assert_same_weights(runs / layout, runs / "served")
+    assert "rollouts/mismatch" in read_metrics(runs / "served")[0]
+    assert_learned_alike(runs, layout, "served", ("loss", "kd", "ce"))
     if layout != "served-dp2":
         assert_same_lines(runs, layout, "served")
 
@@ -194,14 +201,7 @@ def test_a_server_that_fails_ahead_ends_the_run_at_the_step_that_needs_it(runs, 
 
 def test_an_interrupted_run_samples_and_learns_the_same_again(runs):
     assert lines_of(runs, "again") == lines_of(runs, "alone")
-    again, whole = (
-        [without_measurements(row) for row in read_metrics(runs / name)]
-        for name in ("again", "alone")
-    )
-    assert again == whole
-    tensors, expected = tensors_of(runs / "again"), tensors_of(runs / "alone")
-    assert tensors.keys() == expected.keys()
-    assert all(tensors[name].equal(value) for name, value in expected.items())
+    assert_identical(runs / "again", runs / "alone")
 
 
 def test_metrics_say_what_was_sampled(runs):

@@ -20,16 +20,16 @@ from megatron_ext.training.dry_run.dry_run import dry_run
 from megatron_ext.training.dry_run.memory import rank_memory
 from megatron_ext.training.dry_run.plan import Plan
 from megatron_ext.training.inputs import read_inputs
-from megatron_ext.training.metrics import read_metrics, without_measurements
+from megatron_ext.training.metrics import read_metrics
 from megatron_ext.training.run_folder import config_values
 from megatron_ext.training.run_plan import RunPlan
 from megatron_ext.typed_mapping import build_config
 from tests.process_group import run_ranks
 from tests.training.rank_functions import _trainer, go_back, save_start
 from tests.training.run_results import (
+    assert_identical,
     assert_same_numbers,
     assert_same_weights,
-    tensors_of,
     weights_of,
 )
 from tests.training.tiny_run import (
@@ -178,14 +178,7 @@ def test_layouts_average_alike(runs, name):
 
 @pytest.mark.parametrize("after", [name for name in AGAIN if name.endswith("again")])
 def test_a_run_goes_on_bit_for_bit(runs, after):
-    before = AGAIN[after][0]
-    ours, theirs = (map(without_measurements, read_metrics(runs / run)) for run in (after, before))
-    assert [*ours] == [*theirs]
-    expected = tensors_of(runs / before, STEPS)
-    found = tensors_of(runs / after, STEPS)
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
-        assert torch.equal(tensor, expected[name]), name
+    assert_identical(runs / after, runs / AGAIN[after][0], STEPS)
 
 
 def built(folder, **teacher):
