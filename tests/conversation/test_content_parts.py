@@ -187,16 +187,6 @@ def test_images_become_control_tokens_and_no_other_content_does(
     assert tokenizer.decode(target[target != IGNORE_INDEX]) == "Two.<|im_end|>\n"
 
 
-def test_tagging_a_conversation_twice_changes_nothing() -> None:
-    tokenizer = ByteTokenizer()
-    config = prompt_config_of("qwen2p5", tokenizer)
-    tags = image_tags("internvl")
-    once = [TWO_IMAGES[0] | {"content": tags(TWO_IMAGES[0]["content"])}, TWO_IMAGES[1]]
-    ids = tokenize_conversation(tokenizer, TWO_IMAGES, config, False, False, tags)
-    again = tokenize_conversation(tokenizer, once, config, False, False, tags)
-    np.testing.assert_array_equal(ids, again)
-
-
 def test_an_image_completes_no_control_token_of_the_template() -> None:
     tokenizer = ByteTokenizer(
         "<|im_{{ messages[0].content }}", control_tokens=["<|im_<image>|>", IMAGE_TOKEN]
