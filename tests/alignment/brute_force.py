@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from megatron_ext.constants import NO_CHUNK
+
 
 def brute_force_chunks(student_ends, teacher_ends):
     """Token sets of each chunk: tokens that share bytes belong together, directly or not.
@@ -38,6 +40,20 @@ def chunks_of(alignment):
         )
         for chunk in range(alignment.chunk_count)
     ]
+
+
+def assert_spans_of_chunks(alignment):
+    """Spans ascend, and each starts and ends with a token of its chunk."""
+    for spans, ids in (
+        (alignment.student_spans, alignment.student_chunk_id),
+        (alignment.teacher_spans, alignment.teacher_chunk_id),
+    ):
+        assert spans.shape == (alignment.chunk_count, 2)
+        assert (spans[:, 0] < spans[:, 1]).all()
+        assert (spans[1:, 0] >= spans[:-1, 1]).all()
+        for chunk, (start, stop) in enumerate(spans.tolist()):
+            assert ids[start] == ids[stop - 1] == chunk
+            assert set(ids[start:stop].tolist()) <= {chunk, NO_CHUNK}
 
 
 def brute_force_segments(student, teacher, pairs):

@@ -9,16 +9,14 @@ def ends_of(*widths):
 
 
 @st.composite
-def byte_ends(draw, total, zero_width=True):
+def byte_ends(draw, total):
     # One bit per byte says whether a token ends there: one draw, where a set would take a dozen.
     bits = draw(st.integers(0, 2**total - 1))
     if draw(st.booleans()):
         bits &= draw(st.integers(0, 2**total - 1))
     ends = [end for end in range(1, total + 1) if end == total or bits >> (end - 1) & 1]
-    if zero_width:
-        repeats = draw(st.lists(st.sampled_from([0, *ends]), max_size=5))
-        ends = sorted(ends + repeats)
-    return np.array(ends, dtype=np.int64)
+    repeats = draw(st.lists(st.sampled_from([0, *ends]), max_size=5))
+    return np.array(sorted(ends + repeats), dtype=np.int64)
 
 
 @st.composite

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from megatron_ext.alignment import Alignment, ChunkClass, align_byte_ends, byte_alignment
 from megatron_ext.constants import NO_CHUNK
 from megatron_ext.errors import AlignmentError
-from tests.alignment.brute_force import brute_force_chunks, chunks_of
-from tests.alignment.byte_end_strategies import byte_ends, ends_of, pairs
+from tests.alignment.brute_force import assert_spans_of_chunks, brute_force_chunks, chunks_of
+from tests.alignment.byte_end_strategies import ends_of, pairs
 
 
 @given(pairs())
@@ -56,27 +56,7 @@ def test_a_sequence_of_several_blocks_is_aligned_as_one_block(least_width):
 @given(pairs())
 @settings(deadline=None)
 def test_a_span_starts_and_ends_with_a_token_of_its_chunk_and_spans_ascend(pair):
-    alignment = align_byte_ends(*pair)
-    for spans, ids in (
-        (alignment.student_spans, alignment.student_chunk_id),
-        (alignment.teacher_spans, alignment.teacher_chunk_id),
-    ):
-        assert spans.shape == (alignment.chunk_count, 2)
-        assert (spans[:, 0] < spans[:, 1]).all()
-        assert (spans[1:, 0] >= spans[:-1, 1]).all()
-        for chunk, (start, stop) in enumerate(spans.tolist()):
-            assert ids[start] == ids[stop - 1] == chunk
-            assert set(ids[start:stop].tolist()) <= {chunk, NO_CHUNK}
-
-
-@given(st.integers(0, 24).flatmap(lambda total: byte_ends(total, zero_width=False)))
-@settings(deadline=None)
-def test_a_tokenization_aligned_with_itself_is_the_identity(ends):
-    alignment = align_byte_ends(ends, ends)
-    identity = np.arange(len(ends))
-    assert np.array_equal(alignment.student_chunk_id, identity)
-    assert np.array_equal(alignment.teacher_chunk_id, identity)
-    assert np.array_equal(alignment.student_spans, np.stack([identity, identity + 1], axis=1))
+    assert_spans_of_chunks(align_byte_ends(*pair))
 
 
 @given(pairs(), st.data())

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.alignment import align_byte_ends
 from megatron_ext.alignment.text_alignment import (
     BridgedAlignment,
     Segments,
@@ -15,7 +14,7 @@ from megatron_ext.alignment.text_alignment import (
     bridge_texts,
 )
 from megatron_ext.constants import NO_CHUNK
-from tests.alignment.brute_force import brute_force_segments, chunks_of
+from tests.alignment.brute_force import assert_spans_of_chunks, brute_force_segments, chunks_of
 from tests.alignment.byte_end_strategies import byte_ends, ends_of
 
 VIETNAMESE = "Tiếng Việt rất đẹp, và tôi học nó mỗi ngày ở trường."
@@ -173,22 +172,7 @@ def test_chunks_are_the_groups_of_tokens_inside_the_ranges(case):
     assert chunks_of(alignment) == brute_force_segments(student, teacher, pairs)
     assert len(alignment.student_chunk_id) == len(student)
     assert len(alignment.teacher_chunk_id) == len(teacher)
-    for spans, ids in (
-        (alignment.student_spans, alignment.student_chunk_id),
-        (alignment.teacher_spans, alignment.teacher_chunk_id),
-    ):
-        for chunk, (start, stop) in enumerate(spans.tolist()):
-            assert ids[start] == ids[stop - 1] == chunk
-
-
-@given(st.integers(1, 24).flatmap(lambda n: st.tuples(byte_ends(n), byte_ends(n), st.just(n))))
-@settings(deadline=None)
-def test_one_range_of_everything_gives_the_chunks_of_equal_bytes(case):
-    student, teacher, total = case
-    ranges = segments_of([[0, total], [0, total]])
-    ours, plain = align_segments(student, teacher, ranges), align_byte_ends(student, teacher)
-    assert np.array_equal(ours.student_spans, plain.student_spans)
-    assert np.array_equal(ours.teacher_chunk_id, plain.teacher_chunk_id)
+    assert_spans_of_chunks(alignment)
 
 
 CASES = {
