@@ -1,10 +1,16 @@
-"""Processes that begin with the imports done: importing megatron-core takes seconds."""
+"""Processes of a test's own.
+
+Those that are forked begin with the imports done: importing megatron-core takes seconds.
+"""
 
 import multiprocessing
 import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
 
 
 def fork_server():
@@ -28,6 +34,21 @@ def run_forked(folder, function, *arguments):
         process.kill()
         process.join()
         return process.exitcode, *(stream.read_text(encoding="utf-8") for stream in streams)
+
+
+def run_python(code, *arguments, cwd=REPOSITORY, env=None):
+    """What an interpreter of its own wrote and returned for ``code``, which must succeed."""
+    finished = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=120,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished
 
 
 def _run(folder, streams, function, arguments):

@@ -1,8 +1,6 @@
 """What may import what, and how soon the package and the command line answer."""
 
 import ast
-import subprocess
-import sys
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -13,6 +11,7 @@ from importlinter.api import read_configuration
 from importlinter.cli import EXIT_STATUS_SUCCESS, lint_imports
 
 from megatron_ext.training.configuration.arguments import config_flags
+from tests.fork_server import run_python
 
 PYPROJECT = str(Path(__file__).parents[1] / "pyproject.toml")
 PACKAGE = Path(__file__).parents[1] / "megatron_ext"
@@ -132,14 +131,7 @@ def _is_kernel(node):
 
 def _fresh_interpreter(code):
     """Seconds that ``code`` takes in a new interpreter, and the packages it has loaded then."""
-    finished = subprocess.run(
-        [sys.executable, "-c", _MEASURE.format(code=code)],
-        cwd=Path(PYPROJECT).parent,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    seconds, *modules = finished.stderr.split()
+    seconds, *modules = run_python(_MEASURE.format(code=code)).stderr.split()
     assert "megatron_ext" in modules
     return float(seconds), set(modules)
 

@@ -2,7 +2,6 @@
 
 import gc
 import re
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,6 +17,7 @@ from megatron_ext.imports import (
     missing_package,
     needed_packages,
 )
+from tests.fork_server import run_python
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -57,15 +57,8 @@ for verb in ("export-hf", "import-hf"):
 
 
 def test_without_torch_every_name_and_verb_names_the_extra_that_brings_it(tmp_path):
-    finished = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(PYPROJECT.parent)},
-        capture_output=True,
-        encoding="utf-8",
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
+    path = {"PYTHONPATH": str(PYPROJECT.parent)}
+    finished = run_python(WITHOUT_TORCH, cwd=tmp_path, env=path)
     needs = str(missing_package("torch", feature=""))
     failed = {line.split()[0]: line for line in finished.stdout.splitlines()}
     assert all(line.endswith(needs) for line in failed.values())
@@ -99,14 +92,8 @@ for verb in sys.argv[1:]:
 
 def test_a_verb_has_its_help_before_anything_is_installed():
     verbs = ["distill", "sft", "train", "serve-teacher", "demo"]
-    finished = subprocess.run(
-        [sys.executable, "-c", WITHOUT_EXTRAS, *verbs],
-        env={"PYTHONPATH": str(PYPROJECT.parent)},
-        capture_output=True,
-        encoding="utf-8",
-        check=False,
-    )
-    assert (finished.returncode, finished.stderr) == (0, "")
+    finished = run_python(WITHOUT_EXTRAS, *verbs, env={"PYTHONPATH": str(PYPROJECT.parent)})
+    assert finished.stderr == ""
     assert re.findall(r"^usage: megatron-ext (\S+) ", finished.stdout, re.MULTILINE) == verbs
 
 

@@ -2,13 +2,13 @@
 
 import importlib.util
 import re
-import subprocess
 import sys
 from importlib import import_module
 
 import pytest
 
 from megatron_ext.imports import MOVED
+from tests.fork_server import run_python
 
 
 @pytest.mark.parametrize("name", MOVED)
@@ -30,7 +30,7 @@ def test_a_module_of_a_moved_package_is_loaded_once():
         "assert script.install is install\n"
         "assert sys.modules['megatron_ext.training.megatron_lm.script'] is script\n"
     )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
+    run_python(program)
 
 
 def test_a_name_that_never_was_is_not_found():

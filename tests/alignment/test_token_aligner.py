@@ -1,8 +1,5 @@
 """Alignment through real tokenizers, over any text."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,6 +10,7 @@ from megatron_ext.constants import NO_CHUNK
 from megatron_ext.errors import AlignmentError
 from tests.alignment.brute_force import brute_force_chunks, chunks_of
 from tests.alignment.test_invariants import texts as unusual_texts
+from tests.fork_server import run_python
 
 any_text = settings(deadline=None)
 texts = st.one_of(
@@ -92,8 +90,7 @@ def test_streams_of_different_bytes_are_refused(aligner, student, teacher, messa
 
 
 def test_importing_the_alignment_does_not_import_torch():
-    code = "import sys, megatron_ext.alignment; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    run_python("import sys, megatron_ext.alignment; sys.exit('torch' in sys.modules)")
 
 
 def test_paired_control_tokens_are_chunks_unless_that_is_switched_off(tekken, sentencepiece):

@@ -1,8 +1,6 @@
 """``megatron-ext distill --dry-run`` finds what is wrong, says what it takes, leaves nothing."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,7 +11,8 @@ from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.nemo.legacy_file import write_legacy_file
 from megatron_ext.tokenizers import build_tokenizer
 from megatron_ext.training.dry_run import dry_run
-from tests.cli.run_files import REPOSITORY, contents, refusal, write_config
+from tests.cli.run_files import contents, refusal, write_config
+from tests.fork_server import run_python
 from tests.training.tiny_run import changed, student_run
 
 _EIGHT_PROCESSES = ("--dry-run", "--world-size", "8")
@@ -31,14 +30,7 @@ def test_it_reports_on_all_processes_and_starts_and_writes_nothing(folder):
     config = student_run(folder, "planned", global_batch_size=8, pipeline_model_parallel_size=2)
     file = write_config(folder, config)
     before = contents(folder)
-    finished = subprocess.run(
-        [sys.executable, "-c", _LOADED, "distill", f"--config={file}", *_EIGHT_PROCESSES],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    finished = run_python(_LOADED, "distill", f"--config={file}", *_EIGHT_PROCESSES)
     assert finished.stderr == ""
     *page, loaded, is_initialized = finished.stdout.splitlines()
     assert (loaded, is_initialized) == ("none", "False")

@@ -4,8 +4,6 @@ import argparse
 import logging
 import os
 import re
-import subprocess
-import sys
 from importlib.metadata import version
 
 import pytest
@@ -23,6 +21,7 @@ from megatron_ext.training.configuration.arguments import BASIC, config_flags
 from megatron_ext.training.run_folder import config_values
 from megatron_ext.typed_mapping import build_config
 from tests.cli.run_files import refusal
+from tests.fork_server import run_python
 from tests.training.tiny_run import student_run
 
 
@@ -217,8 +216,4 @@ def test_threads_that_wait_leave_their_core_to_others():
     )
     environment = {name: v for name, v in os.environ.items() if name != "OMP_WAIT_POLICY"}
     for given, used in ((environment, "PASSIVE"), ({**environment, "OMP_WAIT_POLICY": "A"}, "A")):
-        words = [sys.executable, "-c", program]
-        printed = subprocess.run(
-            words, env=given, capture_output=True, text=True, check=True
-        ).stdout
-        assert printed.splitlines()[-1] == used
+        assert run_python(program, env=given).stdout.splitlines()[-1] == used

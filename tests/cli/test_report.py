@@ -3,8 +3,6 @@
 import json
 import math
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from megatron_ext.cli.pages.frame import element, swatch
 from megatron_ext.training.faults import FaultCounts
 from tests.cli.html_page import HtmlPage
 from tests.cli.run_files import refusal
+from tests.fork_server import run_python
 from tests.training.tiny_run import vocabulary, write_rank_list
 
 pytest.importorskip("mistral_common")
@@ -399,8 +398,7 @@ def test_neither_torch_nor_megatron_is_loaded(tmp_path, tokenizers):
         f"main(['report', {str(run)!r}]); "
         "sys.exit(bool({'torch', 'megatron'} & sys.modules.keys()))"
     )
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
-    assert finished.returncode == 0, finished.stderr.decode()
+    run_python(program)
 
 
 def test_names_that_are_said_again_to_do_without_torch_are_those_of_the_trainer():

@@ -1,8 +1,6 @@
 """``megatron-ext tokenize`` as a user calls it."""
 
 import json
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -11,7 +9,8 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_ext.cli.main import main
-from tests.cli.run_files import REPOSITORY, kill, refusal, start
+from tests.cli.run_files import kill, refusal, start
+from tests.fork_server import run_python
 from tests.preprocessing.runs import contents, write_json_lines
 
 BYTES = ("--tokenizer-library", "byte-level")
@@ -161,11 +160,9 @@ def test_the_help_loads_nothing_heavy():
         "except SystemExit: pass\n"
         "assert not {'torch', 'megatron.core', 'pyarrow', 'transformers'} & sys.modules.keys()"
     )
-    finished = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, check=True, capture_output=True, text=True
-    )
-    assert "--shard-index" in finished.stdout
-    assert "--tokenizer-prompt-format" in finished.stdout
+    printed = run_python(code).stdout
+    assert "--shard-index" in printed
+    assert "--tokenizer-prompt-format" in printed
 
 
 def test_nothing_but_the_builder_loads_torch(tmp_path, corpus):
@@ -175,7 +172,7 @@ def test_nothing_but_the_builder_loads_torch(tmp_path, corpus):
         f"'--output-prefix', {str(tmp_path / 'a')!r}, '--shards', '1', '--shard-index', '0']); "
         "assert not {'torch', 'megatron.core'} & sys.modules.keys()"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
+    run_python(code)
 
 
 def test_a_killed_run_leaves_no_worker_and_goes_on_to_the_same_output(tmp_path):

@@ -1,8 +1,6 @@
 """Templates render as transformers renders them, and every character knows its source."""
 
 import json
-import subprocess
-import sys
 from datetime import datetime
 from typing import Any
 
@@ -12,6 +10,7 @@ from jinja2.exceptions import TemplateError
 from megatron_ext.conversation import Rendered, render
 from megatron_ext.errors import ConfigError, ConversationError
 from tests.conversation.plain_jinja import plain_environment
+from tests.fork_server import run_python
 
 CONVERSATION = [
     {"role": "system", "content": "Be <brief>."},
@@ -358,4 +357,4 @@ def test_jinja_is_loaded_by_the_first_template_only() -> None:
         "import sys, megatron_ext.conversation as c; assert 'jinja2' not in sys.modules\n"
         "c.render('a', [], special_tokens={}, variables={}); assert 'jinja2' in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_python(code)

@@ -2,11 +2,8 @@
 
 import os
 import pickle
-import subprocess
-import sys
 import threading
 from datetime import datetime
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +14,7 @@ from megatron_ext.data import sft_plan
 from megatron_ext.documents.index import cached_arrays
 from megatron_ext.errors import DataError
 from tests.data.sft_files import Chat, conversations, dataset
+from tests.fork_server import run_python
 from tests.preprocessing.runs import write_json_lines
 
 PACKED = {"packing": "best-fit-decreasing"}
@@ -171,14 +169,7 @@ print(tokenizer_identity(tokenizer))
 
 def test_the_identity_of_a_tokenizer_is_the_same_in_every_process():
     found = {
-        subprocess.run(
-            [sys.executable, "-c", _IDENTITY],
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
+        run_python(_IDENTITY, env=os.environ | {"PYTHONHASHSEED": seed}).stdout
         for seed in ("1", "2")
     }
     assert len(found) == 1

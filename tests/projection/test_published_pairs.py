@@ -2,8 +2,6 @@
 
 import os
 import runpy
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 from megatron_ext.projection import SparseProjection
 from megatron_ext.projection.layout import LayoutStatistics
 from tests.alignment.shared_text import needs_shared, published
+from tests.fork_server import run_python
 from tests.tokenizers.tokenizer_files import byte_level, metaspace
 
 pytestmark = needs_shared
@@ -168,6 +167,4 @@ SparseProjection.from_tokenizers(student, teacher).save({str(tmp_path / "p")!r})
 SparseProjection.load({str(tmp_path / "p")!r}, student, teacher)
 print(sorted({{"torch", "transformers", "megatron", "triton"}} & set(sys.modules)))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[]"
+    assert run_python(script).stdout.strip() == "[]"

@@ -4,8 +4,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +18,7 @@ from megatron_ext.tokenizers import (
     TokenizerConfig,
     build_tokenizer,
 )
+from tests.fork_server import run_python
 from tests.tokenizers.published import EVERY_STRETCH, SHARED, needs_published_files
 from tests.tokenizers.tokenizer_files import MAKERS
 
@@ -120,10 +119,7 @@ def test_a_folder_is_enough_wherever_it_is_moved_to(tokenizer_path, tmp_path):
         "t = MegatronTokenizer.from_pretrained(sys.argv[1])\n"
         "print(json.dumps([t.tokenize(sys.argv[2]), t.pad]))"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code, str(moved), TEXT], capture_output=True, text=True, check=True
-    )
-    assert json.loads(result.stdout) == [ids, ours.eos]
+    assert json.loads(run_python(code, moved, TEXT).stdout) == [ids, ours.eos]
 
 
 def test_every_option_and_the_template_come_back(tokenizer_path, tmp_path):

@@ -1,12 +1,10 @@
 """A configuration becomes a tokenizer at once, or an error that names the field."""
 
-import subprocess
-import sys
-
 import pytest
 
 from megatron_ext.errors import ConfigError, TokenizerError
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer, padded_vocab_size
+from tests.fork_server import run_python
 
 
 def test_the_library_is_told_from_the_file_when_unset(tokenizer_path):
@@ -122,11 +120,4 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_constructing_a_tokenizer_imports_its_own_library_and_nothing_heavy(tokenizer_path, name):
-    finished = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tokenizer_path(name)), *OTHERS[name]],
-        capture_output=True,
-        encoding="utf-8",
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.strip() == ""
+    assert run_python(PROGRAM, tokenizer_path(name), *OTHERS[name]).stdout.strip() == ""

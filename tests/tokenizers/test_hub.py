@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +14,7 @@ import pytest
 
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.tokenizer_files import is_hub_name
+from tests.fork_server import run_python
 
 pytest.importorskip("huggingface_hub")
 
@@ -62,17 +61,8 @@ def cached(home: Path, name: str, files: Mapping[str, str]) -> None:
 def printed(home: Path, *names: str, **environment: str) -> list[str]:
     """What a process of its own prints about each tokenizer: its ids, or its one line of error."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-    done = subprocess.run(
-        [sys.executable, "-c", PRINT_TOKENIZERS, *names],
-        env={**inherited, "HF_HOME": str(home), **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=Path(__file__).parents[2],
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    environment = {**inherited, "HF_HOME": str(home), **environment}
+    return run_python(PRINT_TOKENIZERS, *names, env=environment).stdout.splitlines()
 
 
 class Hub(BaseHTTPRequestHandler):

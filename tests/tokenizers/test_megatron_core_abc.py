@@ -4,11 +4,11 @@ Stand-ins are laid out as megatron-core is, which takes seconds to import; the r
 where its datasets are.
 """
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.fork_server import run_python
 
 CLASSES = {
     "megatron/core/tokenizers/base_tokenizer.py": "MegatronTokenizerBase",
@@ -59,9 +59,7 @@ def stand_in(tmp_path: Path) -> Path:
 
 def run(code: str, folder: Path) -> None:
     """Run ``code`` with a package named megatron in ``folder``."""
-    code = f"import sys; sys.path.insert(0, {str(folder)!r})\n{code}"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    run_python(f"import sys; sys.path.insert(0, {str(folder)!r})\n{code}")
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +28,7 @@ from megatron.core.tokenizers.text import MegatronTokenizerText as TheirText
 from megatron.core.tokenizers.text.libraries.abstract_tokenizer import MegatronTokenizerTextAbstract
 
 from megatron_ext.tokenizers import MegatronTokenizer, MegatronTokenizerText
+from tests.fork_server import run_python
 from tests.tokenizers.tokenizer_files import SENTENCES
 
 SEQUENCE_LENGTH = 32
@@ -190,14 +189,8 @@ def test_identifiers_are_json_and_equal_in_every_process(opened):
         "print(json.dumps(t.unique_identifiers), end='')"
     )
     for seed in ("1", "2"):
-        result = subprocess.run(
-            [sys.executable, "-c", code, tokenizer.path],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert result.stdout == text
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        assert run_python(code, tokenizer.path, env=environment).stdout == text
 
 
 def test_identified_by_content_an_edited_file_misses_the_cache(tokenizer_path, tmp_path):
