@@ -170,13 +170,6 @@ def test_a_mapping_of_metadata_stays_as_it_was(folder, library):
     assert metadata == before
 
 
-def test_an_empty_mapping_is_metadata_without_a_library(folder):
-    # Megatron takes it for no metadata at all, and looks for a file.
-    MegatronTokenizer.write_metadata(folder, "huggingface")
-    with pytest.raises(TokenizerError, match="names no library"):
-        MegatronTokenizer.from_pretrained(folder, {})
-
-
 @pytest.mark.parametrize("name", ["some-org/some-model", "GPT2BPETokenizer"])
 def test_a_name_that_is_no_path_gives_no_path_made_of_it(name, tmp_path, monkeypatch):
     # Megatron looks for some-org/some-model/tokenizer_metadata.json.
@@ -286,6 +279,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(folder, fill_disk):
 
 
 REFUSED = {
+    # Megatron takes it for no metadata at all, and looks for a file.
     "empty": ({}, TokenizerError, "names no library; expected library, one of huggingface"),
     "library": ({"library": "megatron-x"}, UnknownNameError, "got 'megatron-x'; expected one of"),
     "type": ({"library": 3}, TokenizerError, "key library is malformed; got 3"),
