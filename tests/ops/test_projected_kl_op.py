@@ -93,14 +93,6 @@ def test_value_and_gradient_equal_the_references(name, padding, temperature, dir
         assert (grad[:, true_grad.shape[1] :] == 0).all(), "padding has a gradient"
 
 
-def test_an_empty_chunk_set_gives_zero_with_a_graph():
-    out, grad = Case.random(chunk_count=0).run(dtype=torch.float32)
-    assert out.chunk_loss.requires_grad
-    assert out.chunk_loss.sum().item() == 0.0
-    assert (grad == 0).all()
-    assert out.offsupport_mass.sum().item() == 0.0
-
-
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**31), chunk_count=st.integers(0, 12), temperature=st.floats(0.5, 4.0))
@@ -206,16 +198,6 @@ def test_mass_far_below_the_largest_logit_still_counts():
     assert relative_error(out.chunk_loss.sum(), truth) < 1e-6
     # Logits near 60 hold 4e-6 in fp32, which is the relative error of a probability.
     assert relative_error(grad, true_grad) < 1e-5
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_student_that_is_all_on_unmapped_tokens_stays_finite(direction):
-    case = Case.random()
-    unmapped = case.projection.sum(dim=-1) == 0
-    case.student_logits[:] = torch.where(unmapped, 500.0, -500.0)
-    out, grad = case.run(dtype=torch.float32, direction=direction)
-    assert out.chunk_loss.sum().isfinite()
-    assert grad.isfinite().all()
 
 
 def test_rows_of_no_chunk_are_not_looked_at():
