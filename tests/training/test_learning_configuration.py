@@ -42,13 +42,6 @@ def test_adapters_that_cannot_be_are_refused(options, message):
         ({"training": {"trainable": ("embedings", "head")}}, "did you mean 'embeddings'"),
         ({"training": {"trainable": ()}}, "nothing of the student would learn"),
         ({"training": {"trainable": ("head",)}}, "the same weights.* got head alone"),
-        (
-            {
-                "training": {"trainable": ("embeddings", "head")},
-                "loss": {"weighting": "gradient_magnitude"},
-            },
-            "last layer's matrices, which do not learn",
-        ),
     ],
 )
 def test_parts_that_cannot_learn_are_refused(changes, message):
