@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import megatron_ext
+from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.errors import LossError, UnknownNameError
 from megatron_ext.losses import LOSS_REGISTRY, NextTokenLoss, ProjectedKLLoss
 from megatron_ext.losses.base import KnownAhead
@@ -168,7 +169,12 @@ def test_what_an_objective_sums_over_follows_from_its_name_and_options(name: str
 @pytest.mark.parametrize(
     ("name", "chunks"),
     [(name, "all") for name in COUNTED]
-    + [(name, "masked") for name, case in COUNTED.items() if case.over == "chunks"],
+    + [
+        (name, chunks)
+        for name, case in COUNTED.items()
+        for chunks in ("masked", "some unlabelled")
+        if case.over == "chunks"
+    ],
 )
 def test_what_an_objective_counts_is_known_ahead(name: str, chunks: str) -> None:
     case = COUNTED[name]
@@ -176,6 +182,9 @@ def test_what_an_objective_counts_is_known_ahead(name: str, chunks: str) -> None
     if chunks == "masked":
         alignment = replace(inputs.alignment, is_exact=torch.arange(12) % 3 != 0)
         inputs = replace(inputs, alignment=alignment, chunk_mask=torch.arange(12) % 4 != 2)
+    if chunks == "some unlabelled":
+        is_left_out = inputs.alignment.student_chunk_id % 4 == 1
+        inputs = replace(inputs, labels=inputs.labels.masked_fill(is_left_out, IGNORE_INDEX))
     table = table_of(inputs)
     if table is not None:
         labels = inputs.labels, inputs.teacher_labels
