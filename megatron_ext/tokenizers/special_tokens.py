@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -269,6 +270,11 @@ def _leading_space(text: str, begin: int) -> int:
 
 
 def _touches_a_word(text: str, begin: int, end: int) -> bool:
-    before = text[begin - 1 : begin]
-    after = text[end : end + 1]
-    return bool(re.match(r"\w", before) or re.match(r"\w", after))
+    neighbours = text[max(0, begin - 1) : begin] + text[end : end + 1]
+    return any(map(_is_of_a_word, neighbours))
+
+
+def _is_of_a_word(character: str) -> bool:
+    r"""Whether Rust's ``\w`` matches, to which marks and joiners belong, other than to Python's."""
+    kind = unicodedata.category(character)
+    return kind[0] in "LM" or kind in ("Nd", "Nl", "Pc") or character in "\u200c\u200d"

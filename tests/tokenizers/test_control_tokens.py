@@ -153,6 +153,11 @@ def test_the_space_before_a_stretch_follows_the_scheme_of_the_file(tmp_path, sch
         assert ends[-1] == len(text)
 
 
+NEAR_END = [
+    f"a {before}end{after} b" for before in ("", "²", "é") for after in ("\u0301", "‿", "½")
+]
+
+
 def test_stripping_and_single_words_are_those_of_the_library(tmp_path):
     theirs, ours = bpe_with(
         tmp_path,
@@ -162,10 +167,11 @@ def test_stripping_and_single_words_are_those_of_the_library(tmp_path):
         pre_tokenizer=pre_tokenizers.Split(" ", "isolated"),
         normalizer=normalizers.Sequence([]),
     )
-    for text in ("a  <l> b", "a <r>  b", "<r>  <l>", "end bend end", "the end.", " <l><r> "):
+    texts = ["a  <l> b", "a <r>  b", "<r>  <l>", "end bend end", "the end.", " <l><r> "]
+    for text in texts + NEAR_END:
         ids, ends = ours.encode_with_byte_ends(text, parse_special=True)
         assert ids.tolist() == theirs.encode(text, add_special_tokens=False).ids, text
-        assert ends[-1] == len(text)
+        assert ends[-1] == len(text.encode())
 
 
 @pytest.mark.parametrize("include", [False, True])

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tokenizers import Tokenizer
 
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 
@@ -147,3 +148,25 @@ def test_a_special_token_that_merges_could_spell_stays_text(tokenizer_path, tmp_
     assert ours.token_bytes(token_id) is None
     assert token_id not in ours.tokenize(f"{written}x {written}")
     assert ours.detokenize(ours.tokenize(f"{written}x {written}")) == f"{written}x {written}"
+
+
+def test_bytes_of_the_fallback_that_a_trainer_flagged_as_special_stay_bytes(
+    tokenizer_path, tmp_path
+):
+    source = tokenizer_path("huggingface-metaspace") / "tokenizer.json"
+    document = json.loads(source.read_text(encoding="utf-8"))
+    row = document["added_tokens"][0]
+    document["added_tokens"] = [
+        {**row, "content": piece, "id": token_id}
+        for piece, token_id in document["model"]["vocab"].items()
+        if piece in ("<unk>", "<s>", "</s>") or piece.startswith("<0x")
+    ]
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(document), encoding="utf-8")
+    ours = build_tokenizer(TokenizerConfig(model=str(tmp_path)))
+    theirs = Tokenizer.from_file(str(file))
+    text = "the 🤷 parser"
+    ids = ours.tokenize(text)
+    assert ids == theirs.encode(text, add_special_tokens=False).ids
+    assert b"".join(map(ours.token_bytes, ids)) == f" {text}".encode()
+    assert ours.detokenize(ids, skip_special_tokens=True) == text

@@ -74,7 +74,9 @@ class HuggingFaceFile:
             self._ids: dict[str, int] = {
                 name: i for name, i in _model_ids(self._model).items() if name not in self._pinned
             }
-            added: list[dict[str, Any]] = document.get("added_tokens") or []
+            added = [
+                row for row in document.get("added_tokens") or [] if not self._falls_back_on(row)
+            ]
             self._added = with_special(added, self._ids, names_to_add(roles or {}, special_tokens))
             self._document: dict[str, Any] = {**document, "added_tokens": self._added}
             self.special_names = {row["content"] for row in self._added if row["special"]}
@@ -204,6 +206,16 @@ class HuggingFaceFile:
             "added_tokens": self._ordinary_added(),
             "model": _without_names(self._model, hidden) if hidden else self._model,
         }
+
+    def _falls_back_on(self, row: Mapping[str, Any]) -> bool:
+        """Whether an added token is a byte of the model's fallback, which a text needs.
+
+        A trainer of the library tokenizers flags the bytes that it is given as special tokens.
+        """
+        name = row["content"]
+        return bool(
+            self._model.get("byte_fallback") and name in self._ids and _BYTE_PIECE.fullmatch(name)
+        )
 
     def _ordinary_added(self) -> list[dict[str, Any]]:
         return [row for row in self._added if not row["special"] and row["content"] in self._ids]
