@@ -66,7 +66,7 @@ def parse_json(content: str | bytes) -> Any:
         ValueError: It is not JSON, not UTF-8, or nested too deeply.
     """
     try:
-        return json.loads(content.decode() if isinstance(content, bytes) else content)
+        return json.loads(content.decode("utf-8-sig") if isinstance(content, bytes) else content)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -79,6 +79,14 @@ def read_json(path: Path) -> Any:
         ValueError: As ``parse_json``.
     """
     return parse_json(read_bytes(path))
+
+
+def from_home(path: str) -> str:
+    """``path``, with a ``~/`` at its beginning as the folder of the user.
+
+    A shell leaves it as it is in ``--flag=~/path``, and YAML in every value.
+    """
+    return os.path.expanduser(path) if path.startswith("~/") else path
 
 
 def hidden_name(path: Path) -> Path:

@@ -21,6 +21,7 @@ from typing import Any, Final, NoReturn
 from megatron_ext.cli.output import add_output_flags, as_told
 from megatron_ext.constants import __version__
 from megatron_ext.errors import ConfigError, MegatronExtError, escape_controls, printable
+from megatron_ext.files import from_home
 from megatron_ext.imports import needed_packages
 from megatron_ext.registry import did_you_mean, nearest
 
@@ -346,9 +347,15 @@ def _run(argv: list[str]) -> None:
         _parser().parse_args(argv)
     with needed_packages(f"megatron-ext {argv[0]}", extra=_EXTRA_OF.get(argv[0])):
         verb = _module(argv[0])
-        arguments = verb_parser(argv[0]).parse_args(argv[1:])
+        arguments = verb_parser(argv[0]).parse_args([*map(_from_home, argv[1:])])
         with as_told(arguments, _is_told):
             verb.run(arguments)
+
+
+def _from_home(word: str) -> str:
+    """A word of the command line, with the path of ``--flag=~/path`` from the user's folder."""
+    flag, sign, value = word.partition("=")
+    return f"{flag}={from_home(value)}" if sign and flag.startswith("-") else word
 
 
 def _is_told(error: Exception) -> bool:

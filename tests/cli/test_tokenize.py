@@ -53,6 +53,14 @@ def test_a_run_says_what_came_of_it(tmp_path, corpus, capsys):
     assert report["bad"][0]["place"] == f"{corpus}:6"
 
 
+def test_a_path_from_the_users_folder_is_found_there_behind_an_equals_sign_too(
+    tmp_path, corpus, monkeypatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tokenize(f"--input=~/{corpus.name}", "--output-prefix=~/out/a")
+    assert (tmp_path / "out" / "a_text_document.bin").is_file()
+
+
 @pytest.mark.parametrize(
     ("flags", "asked", "said"),
     [

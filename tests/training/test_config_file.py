@@ -147,3 +147,9 @@ def test_a_few_lines_that_stand_for_very_much_are_refused(file, text, message):
     file.write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_config_file(file)
+
+
+def test_a_path_from_the_users_folder_is_found_there(file, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    read = build(file, "name: ~/runs\nfiles: [~/a, b~/c, ~other/d]\n")
+    assert read == Outer(name="/home/me/runs", files=("/home/me/a", "b~/c", "~other/d"))

@@ -10,6 +10,7 @@ from typing import Any, Final
 import yaml
 
 from megatron_ext.errors import CheckpointError, ConfigError
+from megatron_ext.files import from_home
 from megatron_ext.huggingface.checkpoint_files import (
     CONFIG_FILE,
     SIDE_FOLDER,
@@ -169,7 +170,7 @@ def _folder(path: object) -> Path | None:
 
 
 def read_config_file(path: str | Path) -> tuple[dict[str, Any], Where]:
-    """The file's mapping, and a function from key path to ``file:line``.
+    """The file's mapping, with each ``~/`` expanded, and a function from key path to ``file:line``.
 
     Raises:
         ConfigError: The file is missing, is not YAML, or is not a mapping.
@@ -224,7 +225,16 @@ def read_config_file(path: str | Path) -> tuple[dict[str, Any], Where]:
     def where(keys: tuple[str, ...]) -> str:
         return f"{path}:{_nearest(lines, keys)}: {'.'.join(keys)}" if keys else str(path)
 
-    return values, where
+    return _from_home(values), where
+
+
+def _from_home(value: Any) -> Any:
+    """A value of a file, with the paths in it that begin with ``~/`` from the user's folder."""
+    if isinstance(value, dict):
+        return {key: _from_home(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_from_home(inner) for inner in value]
+    return from_home(value) if isinstance(value, str) else value
 
 
 def _values_in(node: Any, known: dict[int, float]) -> float:
