@@ -194,7 +194,7 @@ def _read(source: str) -> tuple[str, bool]:
 
 def _file_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(
             f"the file is not UTF-8 at byte {error.start}", got=error.reason, where=path

@@ -165,7 +165,7 @@ def _source(template: str) -> str:
 def _file_source(template: str) -> str:
     path = Path(template.removeprefix(TEMPLATE_FILE)).expanduser()
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             "cannot read the template of the prompt format",

@@ -79,12 +79,27 @@ class SourceFiles:
     skipped: tuple[str, ...]
 
 
+_OTHER_COMPRESSIONS: Final = (".zst", ".bz2", ".xz", ".lz4", ".zip", ".7z", ".tar.gz", ".tgz")
+
+
 def source_kind(path: str | os.PathLike[str]) -> SourceKind:
-    """Kind of a file by its name; plain text where the name does not tell."""
+    """Kind of a file by its name; plain text where the name does not tell.
+
+    Raises:
+        DataError: The name tells of a compression other than gzip, or of an archive.
+    """
     kind = _known_kind(os.fspath(path))
     if kind is not None:
         return kind
-    return "text-gzip" if os.fspath(path).endswith(".gz") else "text"
+    lower = os.fspath(path).lower()
+    if lower.endswith(_OTHER_COMPRESSIONS):
+        raise DataError(
+            "an archive, or a compression that is not read",
+            where=path,
+            expected="a file as it is, or with gzip (.gz)",
+            fix="unpack it",
+        )
+    return "text-gzip" if lower.endswith(".gz") else "text"
 
 
 def find_sources(
@@ -279,7 +294,8 @@ def read_text_file(piece: InputSlice, fields: RecordFields) -> Iterator[RecordBl
 
 
 def whole_text(piece: InputSlice, most_bytes: int | None = None) -> str | BadRecord:
-    """All text of a file, or a bad record where it is not UTF-8 or too long.
+    """All text of a file without a byte-order mark, or a bad record where it is not UTF-8 or too
+    long.
 
     Args:
         most_bytes: Bytes of the text; None: any number.
@@ -293,7 +309,7 @@ def whole_text(piece: InputSlice, most_bytes: int | None = None) -> str | BadRec
             content = stream.read(-1 if most_bytes is None else most_bytes + 1)
         if most_bytes is not None:
             check_record_size(len(content), most_bytes)
-        return content.decode()
+        return content.decode("utf-8-sig")
     except DataError as error:
         what = error
     except UnicodeDecodeError as error:

@@ -15,7 +15,7 @@ from typing import Any, Final
 from megatron_ext.constants import MAX_RECORD_MIB
 from megatron_ext.documents.records import cut_into_shards
 from megatron_ext.documents.source_file import InputSlice, SourceFile
-from megatron_ext.errors import ConfigError, DataError, refused_input
+from megatron_ext.errors import ConfigError, DataError, counted, refused_input
 from megatron_ext.files import (
     begin_lock,
     flush,
@@ -65,7 +65,7 @@ class Plan:
         """
         total = sum(file.size for file in inputs)
         if not total:
-            raise DataError("the input holds no text", got=f"{len(inputs)} empty files")
+            raise DataError("the input holds no text", got=counted(len(inputs), "empty file"))
         count = config.shard_count
         if count is None:
             count = max(config.workers or 1, -(-total // SHARD_BYTES))

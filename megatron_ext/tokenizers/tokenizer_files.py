@@ -214,7 +214,7 @@ def read_template(file: Path) -> str:
         TokenizerError: It cannot be read, or is not UTF-8.
     """
     try:
-        return files.read_bytes(file).decode()
+        return files.read_bytes(file).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise TokenizerError(
             "cannot read the chat template",

@@ -33,7 +33,8 @@ def read_tokens(file: Path) -> list[str]:
         DataError: The file cannot be read, a line is not a token, or one is there twice.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        # Not splitlines, which cuts at characters of a text too.
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             "the tokens cannot be read",
@@ -43,6 +44,8 @@ def read_tokens(file: Path) -> list[str]:
             fix=with_near_path("check --tokens", file),
         ) from error
     tokens: dict[str, int] = {}
+    if not lines[-1]:
+        lines.pop()
     for number, line in enumerate(lines, 1):
         token: Any = line
         if file.suffix == ".jsonl":

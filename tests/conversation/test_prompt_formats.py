@@ -172,6 +172,8 @@ def test_a_template_in_a_file_is_a_format(tmp_path: Path) -> None:
     path.write_text(OWN_TEMPLATE, encoding="utf-8")
     assert f"file:{path}" in PROMPT_FORMAT_REGISTRY
     assert shown(f"file:{path}", ByteTokenizer()) == CHATML
+    path.write_text(OWN_TEMPLATE, encoding="utf-8-sig")
+    assert shown(f"file:{path}", ByteTokenizer()) == CHATML
     with pytest.raises(
         ConfigError, match=r"missing\.jinja: cannot read the template .*No such file"
     ):

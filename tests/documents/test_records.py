@@ -330,6 +330,13 @@ def test_plain_text_gives_one_text_only(tmp_path, fields, words):
         check_fields([source_file(tmp_path / "a.txt", "text")], fields)
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_the_byte_order_mark_of_a_text_is_none_of_it(tmp_path, name):
+    content = "\ufeffa\r\n\ufeffb".encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    assert read(tmp_path / name) == (["a\r\n\ufeffb"], [])
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -382,11 +389,13 @@ def test_a_pipe_is_refused(tmp_path):
         (["*.parquet"], "the pattern matches no file"),
         (["a.txt", "a.txt"], "the file is named twice"),
         (["other"], "no file of a known kind; got 1 other file; expected .jsonl"),
+        (["a.jsonl.ZST"], "a compression that is not read; expected .*gzip.*; unpack it"),
     ],
-    ids=["absent", "pattern", "twice", "unknown"],
+    ids=["absent", "pattern", "twice", "unknown", "zstandard"],
 )
 def test_an_input_that_stands_for_nothing_is_refused(tmp_path, names, words):
     (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "a.jsonl.ZST").write_bytes(b"(\xb5/\xfd")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "LICENSE").write_text("x")
     with pytest.raises(DataError, match=words):

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from megatron_ext.errors import MissingDependencyError, TokenizerError, UnknownNameError
-from megatron_ext.tokenizers import TOKENIZER_LIBRARIES
+from megatron_ext.tokenizers import TOKENIZER_LIBRARIES, MegatronTokenizer
 from megatron_ext.tokenizers.tokenizer_files import file_kind
 from tests.tokenizers.tokenizer_files import MAKERS, byte_level, json_rank_list, mistral_file
 
@@ -42,6 +42,17 @@ def test_a_file_is_recognised_by_its_contents(tokenizer_path, tmp_path, name, ki
     renamed = tmp_path / "anything"
     renamed.write_bytes(file_kind(tokenizer_path(name)).file.read_bytes())
     assert file_kind(renamed).format == kind
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_every_file_of_a_huggingface_folder_may_have_a_byte_order_mark(
+    tokenizer_path, tmp_path, mark
+):
+    for file in tokenizer_path("huggingface-byte-level").iterdir():
+        (tmp_path / file.name).write_bytes(mark + file.read_bytes())
+    (tmp_path / "chat_template.jinja").write_bytes(mark + b"{{ eos_token }}")
+    ours = MegatronTokenizer.from_pretrained(tmp_path)
+    assert (ours.eos_id is None, ours.chat_template) == (False, "{{ eos_token }}")
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -83,6 +83,14 @@ def test_a_file_of_tokens_with_a_mistake_is_named_with_its_line(tmp_path, conten
         read_tokens(tmp_path / "words.txt")
 
 
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+def test_a_line_of_a_file_of_tokens_ends_with_a_line_feed_alone(tmp_path, suffix):
+    tokens = ["one", "two\u2028\x0c\x85", " three "]
+    lines = (json.dumps(t, ensure_ascii=False) if suffix == ".jsonl" else t for t in tokens)
+    (tmp_path / f"words{suffix}").write_bytes(("\ufeff" + "\r\n".join(lines)).encode())
+    assert read_tokens(tmp_path / f"words{suffix}") == tokens
+
+
 def test_a_missing_file_of_tokens_is_named_once_with_its_flag(tmp_path):
     (tmp_path / "words.txt").write_text("a\n")
     path = tmp_path / "word.txt"

@@ -108,7 +108,7 @@ def _lines(file: Path) -> list[str]:
     """Lines without line ends, and without empty lines at the end of the file."""
     raw = read_file(file)
     try:
-        text = raw.decode("utf-8")
+        text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise TokenizerError("the file is not UTF-8", where=f"{file}:{line}") from error
