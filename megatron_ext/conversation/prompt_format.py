@@ -330,9 +330,17 @@ def prompt_config_of(name: str, tokenizer: ConversationTokenizer) -> PromptConfi
     """The prompt format ``name`` for a tokenizer.
 
     Raises:
-        ConfigError: There is no such format, or it does not fit the vocabulary.
+        ConfigError: There is no such format, it does not fit the vocabulary, or it is none.
     """
-    return PROMPT_FORMAT_REGISTRY[name](tokenizer)
+    config = PROMPT_FORMAT_REGISTRY[name](tokenizer)
+    if not isinstance(config, PromptConfig):
+        raise ConfigError(
+            f"the factory of the prompt format {name} makes something else",
+            got=type(config).__name__,
+            expected="a PromptConfig of megatron_ext.conversation",
+            where="prompt_format",
+        )
+    return config
 
 
 def fitting_formats(tokenizer: ConversationTokenizer) -> list[str]:

@@ -167,6 +167,12 @@ def test_an_unknown_format_is_refused_with_the_choices() -> None:
         prompt_config_of("qwen", ByteTokenizer())
 
 
+def test_a_factory_that_makes_no_configuration_is_named(monkeypatch) -> None:
+    monkeypatch.setitem(PROMPT_FORMAT_REGISTRY._rows, "mine", lambda tokenizer: {"pad_token_id": 0})
+    with pytest.raises(ConfigError, match=r"of the prompt format mine .* got dict; expected"):
+        prompt_config_of("mine", ByteTokenizer())
+
+
 def test_a_template_in_a_file_is_a_format(tmp_path: Path) -> None:
     path = tmp_path / "own.jinja"
     path.write_text(OWN_TEMPLATE, encoding="utf-8")
