@@ -124,10 +124,24 @@ def assemble(
         raise problem
     # Temporary files are in the work folder, so that leftovers of a killed run go with it.
     scratch = folder.scratch()
-    _write_datasets(config, folder, len(plan.shards), scratch, vocab_size)
-    write_text(scratch / config.names.report.name, report.to_json())
-    (scratch / config.names.report.name).replace(config.names.report)
-    folder.finish()
+    try:
+        pending = _pending_datasets(config, folder, len(plan.shards), scratch, vocab_size)
+        with folder.lock():
+            # Another process may have put the files of the run in place, which stay there.
+            folder.plan.stat()
+            write_text(scratch / config.names.report.name, report.to_json())
+            publish(pending)
+            (scratch / config.names.report.name).replace(config.names.report)
+            folder.plan.unlink()
+        folder.finish()
+    except FileNotFoundError as error:
+        if folder.plan.exists():
+            raise
+        raise DataError(
+            "another process has finished the run meanwhile, or removed its folder",
+            where=folder.path,
+            fix=f"see {config.names.report}, or run the command again",
+        ) from error
     return report
 
 
@@ -161,10 +175,10 @@ def _empty_output_error(report: Report) -> DataError | None:
     return None
 
 
-def _write_datasets(
+def _pending_datasets(
     config: PreprocessConfig, folder: WorkFolder, shard_count: int, scratch: Path, vocab_size: int
-) -> None:
-    pending = [
+) -> list[PendingDataset]:
+    return [
         PendingDataset.build(
             prefix,
             [folder.shard(index) / name for index in range(shard_count)],
@@ -173,4 +187,3 @@ def _write_datasets(
         )
         for name, prefix in config.names.datasets()
     ]
-    publish(pending)

@@ -142,13 +142,18 @@ class WorkFolder:
 
     path: Path
 
+    @property
+    def plan(self) -> Path:
+        """File of the plan, which is there from the run's begin until its output is in place."""
+        return self.path / _PLAN
+
     def stored_plan(self) -> Plan | None:
         """The plan of the run that began here; None without one.
 
         Raises:
             ConfigError: The plan cannot be read.
         """
-        file = self.path / _PLAN
+        file = self.plan
         if not file.exists():
             return None
         try:
@@ -167,7 +172,7 @@ class WorkFolder:
 
     def store_plan(self, plan: Plan) -> None:
         """Begin a run by writing its plan."""
-        write_text(self.path / _PLAN, plan.to_json())
+        write_text(self.plan, plan.to_json())
 
     def discard(self) -> None:
         """Remove everything, records first: a shard without one does not count as finished."""

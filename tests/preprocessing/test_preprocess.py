@@ -14,6 +14,7 @@ from pyarrow import parquet
 from megatron_ext.documents.worker_pool import WorkerPool
 from megatron_ext.errors import ConfigError, DataError, TokenizerError
 from megatron_ext.files import begin_lock
+from megatron_ext.preprocessing import indexed_output
 from megatron_ext.preprocessing import preprocess as preprocess_module
 from megatron_ext.preprocessing.preprocess import preprocess
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
@@ -428,6 +429,22 @@ def test_processes_that_overwrite_at_once_keep_what_the_first_of_them_began(
     assert sorted(shards) == ["00000", "00001", "plan.json"]
     run(file, output=out / "a")
     assert contents(out) == whole(file)
+
+
+def test_a_process_that_ends_after_another_leaves_the_output_of_that_one(out, monkeypatch, file):
+    config, plain = config_of(file, output=out / "a"), indexed_output._pending_datasets
+
+    def while_the_other_ends(*arguments):
+        monkeypatch.undo()
+        pending = plain(*arguments)
+        preprocess(config)
+        return pending
+
+    monkeypatch.setattr(indexed_output, "_pending_datasets", while_the_other_ends)
+    with pytest.raises(DataError, match="another process has finished the run meanwhile"):
+        preprocess(config)
+    assert contents(out) == whole(file)
+    assert not config.names.work_folder.exists()
 
 
 def test_one_process_at_a_time_holds_the_lock_and_leaves_no_file(tmp_path):
