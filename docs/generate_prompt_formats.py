@@ -106,7 +106,8 @@ def _shown(row: PromptFormat) -> Iterator[str]:
 def _images() -> Iterator[str]:
     refused = "validate_no_image_in_assistant"
     *names, last = [_code(row.name) for row in ROWS if not row.options.get(refused, False)]
-    yield f"Images may stand in answers with {', '.join(names)} and {last} alone."
+    yield "An answer that holds `<image>` is refused: in the mode multimodal with every format,"
+    yield f"in the mode sft, where it is text, with all but {', '.join(names)} and {last}."
 
 
 def _writes() -> Iterator[str]:

@@ -197,7 +197,10 @@ def _file_text(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"the file is not UTF-8 at byte {error.start}", got=error.reason, where=path
+            f"the file is not UTF-8 at byte {error.start}",
+            got=error.reason,
+            expected="a text, or conversations in JSON or JSON lines, uncompressed",
+            where=path,
         ) from None
     except OSError as error:
         raise DataError("cannot read the file", got=error.strerror, where=path) from None

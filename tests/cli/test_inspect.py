@@ -86,6 +86,7 @@ def test_a_file_that_is_not_text_is_refused_with_its_place(capsys, tmp_path):
     (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
     error = refusal(capsys, "inspect", tmp_path / "latin.txt", "--tokenizer-model", MODEL)
     assert "latin.txt: the file is not UTF-8 at byte 3" in error
+    assert "expected a text, or conversations in JSON" in error
 
 
 @pytest.mark.parametrize("text", ["short", "long enough for many writes " * 20_000])
