@@ -1,5 +1,6 @@
 """Our ids are those of the library that made the file, special tokens in text apart."""
 
+import json
 from functools import cache
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from tokenizers import Tokenizer
 
+from megatron_ext.tokenizers import MegatronTokenizer
 from megatron_ext.tokenizers.libraries.tiktoken_file import EARLY_TEKKEN_SPECIAL_TOKENS, PATTERNS
 from tests.tokenizers.short_tekken import tekken_file
 from tests.tokenizers.tokenizer_files import MAKERS, MANY, RANKS_IN_LIST, SENTENCES
@@ -59,6 +61,16 @@ def test_parsed_special_tokens_are_those_of_tokenizers(tokenizer, tokenizer_path
     theirs = tokenizers_of(tokenizer_path(name))
     ids, _ = tokenizer(name).encode_with_byte_ends(text, parse_special=True)
     assert ids.tolist() == theirs.encode(text, add_special_tokens=False).ids
+
+
+def test_a_text_has_the_ids_of_a_file_without_its_dropout(tokenizer, tokenizer_path, tmp_path):
+    file = tokenizer_path("huggingface-byte-level") / "tokenizer.json"
+    document = json.loads(file.read_text(encoding="utf-8"))
+    document["model"]["dropout"] = 1.0
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document), encoding="utf-8")
+    ours, without = MegatronTokenizer.from_pretrained(tmp_path), tokenizer("huggingface-byte-level")
+    for text in SENTENCES:
+        assert ours.text_to_ids(text) == without.text_to_ids(text)
 
 
 @pytest.fixture(scope="session")

@@ -69,7 +69,8 @@ class HuggingFaceFile:
         try:
             if not isinstance(document, dict):
                 raise TypeError(f"{type(document).__name__} instead of an object")
-            self._model: dict[str, Any] = document["model"]
+            # A text has the same ids each time, and those of its byte ends.
+            self._model: dict[str, Any] = {**document["model"], "dropout": None}
             self._pinned = set((config or {}).get(PINNED_KEY) or ())
             self._ids: dict[str, int] = {
                 name: i for name, i in _model_ids(self._model).items() if name not in self._pinned
@@ -78,7 +79,11 @@ class HuggingFaceFile:
                 row for row in document.get("added_tokens") or [] if not self._falls_back_on(row)
             ]
             self._added = with_special(added, self._ids, names_to_add(roles or {}, special_tokens))
-            self._document: dict[str, Any] = {**document, "added_tokens": self._added}
+            self._document: dict[str, Any] = {
+                **document,
+                "added_tokens": self._added,
+                "model": self._model,
+            }
             self.special_names = {row["content"] for row in self._added if row["special"]}
             self._added_ids: dict[str, int] = {row["content"]: row["id"] for row in self._added}
         except (KeyError, TypeError, ValueError) as error:
@@ -182,7 +187,7 @@ class HuggingFaceFile:
         return present or None
 
     def whole(self) -> dict[str, Any]:
-        """The document without truncation, padding and trimmed offsets."""
+        """The document without dropout, truncation, padding and trimmed offsets."""
         return {
             **self._document,
             "truncation": None,
