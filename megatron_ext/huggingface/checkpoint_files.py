@@ -22,6 +22,7 @@ from megatron_ext import files
 from megatron_ext.errors import CheckpointError, refused_by_system
 from megatron_ext.huggingface.text_part import text_config, text_names, wraps_text
 from megatron_ext.registry import with_near_path
+from megatron_ext.tokenizers.metadata import METADATA_FILE
 
 CONFIG_FILE: Final = "config.json"
 WEIGHTS_FILE: Final = "model.safetensors"
@@ -347,6 +348,11 @@ TOKENIZER_FILES: Final = (
     "chat_template.json",
     "chat_template.jinja",
 )
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder has files of a tokenizer, or one of any library that was saved there."""
+    return any((folder / name).is_file() for name in (*TOKENIZER_FILES, METADATA_FILE))
 
 
 _COMMON_SIDE_FILES: Final = (CONFIG_FILE, GENERATION_FILE, *TOKENIZER_FILES)

@@ -1,6 +1,7 @@
 """A model is given the tokenizer that it was trained with, or nothing starts."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from megatron_ext.evaluation.megatron_language_model import ModelOptions, open_m
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.training.checkpoints.huggingface_import import import_huggingface
 from megatron_ext.training.checkpoints.tokenizer import (
+    KeptTokenizer,
     check_same_tokenizer,
     row_misfit,
     tokenizer_doubts,
@@ -23,6 +25,7 @@ from megatron_ext.training.inputs import read_inputs, read_served_teacher
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.typed_mapping import build_config
 from tests.examples.published_models import write_hollow_weights
+from tests.tokenizers.tokenizer_files import rank_file
 from tests.training.tiny_run import changed
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -201,6 +204,26 @@ def test_what_cannot_be_compared_is_said(tmp_path):
 def _without_tokenizer(folder):
     for file in folder.glob("tokenizer*"):
         file.unlink()
+
+
+@pytest.mark.parametrize("library", ["byte-level", "tiktoken"])
+def test_a_tokenizer_of_any_library_that_was_saved_in_a_folder_is_its_own(tmp_path, library):
+    file = None if library == "byte-level" else str(rank_file(tmp_path))
+    tokenizer = build_tokenizer(TokenizerConfig(library=library, model=file))
+    model, checkpoint = write_model(tmp_path / "model", rows=tokenizer.vocab_size), tmp_path / "run"
+    _without_tokenizer(model)
+    tokenizer.save_pretrained(checkpoint / "tokenizer")
+    shutil.copytree(checkpoint / "tokenizer", model, dirs_exist_ok=True)
+    assert doubts(model, model) == []
+    filled = with_huggingface_models({"initial_checkpoint": str(model)})
+    assert filled["tokenizer"] == {"model": str(model)}
+    shutil.copytree(model, checkpoint / "huggingface")
+    assert KeptTokenizer(checkpoint).is_of_huggingface
+    # Where it is not, an export has all that our own reader needs.
+    (tmp_path / "exported").mkdir()
+    for name, content in KeptTokenizer(checkpoint).files().items():
+        (tmp_path / "exported" / name).write_bytes(content)
+    assert _read(tmp_path / "exported").fingerprint() == tokenizer.fingerprint()
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["tokenizer", "fingerprint"])

@@ -27,9 +27,9 @@ from megatron_ext.huggingface.checkpoint_files import (
     FP8,
     MXFP4,
     SIDE_FOLDER,
-    TOKENIZER_FILES,
     CheckpointFiles,
     copy_side_files,
+    has_tokenizer,
     is_checkpoint_folder,
 )
 from megatron_ext.huggingface.model_settings import model_settings
@@ -106,8 +106,9 @@ def import_huggingface(folder: Path, output: Path) -> Path:
     length = min(settings["rotary_longest"] or 1024, 1024)
     model = ModelConfig(**settings, seq_length=length, hf=str(folder))
     _, tensors = checked(files, model)
-    has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
-    tokenizer = build_tokenizer(TokenizerConfig(model=str(folder))) if has_tokenizer else None
+    tokenizer = None
+    if has_tokenizer(folder):
+        tokenizer = build_tokenizer(TokenizerConfig(model=str(folder)))
     if tokenizer is not None:
         _check_rows(tokenizer.vocab_size, settings["vocab_size"], folder)
     run: dict[str, Any] = {"config": {"student": asdict(model)}}

@@ -16,6 +16,7 @@ from megatron_ext.errors import CheckpointError, MegatronExtError, TokenizerErro
 from megatron_ext.huggingface.checkpoint_files import (
     TOKENIZER_FILES,
     CheckpointFiles,
+    has_tokenizer,
     is_checkpoint_folder,
     kept_folder,
 )
@@ -63,7 +64,7 @@ class KeptTokenizer:
     def is_of_huggingface(self) -> bool:
         """Whether the checkpoint's HuggingFace files are of this tokenizer."""
         kept = kept_folder(self._checkpoint)
-        if kept is None or not any((kept / name).is_file() for name in TOKENIZER_FILES):
+        if kept is None or not has_tokenizer(kept):
             return False
         if self.tokenizer is None:
             return True
@@ -85,11 +86,17 @@ class KeptTokenizer:
         )
 
     def files(self) -> dict[str, bytes]:
-        """Files and chat template of the tokenizer, by the names that transformers reads."""
+        """Files and chat template of the tokenizer, by the names that transformers reads.
+
+        All that was saved with it where transformers reads no such tokenizer.
+        """
         if self.tokenizer is None:
             return {}
         names = file_names(self.tokenizer)
-        files = {name: file.read_bytes() for file, name in names.items() if name in TOKENIZER_FILES}
+        if not names or not {*names.values()} <= {*TOKENIZER_FILES}:
+            saved = (self._checkpoint / TOKENIZER_FOLDER).iterdir()
+            return {file.name: file.read_bytes() for file in saved}
+        files = {name: file.read_bytes() for file, name in names.items()}
         template = self.tokenizer.chat_template
         if template is not None:
             files[_TEMPLATE] = template.encode()
@@ -246,7 +253,7 @@ def _own_tokenizer(
     """
     if not is_checkpoint_folder(checkpoint):
         return KeptTokenizer(checkpoint).tokenizer
-    if not any((checkpoint / name).is_file() for name in TOKENIZER_FILES):
+    if not has_tokenizer(checkpoint):
         return None
     path = None if configured.path is None else Path(configured.path).resolve()
     if path is not None and checkpoint.resolve() in (path, path.parent):

@@ -14,8 +14,8 @@ from megatron_ext.files import from_home
 from megatron_ext.huggingface.checkpoint_files import (
     CONFIG_FILE,
     SIDE_FOLDER,
-    TOKENIZER_FILES,
     CheckpointFiles,
+    has_tokenizer,
     kept_folder,
 )
 from megatron_ext.huggingface.hub import hub_model
@@ -135,8 +135,7 @@ def _with_model(
     settings = any_model_settings(files) if is_run_by_transformers else model_settings(files)
     filled[key] = {**{k: v for k, v in settings.items() if v is not None}, **given}
     tokenizer = section.get("tokenizer")
-    has_one = any((folder / name).is_file() for name in TOKENIZER_FILES)
-    if has_one and _is_open(tokenizer):
+    if has_tokenizer(folder) and _is_open(tokenizer):
         filled["tokenizer"] = {**(tokenizer or {}), "model": str(folder)}
     return filled
 
