@@ -3,9 +3,10 @@
 import json
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
-from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
+from megatron_ext.tokenizers import MegatronTokenizer, TokenizerConfig, build_tokenizer
 
 CONTROL = {
     "sentencepiece-v1": ["<s>", "</s>"],
@@ -170,3 +171,29 @@ def test_bytes_of_the_fallback_that_a_trainer_flagged_as_special_stay_bytes(
     assert ids == theirs.encode(text, add_special_tokens=False).ids
     assert b"".join(map(ours.token_bytes, ids)) == f" {text}".encode()
     assert ours.detokenize(ids, skip_special_tokens=True) == text
+
+
+@pytest.mark.parametrize("decoder", [{}, {"added_tokens_decoder": {}}], ids=["legacy", "decoder"])
+@pytest.mark.parametrize("config", [None, {"eos_token": "<a>"}], ids=["map-alone", "both"])
+@pytest.mark.parametrize("name", ["<b>", {"content": "<b>"}], ids=["name", "object"])
+def test_a_map_of_special_tokens_names_what_it_names_in_transformers(
+    tmp_path, decoder, config, name
+):
+    tokenizer = Tokenizer(models.BPE({"a": 0, "</s>": 1}, []))
+    tokenizer.add_special_tokens(["<a>", "<b>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    if config is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, **decoder}))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": name}))
+    ours = MegatronTokenizer.from_pretrained(tmp_path)
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert ours.eos_id == theirs.eos_token_id
+    ours.save_pretrained(tmp_path / "saved")
+    assert MegatronTokenizer.from_pretrained(tmp_path / "saved").eos_id == ours.eos_id
+
+
+def test_a_piece_with_the_name_of_a_special_token_is_none_where_others_are(tmp_path):
+    tokenizer = Tokenizer(models.BPE({"<": 0, "/s>": 1, "</s>": 2}, [("<", "/s>")]))
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert MegatronTokenizer.from_pretrained(tmp_path).eos_token == "<|endoftext|>"

@@ -145,7 +145,8 @@ class HuggingFaceFile:
         [CLS] replace each other where one is missing, and so do EOS and [SEP].
         """
         find = {**self._ids, **self._added_ids}.get
-        ids = conventional_ids(find)
+        # A piece of a BPE that is called </s> is text, where other tokens are control tokens.
+        ids = conventional_ids((self._added_ids or self._ids).get)
         if self._config is not None:
             for role in CONVENTIONAL_NAMES:
                 if role in ("bos", "eos", "pad", "unk") or f"{role}_token" in self._config:
@@ -374,6 +375,7 @@ def name_of(token: Any) -> str:
 
 
 _CONFIG = "tokenizer_config.json"
+_SPECIAL_MAP = "special_tokens_map.json"
 _TEMPLATE = "chat_template.jinja"
 
 
@@ -395,7 +397,7 @@ class HuggingFaceSource:
     @property
     def files(self) -> dict[str, Path]:
         """Every file that is read, by the name that it has to have."""
-        beside = (self._beside(name) for name in (_CONFIG, _TEMPLATE))
+        beside = (self._beside(name) for name in (_CONFIG, _SPECIAL_MAP, _TEMPLATE))
         return self._vocabulary_files() | {file.name: file for file in beside if file is not None}
 
     def _vocabulary_files(self) -> dict[str, Path]:
@@ -422,7 +424,7 @@ class HuggingFaceSource:
 
     @cached_property
     def config(self) -> Mapping[str, Any] | None:
-        """The ``tokenizer_config.json``; None where there is none.
+        """The ``tokenizer_config.json`` and ``special_tokens_map.json``; None without both.
 
         Raises:
             TokenizerError: It is broken.
@@ -430,13 +432,21 @@ class HuggingFaceSource:
         return self._read_config()
 
     def _read_config(self) -> Mapping[str, Any] | None:
-        file = self._beside(_CONFIG)
+        config, names = self._object_in(_CONFIG), self._object_in(_SPECIAL_MAP)
+        if names is None or "added_tokens_decoder" in (config or {}):
+            return config
+        # Folders of before that key name special tokens in the map, as transformers reads them.
+        return {**(config or {}), **names}
+
+    def _object_in(self, name: str) -> Mapping[str, Any] | None:
+        """The JSON object in a file beside the tokenizer; None where there is none."""
+        file = self._beside(name)
         if file is None:
             return None
-        config = read_json(file)
-        if not isinstance(config, dict):
+        value = read_json(file)
+        if not isinstance(value, dict):
             raise TokenizerError("the configuration is no JSON object", where=file)
-        return config
+        return value
 
     def chat_template(self) -> str | None:
         """The template in ``chat_template.jinja``, else the default one of the configuration."""
