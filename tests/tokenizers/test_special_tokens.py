@@ -1,6 +1,7 @@
 """Text cannot spell a control token unless it is asked to."""
 
 import json
+import warnings
 
 import pytest
 from tokenizers import Tokenizer, models
@@ -197,3 +198,17 @@ def test_a_piece_with_the_name_of_a_special_token_is_none_where_others_are(tmp_p
     tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert MegatronTokenizer.from_pretrained(tmp_path).eos_token == "<|endoftext|>"
+
+
+def test_a_name_of_the_configuration_that_the_file_lacks_is_told(tmp_path):
+    tokenizer = Tokenizer(models.BPE({"a": 0}, []))
+    tokenizer.add_special_tokens(["<a>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"eos_token": "<a>", "pad_token": "[PAD]"}))
+    with pytest.warns(UserWarning, match=r"configuration of the tokenizer names \[PAD\], and its"):
+        MegatronTokenizer.from_pretrained(tmp_path)
+    PreTrainedTokenizerFast.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert MegatronTokenizer.from_pretrained(tmp_path).pad_id == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import cached_property
@@ -123,6 +124,7 @@ class HuggingFaceTokenizer(TableTokenizer):
         contents = self._contents()
         self._text_only = _build(contents.text_only(), self._source.file)
         self._user_defined = contents.user_defined_tokens()
+        _warn_of_names(contents.names_without_id())
         super().__init__(
             files=self._source.files,
             pieces=contents.pieces(),
@@ -232,6 +234,17 @@ class HuggingFaceTokenizer(TableTokenizer):
         document = self._contents().text_only(continued=True)
         continued._text_only = _build(document, self._source.file)
         return continued
+
+
+def _warn_of_names(names: Sequence[str]) -> None:
+    """Warn of special tokens of a configuration that have no id in the ``tokenizer.json``."""
+    if names:
+        warnings.warn(
+            f"the configuration of the tokenizer names {', '.join(names[:5])}, and its "
+            "tokenizer.json, which alone says what it is, does not; transformers adds such tokens: "
+            "load the folder with AutoTokenizer, and save it with save_pretrained",
+            stacklevel=2,
+        )
 
 
 def _build(document: dict[str, Any], file: Path) -> Any:

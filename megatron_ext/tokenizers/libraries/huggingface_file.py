@@ -187,6 +187,16 @@ class HuggingFaceFile:
         present = [name for name in dict.fromkeys([*names, *self._given]) if name in ids]
         return present or None
 
+    def names_without_id(self) -> list[str]:
+        """Names of roles and of added tokens in the configuration that the document lacks."""
+        config = self._config or {}
+        decoder = config.get("added_tokens_decoder")
+        roles = CONVENTIONAL_NAMES.keys() - self._roles.keys()
+        listed = [config.get(f"{role}_token") for role in sorted(roles)]
+        listed += decoder.values() if isinstance(decoder, dict) else ()
+        ids = {"", *self._ids, *self._added_ids}
+        return [name for name in dict.fromkeys(map(name_of, listed)) if name not in ids]
+
     def whole(self) -> dict[str, Any]:
         """The document without dropout, truncation, padding and trimmed offsets."""
         return {
