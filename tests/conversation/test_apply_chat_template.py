@@ -54,3 +54,17 @@ def test_bad_input_is_refused(
 ) -> None:
     with pytest.raises(kind, match=message):
         apply_chat_template(ByteTokenizer(), conversation, source)
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ([{}, len], r"tools\[1\]: a tool is no JSON schema; .*utils\.get_json_schema"),
+        (["f"], r"tools\[0\]: a tool is no JSON schema; got str; expected a mapping$"),
+        ({"type": "function"}, "tools: the tools are no list; got dict"),
+    ],
+    ids=["function", "name", "mapping"],
+)
+def test_tools_that_are_no_schemas_are_refused(tools: object, message: str) -> None:
+    with pytest.raises(ConversationError, match=message):
+        apply_chat_template(ByteTokenizer(), CONVERSATION, TEMPLATE, tools=tools)

@@ -52,8 +52,10 @@ def render(
         ConfigError: The source is not a Jinja template.
         ConversationError: The template refuses the conversation, fails, exceeds a limit
             (``template_limits``), or writes text of unknown source; the error names the message.
+            ``tools`` are no list of mappings.
     """
     template, has_generation_blocks = compiled(source, name)
+    _check_tools(variables.get("tools"))
     progress = OpenLoops()
     scope: dict[str, Any] = {"tools": None, "documents": None}
     for key, value in {**special_tokens, **variables}.items():
@@ -87,6 +89,23 @@ def render(
     if not keep_unknown:
         _refuse_unknown_source(rendered, dict(enumerate(messages, first_index)), name)
     return rendered
+
+
+def _check_tools(tools: object) -> None:
+    """Refuse tools that transformers would refuse, and functions, which it describes itself."""
+    if tools is not None and not isinstance(tools, list | tuple):
+        raise ConversationError(
+            "the tools are no list", got=type(tools).__name__, expected="a list", where="tools"
+        )
+    for index, tool in enumerate(tools or ()):
+        if not isinstance(tool, Mapping):
+            raise ConversationError(
+                "a tool is no JSON schema",
+                got=type(tool).__name__,
+                expected="a mapping",
+                fix="describe it by transformers.utils.get_json_schema" if callable(tool) else None,
+                where=f"tools[{index}]",
+            )
 
 
 @lru_cache(maxsize=128)
