@@ -212,3 +212,17 @@ def test_a_name_of_the_configuration_that_the_file_lacks_is_told(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert MegatronTokenizer.from_pretrained(tmp_path).pad_id == 2
+
+
+def test_added_tokens_behind_a_hole_have_the_ids_of_the_file_in_every_direction(tmp_path):
+    tokenizer = Tokenizer(models.BPE({"a": 0}, []))
+    tokenizer.add_special_tokens(["<b>", "<c>"])
+    document = json.loads(tokenizer.to_str())
+    for row, token_id in zip(document["added_tokens"], (2, 7), strict=True):
+        row["id"] = token_id
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.warns(UserWarning, match="other ids than in transformers, where they are 1 to 2"):
+        ours = MegatronTokenizer.from_pretrained(tmp_path, parse_special_tokens=True)
+    assert ours.text_to_ids("<b>a<c>") == [2, 0, 7]
+    assert ours.detokenize([2, 0, 7]) == "<b> a <c>"
+    assert ours.detokenize([2, 0, 7], skip_special_tokens=True) == "a"

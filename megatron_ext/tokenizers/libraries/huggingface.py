@@ -125,6 +125,7 @@ class HuggingFaceTokenizer(TableTokenizer):
         self._text_only = _build(contents.text_only(), self._source.file)
         self._user_defined = contents.user_defined_tokens()
         _warn_of_names(contents.names_without_id())
+        _warn_of_ids(contents.ids_of_the_library())
         super().__init__(
             files=self._source.files,
             pieces=contents.pieces(),
@@ -243,6 +244,17 @@ def _warn_of_names(names: Sequence[str]) -> None:
             f"the configuration of the tokenizer names {', '.join(names[:5])}, and its "
             "tokenizer.json, which alone says what it is, does not; transformers adds such tokens: "
             "load the folder with AutoTokenizer, and save it with save_pretrained",
+            stacklevel=2,
+        )
+
+
+def _warn_of_ids(theirs: range | None) -> None:
+    """Warn where the library gives added tokens ``theirs`` in place of the ids of the file."""
+    if theirs is not None:
+        warnings.warn(
+            "the added tokens of the tokenizer.json have other ids than in transformers, where they"
+            f" are {theirs[0]} to {theirs[-1]}; those of the file are taken: for the others, load"
+            " the folder with AutoTokenizer, and save it with save_pretrained",
             stacklevel=2,
         )
 

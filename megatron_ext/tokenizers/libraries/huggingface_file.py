@@ -197,10 +197,24 @@ class HuggingFaceFile:
         ids = {"", *self._ids, *self._added_ids}
         return [name for name in dict.fromkeys(map(name_of, listed)) if name not in ids]
 
+    def ids_of_the_library(self) -> range | None:
+        """Ids that the library gives the added tokens; None where they are those of the file."""
+        own = [i for name, i in self._added_ids.items() if name not in self._ids]
+        count = len(self._ids) + len(self._pinned)
+        theirs = range(count, count + len(own))
+        return None if own == [*theirs] else theirs
+
     def whole(self) -> dict[str, Any]:
-        """The document without dropout, truncation, padding and trimmed offsets."""
+        """The document without dropout, truncation, padding and trimmed offsets.
+
+        Its vocabulary has the added tokens, to which the library would give the ids that follow.
+        """
+        vocab = self._model["vocab"]
+        if isinstance(vocab, dict):
+            vocab = {**self._added_ids, **vocab}
         return {
             **self._document,
+            "model": {**self._model, "vocab": vocab},
             "truncation": None,
             "padding": None,
             "post_processor": _untrimmed(self._document.get("post_processor")),
