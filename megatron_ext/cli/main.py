@@ -352,10 +352,15 @@ def _run(argv: list[str]) -> None:
             verb.run(arguments)
 
 
+_OF_TEXT: Final = ("--prompt", "--stop", "--text")
+"""Flags whose values are texts."""
+
+
 def _from_home(word: str) -> str:
     """A word of the command line, with the path of ``--flag=~/path`` from the user's folder."""
     flag, sign, value = word.partition("=")
-    return f"{flag}={from_home(value)}" if sign and flag.startswith("-") else word
+    is_path = sign and flag.startswith("-") and flag not in _OF_TEXT
+    return f"{flag}={from_home(value)}" if is_path else word
 
 
 def _is_told(error: Exception) -> bool:

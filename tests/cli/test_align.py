@@ -105,6 +105,8 @@ def test_text_comes_from_a_file_standard_input_or_the_command(capsys, tmp_path, 
     assert report_of(capsys, str(tmp_path / "a.txt"))["all"] == wanted
     monkeypatch.setattr("sys.stdin", io.StringIO(TEXT))
     assert report_of(capsys, "-")["all"] == wanted
+    # No path, whatever it begins with.
+    assert report_of(capsys, "--text=~/a")["bytes"] == 3
 
 
 def test_several_fields_are_documents_of_their_own(capsys, tmp_path, tokenizers):
