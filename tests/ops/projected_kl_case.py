@@ -141,18 +141,21 @@ class Case:
 
     def dominated(self, nats):
         """Students that are ``nats`` surer, and more from row to row, of a token with an empty row;
-        in chunk 0 one row alone, and in the last chunk of several rows one without anything else.
-        """
+        in chunk 0 one row alone."""
         logits = self.student_logits.clone()
         token = int((self.projection.sum(dim=1) == 0).nonzero()[0])
         rows = torch.arange(len(logits), device=logits.device)
         first = int((self.student_chunk_id == 0).nonzero()[0])
         raised = (self.student_chunk_id != 0) | (rows == first)
         logits[:, token] += torch.where(raised, nats + rows % 3, 0.0)
+        return replace(self, student_logits=logits)
+
+    def emptied(self):
+        """A student without anything that is mapped in one row of the last chunk of several."""
+        logits = self.student_logits.clone()
         sizes = torch.bincount(self.student_chunk_id[self.student_chunk_id >= 0])
-        if (sizes[1:] > 1).any():
-            last = int((sizes > 1).nonzero()[-1])
-            row = int((self.student_chunk_id == last).nonzero()[0])
+        for chunk in (sizes > 1).nonzero()[-1:]:
+            row = int((self.student_chunk_id == chunk).nonzero()[0])
             logits[row, self.projection.sum(dim=1) > 0] = -torch.inf
         return replace(self, student_logits=logits)
 
