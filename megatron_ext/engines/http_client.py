@@ -6,12 +6,13 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from typing import Any, Final
 
 import requests
 from requests.adapters import HTTPAdapter
 from requests.utils import get_environ_proxies
+from urllib3.response import BaseHTTPResponse
 from urllib3.util import Retry
 
 from megatron_ext.engines.engine import EngineConfig
@@ -21,8 +22,19 @@ _CONNECT_S: Final = 10.0
 _RETRIED: Final = (408, 425, 429, 500, 502, 503, 504)
 _PART_BYTES: Final = 1 << 20
 _MOST_BYTES: Final = 1 << 30
+_LONGEST_PAUSE_S: Final = 60.0
+"""Longest pause that a server is given where it asks for one, which may be for a day."""
+
 _SHOWN: Final = 300
 """Characters of a server's words in an error."""
+
+
+class _Retry(Retry):
+    """Repetitions with pauses that a server asks for (``Retry-After``), of a limited length."""
+
+    def get_retry_after(self, response: BaseHTTPResponse) -> float | None:
+        asked = super().get_retry_after(response)
+        return None if asked is None else min(asked, _LONGEST_PAUSE_S)
 
 
 class HttpClient:
@@ -41,7 +53,7 @@ class HttpClient:
         self._session = requests.Session()
         # Keys of the environment, as in .netrc, would take the place of the configured one.
         self._session.trust_env = False
-        retry = Retry(
+        retry = _Retry(
             total=config.retries,
             backoff_factor=0.5,
             status_forcelist=_RETRIED,
@@ -56,7 +68,8 @@ class HttpClient:
         key = os.environ.get(config.key_variable)
         if key:
             self._session.headers["Authorization"] = f"Bearer {key}"
-        self._threads = ThreadPoolExecutor(config.concurrency, "engine")
+        # Daemons: a process ends whatever a server does that was asked and has not answered.
+        self._threads = ThreadPool(config.concurrency)
 
     @property
     def servers(self) -> tuple[str, ...]:
@@ -80,18 +93,19 @@ class HttpClient:
         """Begin several requests, some of them under way at a time; each result waits for its
         answer, and has the errors of ``post``."""
         return [
-            self._threads.submit(self.post, path, body, server=number % len(self.servers)).result
+            self._threads.apply_async(
+                self.post, (path, body), {"server": number % len(self.servers)}
+            ).get
             for number, body in enumerate(bodies)
         ]
 
     def close(self) -> None:
         """End all requests that have not begun, and the connections."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.terminate()
         self._session.close()
 
     def _request(self, method: str, path: str, body: Mapping[str, Any] | None, server: int) -> Any:
         url = self.servers[server].rstrip("/") + path
-        deadline = time.monotonic() + self._config.timeout_s
         try:
             with self._session.request(
                 method,
@@ -103,7 +117,7 @@ class HttpClient:
                 allow_redirects=False,
                 stream=True,
             ) as answer:
-                content = self._content(answer, url, deadline)
+                content = self._content(answer, url)
         except requests.RequestException as error:
             raise self._failed(url, _reason(error)) from error
         if answer.status_code != requests.codes.ok:
@@ -114,8 +128,9 @@ class HttpClient:
         except ValueError as error:
             raise self._failed(url, f"no JSON: {content[:_SHOWN]!r}") from error
 
-    def _content(self, answer: requests.Response, url: str, deadline: float) -> bytes:
-        """The bytes of an answer, of a limited size and in a limited time."""
+    def _content(self, answer: requests.Response, url: str) -> bytes:
+        """The bytes of an answer that has begun, of a limited size and in a limited time."""
+        deadline = time.monotonic() + self._config.timeout_s
         content = bytearray()
         for part in answer.iter_content(_PART_BYTES):
             content += part

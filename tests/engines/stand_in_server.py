@@ -100,6 +100,7 @@ class StandIn:
         requests: Path, body and headers of each POST.
         change: Changes an answer before it is sent.
         statuses: Status of the next answers, before 200.
+        headers: Headers of answers of another status than 200.
         meet: Called with path and body of each POST in a thread of its own; status of the answer.
     """
 
@@ -107,6 +108,7 @@ class StandIn:
         self.requests = []
         self.change = lambda answer: answer
         self.statuses = []
+        self.headers = {}
         self.meet = lambda path, body: 200
         self.models = [{"id": "m", "object": "model", "max_model_len": 4096}]
         self.url = ""
@@ -140,7 +142,9 @@ def serving():
         def answer(self, values, status=200):
             content = values if isinstance(values, bytes) else json.dumps(values).encode()
             self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
+            headers = {} if status == 200 else stand_in.headers
+            for name, value in {"Content-Length": str(len(content)), **headers}.items():
+                self.send_header(name, value)
             self.end_headers()
             self.wfile.write(content)
 

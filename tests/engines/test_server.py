@@ -1,6 +1,7 @@
 """Servers are asked by ids, their answers checked, and what goes wrong is said."""
 
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -167,6 +168,37 @@ def test_a_server_that_is_gone_or_slow_is_named(stand_in):
     stand_in.url = "http://127.0.0.1:9"
     with pytest.raises(DistributedError, match="Connection refused"):
         connected(stand_in, retries=0)
+
+
+def test_an_answer_to_a_request_that_is_repeated_after_a_time_out_is_in_time(stand_in):
+    server = connected(stand_in, retries=1, timeout_s=0.2)
+    pauses = iter([0.3, 0.0])
+
+    def slowly_at_first(answer):
+        time.sleep(next(pauses))
+        return answer
+
+    stand_in.change = slowly_at_first
+    (completion,) = server.complete([AskedPrompt([1], frozenset(), 0)], SAMPLING)()
+    assert len(completion.ids) == 5
+
+
+def test_a_server_that_asks_for_a_long_pause_gets_a_short_one(stand_in, monkeypatch):
+    monkeypatch.setattr("megatron_ext.engines.http_client._LONGEST_PAUSE_S", 0.1)
+    stand_in.statuses, stand_in.headers = [429], {"Retry-After": "86400"}
+    (completion,) = connected(stand_in).complete([AskedPrompt([1], frozenset(), 0)], SAMPLING)()
+    assert len(completion.ids) == 5
+
+
+def test_a_process_does_not_wait_at_its_end_for_a_server_that_has_not_answered(stand_in):
+    before, is_asked, may_end = set(threading.enumerate()), threading.Event(), threading.Event()
+    stand_in.meet = lambda *_: is_asked.set() or (may_end.wait(5) and 200)
+    server = connected(stand_in)
+    server.complete([AskedPrompt([1], frozenset(), 0)], SAMPLING)
+    assert is_asked.wait(5)
+    assert all(thread.daemon for thread in set(threading.enumerate()) - before)
+    server.close()
+    may_end.set()
 
 
 def test_ids_that_the_model_does_not_have_are_not_sent(stand_in):
