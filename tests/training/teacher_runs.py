@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from megatron_ext.engines.engine import EngineConfig
 from megatron_ext.training.configuration.config import LossConfig
 from tests.training.rank_functions import _train_teacher, _trainer, go_back, train_unsaved
 from tests.training.tiny_run import (
@@ -86,6 +87,17 @@ def train_beside(rank, folder, runs):
     _train_teacher(folder)
     for name, (teachers, loss) in runs.items():
         train_unsaved(_trainer(elsewhere_run(folder, name, teachers, loss=loss)))
+
+
+def train_by_engines(rank, folder, url, runs):
+    """Runs, each by the kind of the engine at ``url``, objective, form of targets and layout."""
+    for name, (kind, objective, form, parallel) in runs.items():
+        engine = EngineConfig(kind=kind, url=(url,))
+        of_engine = {"placement": "engine", "engine": engine, "serving": form}
+        teacher = of_engine | {"checkpoint": checkpoints(folder, "start")}
+        config = elsewhere_run(folder, name, {"own": teacher}, loss=objective, **parallel)
+        held_out = {"validation": (str(folder / "held-out.jsonl"),)}
+        train_unsaved(_trainer(changed(config, data=held_out)))
 
 
 def _taught(config, folder, teachers):

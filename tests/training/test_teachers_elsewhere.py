@@ -12,12 +12,13 @@ from megatron_ext.training.configuration.config import LossConfig
 from megatron_ext.training.metrics import read_metrics
 from tests.certificates import OPENSSL, make_certificate
 from tests.cli.run_files import write_config
+from tests.engines.stand_in_server import log_probs_after, serving
 from tests.huggingface.tiny_models import save_model
 from tests.process_group import run_ranks
 from tests.training.cached_teacher_runs import LibraryRun, library_values, read_values, write_texts
 from tests.training.launched_ranks import Launch, free_port
 from tests.training.run_results import LOSS_TOLERANCE as TOLERANCE
-from tests.training.teacher_runs import elsewhere_run, train_beside
+from tests.training.teacher_runs import elsewhere_run, train_beside, train_by_engines
 from tests.training.tiny_run import CP2, ITERATIONS, PP2
 
 ALL = bool(os.environ.get("MEGATRON_EXT_ALL_TEXT"))
@@ -115,6 +116,28 @@ def test_losses_with_a_teacher_in_a_process_and_one_on_a_server(folder):
         assert re.fullmatch("device: .*, 1 rank\n", log.read_text())
     finally:
         server.kill()
+
+
+def test_a_teacher_in_an_engine_predicts_what_its_server_answers(folder):
+    topk = LossConfig(objective="vocab_kl", ce_weight=0.5), {"targets": "topk", "top_k": 5}
+    label = LossConfig(objective="sampled_kl"), {"targets": "label"}
+    with serving() as stand_in:
+        runs = {"label": ("vllm", *label, {}), "topk": ("vllm", *topk, {})}
+        run_ranks(1, train_by_engines, folder, stand_in.url, runs, timeout_s=240)
+        texts = [body["prompt"] for _, body, _ in stand_in.requests]
+        runs = {"topk-pp2": ("sglang", *topk, PP2)}
+        run_ranks(2, train_by_engines, folder, stand_in.url, runs, timeout_s=240)
+    rows = read_metrics(folder / "label")
+    # The texts of both steps are asked for first; then come those that are held out.
+    answered = [-log_probs_after(ids[:at])[ids[at]] for ids in texts for at in range(1, len(ids))][
+        : sum(row["tokens"] for row in rows)
+    ]
+    found = sum(row["tokens"] * row["kd/own/teacher_nats"] for row in rows)
+    assert found == pytest.approx(sum(answered), rel=TOLERANCE)
+    check_losses(folder, "topk-pp2", "topk")
+    measured = [read_metrics(folder / name)[-1] for name in ("label", "topk", "topk-pp2")]
+    bits = [row["teacher_bits_per_byte/own"] for row in measured]
+    assert bits == pytest.approx(3 * bits[:1], rel=TOLERANCE)
 
 
 @pytest.fixture(scope="module")
