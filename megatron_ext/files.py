@@ -133,6 +133,19 @@ def whole_lines(path: Path) -> list[bytes]:
         return []
 
 
+def append_lines(path: Path, lines: bytes) -> None:
+    """Append lines to a file, which may be missing: all of them, or none where the disk is full.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    with path.open("ab", buffering=0) as file:
+        before = file.tell()
+        if file.write(lines) != len(lines):
+            os.truncate(file.fileno(), before)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
 @contextmanager
 def begin_lock(path: Path) -> Iterator[None]:
     """Hold the lock file ``path``, which exists only meanwhile; a killed process releases it.

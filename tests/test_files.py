@@ -1,6 +1,8 @@
+import resource
+
 import pytest
 
-from megatron_ext.files import write_bytes, write_text
+from megatron_ext.files import append_lines, write_bytes, write_text
 
 
 def test_a_file_is_replaced_by_what_is_written(tmp_path):
@@ -29,3 +31,18 @@ def test_a_file_gets_the_permissions_that_any_new_file_gets(tmp_path):
     write_bytes(tmp_path / "ours", b"")
     (tmp_path / "plain").touch()
     assert (tmp_path / "ours").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_lines_are_appended_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "log"
+    append_lines(path, b"one\n")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6, limits[1]))
+    try:
+        with pytest.raises(OSError, match="No space"):
+            append_lines(path, b"two\n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == b"one\n"
+    append_lines(path, b"two\n")
+    assert path.read_bytes() == b"one\ntwo\n"

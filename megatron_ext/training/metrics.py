@@ -6,20 +6,18 @@ keeps a run of Weights & Biases on this machine.
 
 from __future__ import annotations
 
-import errno
 import io
 import json
-import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from megatron_ext.errors import refused_input
-from megatron_ext.files import parse_json, whole_lines, write_bytes, write_text
+from megatron_ext.files import append_lines, parse_json, whole_lines, write_bytes, write_text
 from megatron_ext.imports import missing_package
 from megatron_ext.training.configuration.config import TrainingConfig
 from megatron_ext.training.run_folder import METRICS_FILE
@@ -171,11 +169,14 @@ class MetricsLog:
         self._writers = writers
         self._path = run_dir / METRICS_FILE
         self._unwritten = b""
-        self._has_warned = False
-        rows = [row for row in read_metrics(run_dir) if row["iteration"] <= last_iteration]
-        write_text(self._path, "".join(_line(row) for row in rows))
-        self._file = self._path.open("ab", buffering=0)
-        self._size = self._path.stat().st_size
+        self._warned: set[str] = set()
+        self._drawn: list[Mapping[str, Any]] = []
+        lines = []
+        for row in _rows(run_dir):
+            if row["iteration"] <= last_iteration:
+                lines.append(_line(row))
+                self._drawn.append(_drawn_of(row))
+        write_text(self._path, "".join(lines))
 
     def write(self, **row: Any) -> None:
         """Append one row; rows that the disk has no room for are kept, and written with the next.
@@ -183,25 +184,31 @@ class MetricsLog:
         The first such row is a warning on standard error.
         """
         self._unwritten += _line(row).encode()
+        self._drawn.append(_drawn_of(row))
         try:
             self._append()
         except OSError as error:
-            if not self._has_warned:
-                sys.stderr.write(
-                    f"\nwarning: {self._path} cannot be written: {error.strerror}; the run goes on "
-                    "and writes its rows when there is room\n"
-                )
-            self._has_warned = True
+            self._warn(self._path, error, "writes its rows")
         for writer in self._writers:
             writer.write(row)
 
+    def draw(self) -> None:
+        """Draw the loss curve; one that the disk has no room for is a warning, as in ``write``."""
+        try:
+            plot_loss_curve(self._path.parent, self._drawn)
+        except OSError as error:
+            self._warn(self._path.with_name(PLOT_FILE), error, "draws its curve")
+
+    def _warn(self, path: Path, error: OSError, what: str) -> None:
+        if what not in self._warned:
+            sys.stderr.write(
+                f"\nwarning: {path} cannot be written: {error.strerror}; the run goes on and "
+                f"{what} when there is room\n"
+            )
+        self._warned.add(what)
+
     def _append(self) -> None:
-        """Append the rows that are not written yet, whole or not at all."""
-        count = self._file.write(self._unwritten)
-        if count != len(self._unwritten):
-            os.truncate(self._file.fileno(), self._size)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
-        self._size += count
+        append_lines(self._path, self._unwritten)
         self._unwritten = b""
 
     def __enter__(self) -> MetricsLog:
@@ -215,7 +222,6 @@ class MetricsLog:
             if error is None:
                 raise
         finally:
-            self._file.close()
             for writer in self._writers:
                 writer.close()
 
@@ -226,21 +232,25 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     Raises:
         DataError: A line is no row.
     """
+    return list(_rows(run_dir))
+
+
+def _rows(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """Rows one after the other: those of a long run take gigabytes together."""
     file = run_dir / METRICS_FILE
-    rows = []
     for number, line in enumerate(whole_lines(file), 1):
         with refused_input(
             "the line is not a row of a run", where=f"{file}:{number}", fix="remove the line"
         ):
-            rows.append(dict(parse_json(line)))
-            int(rows[-1]["iteration"])
-    return rows
+            row = dict(parse_json(line))
+            int(row["iteration"])
+        yield row
 
 
 def result_lines(run_dir: Path, *, done: int) -> list[str]:
     """Lines on a finished run: its folder, its held-out bits per byte, and the next command."""
     lines = [f"the run in {run_dir} is finished: {done} iterations are done"]
-    measured = [row for row in read_metrics(run_dir) if row.get(_OF_STUDENT) is not None]
+    measured = [row for row in _rows(run_dir) if row.get(_OF_STUDENT) is not None]
     if measured:
         row = measured[-1]
         teachers = "".join(
@@ -272,18 +282,30 @@ def progress_bar(description: str, *, total: int, done: int) -> tqdm[Any]:
     )
 
 
-def plot_loss_curve(run_dir: Path) -> Path:
-    """Draw every loss term over the iterations, and the held-out bits per byte beside them."""
+_LOSSES: Final = ("loss", "kd", "ce")
+_BITS: Final = (_OF_STUDENT, _OF_TEACHER)
+
+
+def _drawn_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a row that ``plot_loss_curve`` draws."""
+    return {name: row[name] for name in ("iteration", *_LOSSES, *_BITS) if name in row}
+
+
+def plot_loss_curve(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Draw every loss term over the iterations, and the held-out bits per byte beside them.
+
+    Raises:
+        OSError: The picture cannot be written.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = read_metrics(run_dir)
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     losses, held_out = figure.subplots(1, 2)
     for axes, panel, names in (
-        (losses, "training", ("loss", "kd", "ce")),
-        (held_out, "held-out bits per byte", (_OF_STUDENT, _OF_TEACHER)),
+        (losses, "training", _LOSSES),
+        (held_out, "held-out bits per byte", _BITS),
     ):
         for name in names:
             points = [(row["iteration"], row[name]) for row in rows if row.get(name) is not None]

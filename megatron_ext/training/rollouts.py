@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ from megatron_ext.data.sampled_text import SampleCounts, SampledTexts
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.engines.engine import Answers, AskedPrompt, Completion, Engine
 from megatron_ext.errors import DataError
+from megatron_ext.files import append_lines
 from megatron_ext.training.run_folder import ROLLOUTS_FILE
 from megatron_ext.training.surprise import Surprise, surprise_record
 
@@ -86,6 +88,9 @@ class Rollouts:
 
     logged_place: tuple[int, int] | None = None
     """Microbatch and row of it; None where nothing of it is trained."""
+
+    has_warned: bool = False
+    """Whether it was said that a line could not be written."""
 
     sums: list[float] = field(default_factory=lambda: [0.0] * len(_SUMS))
     """Sums of ``_SUMS`` over this replica's completions of a step."""
@@ -154,8 +159,17 @@ class Rollouts:
                 first=len(row.prompt.ids) - 1,
                 stop=self.texts.shown(answer.ids[-1:]) if counts.stopped else None,
             )
-        with (self.run_dir / ROLLOUTS_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+        text = json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n"
+        path = self.run_dir / ROLLOUTS_FILE
+        try:
+            append_lines(path, text.encode())
+        except OSError as error:
+            if not self.has_warned:
+                sys.stderr.write(
+                    f"\nwarning: {path} cannot be written: {error.strerror}; the run goes on "
+                    "without lines that there is no room for\n"
+                )
+            self.has_warned = True
 
     def metrics(self) -> dict[str, float]:
         """Means over the completions of the step, of all replicas; the same on every rank. One that

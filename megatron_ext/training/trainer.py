@@ -43,7 +43,6 @@ from megatron_ext.training.megatron_models.student_head import cut_into_tiles
 from megatron_ext.training.metrics import (
     MetricsLog,
     open_writers,
-    plot_loss_curve,
     progress_bar,
     result_lines,
 )
@@ -169,7 +168,9 @@ class Trainer:
             self._loop(saved, done, measure, None, None)
             return
         if done >= total:
-            self._close(done)
+            with MetricsLog(self.run_dir, last_iteration=done) as log:
+                log.draw()
+            self._print_result(done)
             return
         writers = open_writers(self.plan, last_iteration=done)
         with (
@@ -177,7 +178,8 @@ class Trainer:
             progress_bar("distill" if self.step.term else "train", total=total, done=done) as bar,
         ):
             self._loop(saved, done, measure, log, bar)
-        self._close(total)
+            log.draw()
+        self._print_result(total)
 
     def _loop(
         self,
@@ -218,7 +220,7 @@ class Trainer:
                 bar.set_postfix(shown, refresh=False)
                 bar.update()
                 if "student_bits_per_byte" in metrics:
-                    plot_loss_curve(self.run_dir)
+                    log.draw()
             if is_last or iteration % training.save_interval == 0:
                 with self.clock.phase("checkpoint"):
                     saved.save(iteration, is_last=is_last)
@@ -496,8 +498,7 @@ class Trainer:
             write_learned=write_learned,
         )
 
-    def _close(self, done: int) -> None:
-        plot_loss_curve(self.run_dir)
+    def _print_result(self, done: int) -> None:
         print(*result_lines(self.run_dir, done=done), sep="\n", flush=True)
 
 

@@ -82,7 +82,7 @@ def losses_on_cpu(rank: int, folder: Path, names: list[str], ranks: int) -> dict
 
 @contextmanager
 def _quickly() -> Iterator[None]:
-    with once(), patch("megatron_ext.training.trainer.plot_loss_curve"):
+    with once(), patch("megatron_ext.training.metrics.plot_loss_curve"):
         yield
 
 

@@ -126,6 +126,6 @@ def _cheaply():
     stack = contextlib.ExitStack()
     build = cache(build_tokenizer)
     stack.enter_context(patch("megatron_ext.training.inputs.build_tokenizer", build))
-    stack.enter_context(patch("megatron_ext.training.trainer.plot_loss_curve"))
+    stack.enter_context(patch("megatron_ext.training.metrics.plot_loss_curve"))
     stack.enter_context(patch("megatron_ext.training.checkpoints.saved_run.SavedRun.save"))
     return stack

@@ -205,7 +205,7 @@ def _trainer(config):
     """A trainer in a fresh layout over the ranks that are there."""
     groups, inputs = read_afresh(config)
     # To draw a run takes longer than a step of it; tests/cli/test_resume.py looks for the picture.
-    patch("megatron_ext.training.trainer.plot_loss_curve").start()
+    patch("megatron_ext.training.metrics.plot_loss_curve").start()
     with once():
         return build_trainer(config, groups, inputs)
 

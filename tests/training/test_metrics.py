@@ -1,5 +1,7 @@
 """Rows of the log come back as they were, and reach TensorBoard and Weights & Biases."""
 
+import errno
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,21 +69,40 @@ def test_a_line_that_is_no_row_is_named(tmp_path, line):
 def test_rows_that_a_full_disk_does_not_take_are_written_when_there_is_room(tmp_path, capsys):
     with MetricsLog(tmp_path, last_iteration=0) as log:
         log.write(iteration=1, loss=1.0)
-        file = log._file
-        with open("/dev/full", "ab", buffering=0) as log._file:
-            log.write(iteration=2, loss=0.5)
-            log.write(iteration=3, loss=0.4)
-        log._file = file
+        path, log._path = log._path, Path("/dev/full")
+        log.write(iteration=2, loss=0.5)
+        log.write(iteration=3, loss=0.4)
+        log._path = path
         assert len(read_metrics(tmp_path)) == 1
         log.write(iteration=4, loss=0.3)
         assert [row["iteration"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4]
     assert capsys.readouterr().err.count("No space left on device; the run goes on") == 1
 
 
+def test_a_log_draws_all_rows_without_reading_them_and_goes_on_without_room_for_it(
+    tmp_path, capsys, monkeypatch
+):
+    write_rows(tmp_path, 1, 2)
+    pictures = []
+
+    def plot(_, rows):
+        pictures.append(list(rows))
+        if len(pictures) > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(metrics, "plot_loss_curve", plot)
+    with MetricsLog(tmp_path, last_iteration=1) as log:
+        monkeypatch.setattr(metrics, "whole_lines", None)
+        log.write(iteration=2, loss=0.5, seconds=1.0)
+        for _ in range(3):
+            log.draw()
+    assert pictures == 3 * [[{"iteration": 1, "loss": 1.5}, {"iteration": 2, "loss": 0.5}]]
+    assert capsys.readouterr().err.count(f"{PLOT_FILE} cannot be written: No space left") == 1
+
+
 def test_rows_that_no_disk_takes_are_an_error_at_the_end(tmp_path):
     log = MetricsLog(tmp_path, last_iteration=0)
-    log._file.close()
-    log._file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115
+    log._path = Path("/dev/full")
     log.write(iteration=1, loss=1.0)
     with pytest.raises(OSError, match="No space left"), log:
         pass
@@ -90,10 +111,9 @@ def test_rows_that_no_disk_takes_are_an_error_at_the_end(tmp_path):
 def test_rows_are_written_at_the_end_of_a_run_that_fails(tmp_path):
     def fail():
         with MetricsLog(tmp_path, last_iteration=0) as log:
-            file, log._file = log._file, Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115
+            path, log._path = log._path, Path("/dev/full")
             log.write(iteration=1, loss=1.0)
-            log._file.close()
-            log._file = file
+            log._path = path
             raise KeyError("the run's own error")
 
     with pytest.raises(KeyError, match="the run's own error"):
@@ -140,7 +160,7 @@ def test_a_folder_without_metrics_has_no_rows(tmp_path):
 
 def test_the_plot_is_a_png_that_shows_every_row_and_held_out_text_where_there_is(tmp_path):
     def image():
-        path = plot_loss_curve(tmp_path)
+        path = plot_loss_curve(tmp_path, read_metrics(tmp_path))
         assert path == tmp_path / PLOT_FILE
         content = path.read_bytes()
         assert content.startswith(b"\x89PNG\r\n\x1a\n")

@@ -4,6 +4,7 @@ import math
 import os
 import re
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from megatron_ext.engines.engine import AskedPrompt, Completion
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.training.configuration.rollouts import RolloutConfig
 from megatron_ext.training.metrics import read_metrics, without_measurements
-from megatron_ext.training.rollouts import check_completion
+from megatron_ext.training.rollouts import Rollouts, _Logged, check_completion
+from megatron_ext.training.run_folder import ROLLOUTS_FILE
 from tests.engines.stand_in_server import serving
 from tests.process_group import run_ranks
 from tests.training.rollout_runs import (
@@ -310,3 +312,17 @@ def test_cross_entropy_is_of_recorded_text_alone(runs):
     for row in read_metrics(runs / "alm"):
         assert row["ce"] is None
         assert row["loss"] == pytest.approx(row["kd"], rel=1e-6)
+
+
+def test_a_completion_that_a_full_disk_does_not_take_is_left_out(tmp_path, capsys):
+    texts, groups = SimpleNamespace(shown=str), SimpleNamespace(is_main=True)
+    rollouts = Rollouts(engine=None, texts=texts, groups=groups, run_dir=tmp_path)
+    row = SimpleNamespace(prompt=SimpleNamespace(ids=[1]))
+    rollouts.logged = _Logged(row, Completion([5], [-1.0]), None)
+    (tmp_path / ROLLOUTS_FILE).symlink_to("/dev/full")
+    rollouts.log(1, None)
+    rollouts.log(2, None)
+    assert capsys.readouterr().err.count("No space left on device; the run goes on") == 1
+    (tmp_path / ROLLOUTS_FILE).unlink()
+    rollouts.log(3, None)
+    assert [line["iteration"] for line in lines_of(tmp_path, ".")] == [3]
