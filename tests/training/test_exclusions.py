@@ -47,6 +47,8 @@ ON = {
     "loss.learned_projection": {"loss": {"learned_projection": True}},
     "loss.kd_weight other than 1.0": {"loss": {"kd_weight": 0.0}},
     "loss.ce_weight other than 1.0": {"loss": {"ce_weight": 2.0}},
+    "loss.kd_weight: 0.0": {"loss": {"kd_weight": 0.0}},
+    "loss.ce_weight: 0.0": {"loss": {"ce_weight": 0.0}},
     "loss.linear with a ce_weight other than 0": {"loss": {"linear": True}},
     "data.rollouts without engine": {"data": {"train": ["x"], "rollouts": {}}},
     "data.rollouts.engine": {

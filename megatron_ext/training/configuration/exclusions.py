@@ -264,6 +264,15 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         )
         for weighting in (features.MATCHED, features.BY_GRADIENTS)
     ),
+    *(
+        Exclusion(
+            features.NO_CROSS_ENTROPY,
+            other,
+            "no term of the loss has a weight, so that nothing would be learnt",
+            "set loss.ce_weight above 0",
+        )
+        for other in (features.NO_TEACHER, features.NO_DISTILLATION, features.MATCHED)
+    ),
     Exclusion(
         features.BY_GRADIENTS,
         features.RECOMPUTED,

@@ -121,7 +121,7 @@ class Exclusion:
         )
 
 
-def key_feature(key: str, *, off: object = False, only: tuple[str, ...] = ()) -> Feature:
+def key_feature(key: str, *, off: object = False, only: tuple[object, ...] = ()) -> Feature:
     """The feature that a key has another value than ``off``, or one of ``only``."""
     shown = key.replace("{teacher}", "teacher")
     name = f"`{shown}`"
@@ -254,6 +254,8 @@ BY_GRADIENTS: Final = key_feature("loss.weighting", off="fixed", only=("gradient
 MATCHED: Final = key_feature("loss.weighting", off="fixed", only=("matched",))
 KD_WEIGHT: Final = key_feature("loss.kd_weight", off=1.0)
 CE_WEIGHT: Final = key_feature("loss.ce_weight", off=1.0)
+NO_CROSS_ENTROPY: Final = key_feature("loss.ce_weight", off=1.0, only=(0.0,))
+NO_DISTILLATION: Final = key_feature("loss.kd_weight", off=1.0, only=(0.0,))
 RECOMPUTED: Final = key_feature("training.recompute_granularity", off=None)
 RECOMPUTED_WHOLE: Final = key_feature("training.recompute_granularity", off=None, only=("full",))
 LOWER_LAYERS: Final = Feature(
