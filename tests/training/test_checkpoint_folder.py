@@ -36,11 +36,16 @@ def names(folder):
 
 def test_the_latest_checkpoint_is_the_one_that_was_set(tmp_path):
     first, second = make(tmp_path, 20, 40)
-    assert latest_checkpoint(tmp_path) is None
     set_latest_checkpoint(second, keep=2)
     assert latest_checkpoint(tmp_path) == second
     set_latest_checkpoint(first, keep=2)
     assert latest_checkpoint(tmp_path) == first
+
+
+def test_the_latest_checkpoint_is_the_newest_whole_one_where_no_file_names_it(tmp_path):
+    _, second = make(tmp_path, 20, 40)
+    (tmp_path / "iter_0000060").mkdir()
+    assert latest_checkpoint(tmp_path) == second
 
 
 def test_only_the_newest_are_kept(tmp_path):

@@ -41,14 +41,18 @@ def iteration_of(checkpoint: Path) -> int:
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint of a run, or None.
+    """The complete checkpoint that ``latest`` names, the newest without that file, or None.
 
     Raises:
         CheckpointError: ``latest`` cannot be read, or names a checkpoint that is not there.
     """
     pointer = folder / _LATEST
     if not pointer.exists():
-        return None
+        # In a copy without the file, or killed behind the first save: the newest that is whole.
+        whole = [
+            path for path in _complete_checkpoints(folder) if (path / _METADATA_FILE).is_file()
+        ]
+        return whole[-1] if whole else None
     try:
         name = pointer.read_bytes()[:_LONGEST_NAME].decode().strip()
     except (OSError, UnicodeDecodeError) as error:
