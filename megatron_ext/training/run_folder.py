@@ -303,8 +303,15 @@ def _check_same_run(stored: Mapping[str, Any], values: Mapping[str, Any], path: 
             # Teachers and caches may move, but a teacher's iteration may not change.
             if _of_any_teacher(key) in _TEACHER_FOLDERS and isinstance(value, str):
                 leaves[key] = Path(value).name
+    # What transformers runs is as its folder says, and has no keys but that of its rows.
+    whole = tuple(
+        f"{key.removesuffix('library')}model."
+        for key, value in [*before.items(), *now.items()]
+        if _of_any_teacher(key) == "teacher.library" and value == "huggingface"
+    )
     for key in sorted(before.keys() | now.keys()):
         may_change = _of_any_teacher(key).startswith(_MAY_CHANGE)
+        may_change |= key.startswith(whole) and not key.endswith(".seq_length")
         # Runs of versions before remote teachers, and before experts, have no such keys.
         is_newer = _of_any_teacher(key).startswith("teacher.serving.") or ".moe_" in key
         may_change |= is_newer and key not in before

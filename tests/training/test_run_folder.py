@@ -165,6 +165,17 @@ def test_where_a_teacher_runs_may_change_and_what_it_sends_may_not(config, start
     check_run_folder(elsewhere)
 
 
+def test_the_library_of_a_teacher_may_change_and_with_it_what_its_folder_says_of_the_model(
+    config, started
+):
+    whole = changed(config, teacher={"library": "huggingface", "model": {"layernorm_epsilon": 0.1}})
+    check_run_folder(whole)
+    with pytest.raises(ConfigError, match=r"another teacher\.model\.seq_length"):
+        check_run_folder(changed(whole, teacher={"model": {"seq_length": 7}}))
+    with pytest.raises(ConfigError, match=r"another teacher\.model\.layernorm_epsilon"):
+        check_run_folder(changed(whole, teacher={"library": "megatron"}))
+
+
 def test_a_run_from_before_there_were_experts_goes_on_and_gets_none(config, started):
     values = yaml.safe_load((started / CONFIG_FILE).read_text())
     for model in (values["student"], values["teacher"]["model"]):
