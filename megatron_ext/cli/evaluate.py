@@ -25,6 +25,7 @@ from megatron_ext.cli.model_arguments import (
     finish,
     load_models,
 )
+from megatron_ext.cli.output import check_output
 from megatron_ext.distributed.layout import launched_processes
 from megatron_ext.errors import ConfigError, UnknownNameError
 from megatron_ext.evaluation.lm_eval_tasks import PREFIX, LmEvalTask
@@ -139,11 +140,12 @@ def run(arguments: argparse.Namespace) -> None:
     def write() -> None:
         if cut:
             write_warnings([cut_warning(cut, texts)])
+        # First: a disk without room for a file is no reason to lose what was measured.
+        sys.stdout.write(results_table(arguments.task, result))
         if arguments.output is not None:
             write_results(arguments.output, result, _about(arguments, model))
         if arguments.samples is not None:
             write_samples(arguments.samples, result)
-        sys.stdout.write(results_table(arguments.task, result))
 
     model.once(write)
     finish(model)
@@ -160,6 +162,9 @@ def _task(arguments: argparse.Namespace) -> Task:
         raise ConfigError(
             "too small", where="--num-fewshot", got=arguments.num_fewshot, expected="0 or more"
         )
+    for name in ("output", "samples"):
+        if getattr(arguments, name) is not None:
+            check_output(getattr(arguments, name), f"--{name}")
     check_model_arguments(arguments)
     if arguments.applies_chat_template and arguments.task == "bits_per_byte":
         raise ConfigError(

@@ -37,7 +37,7 @@ from megatron_ext.cli.model_arguments import (
     finish,
     load_models,
 )
-from megatron_ext.cli.output import check_new_file
+from megatron_ext.cli.output import check_new_file, check_output
 from megatron_ext.conversation import Message
 from megatron_ext.conversation.records import ConversationRecord
 from megatron_ext.distributed.layout import launched_processes
@@ -149,6 +149,7 @@ def run(arguments: argparse.Namespace) -> None:
     )
     if arguments.output is not None:
         check_new_file(arguments.output)
+        check_output(arguments.output, "--output")
     if arguments.conversations or arguments.endpoint is not None:
         _answer_conversations(arguments, options)
         return

@@ -92,6 +92,27 @@ def check_new_file(path: Path) -> None:
         )
 
 
+def check_output(path: Path, flag: str) -> None:
+    """Check, before work whose results it gets, that a file could be written.
+
+    Raises:
+        ConfigError: It is a folder, or its folder cannot be made or written to.
+    """
+    existing = path.absolute().parent
+    while not existing.exists():
+        existing = existing.parent
+    is_writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    if path.is_dir() or not is_writable:
+        state = "read-only" if existing.is_dir() else "a file"
+        got = "a folder" if path.is_dir() else f"{existing} is {state}"
+        raise ConfigError(
+            "the file cannot be written",
+            where=f"{flag} {path}",
+            got=got,
+            fix="name another file, or change the permissions there",
+        )
+
+
 def write_output(path: Path, text: str, flag: str) -> None:
     """Write a file atomically.
 

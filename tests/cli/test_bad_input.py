@@ -379,6 +379,14 @@ def test_a_run_folder_of_another_configuration_is_refused(values, refused, tmp_p
             ["generate", "--modell", "x"],
             "required; unrecognized: --modell; did you mean '--model'?",
         ),
+        (
+            ["evaluate", "--model", "m", "--task", "mmlu", "--samples", "/"],
+            "--samples /: the file cannot be written; got a folder",
+        ),
+        (
+            ["generate", "--model", "m", "--prompt", "x", "-o", "/dev/null/x"],
+            "--output /dev/null/x: the file cannot be written; got /dev/null is a file",
+        ),
         (["evaluate", "--task", "mmlu"], "are required: --model/--checkpoint; see megatron-ext e"),
         (["projection", "inspect", "x", "--studnt", "y"], "did you mean '--student'?"),
         (["inspect", "hi"], "; set model, or pass --tokenizer-model"),
