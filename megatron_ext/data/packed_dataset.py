@@ -8,8 +8,9 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -260,7 +261,8 @@ class BlockWorkers(Iterator[PackedBlock]):
     """
 
     def __init__(self, loader: DataLoader[PackedBlock]) -> None:
-        self._blocks: Any = iter(loader)
+        with _deaf_to_signals():
+            self._blocks: Any = iter(loader)
         _unwatch(self._blocks)
 
     def __next__(self) -> PackedBlock:
@@ -294,6 +296,21 @@ class BlockWorkers(Iterator[PackedBlock]):
         for worker in self._blocks._workers:
             if not worker.is_alive():
                 raise DeadWorkerError(_how_it_ended(worker.pid, worker.exitcode))
+
+
+@contextmanager
+def _deaf_to_signals() -> Iterator[None]:
+    """Start processes that no SIGINT or SIGTERM of a group reaches, from their first moment on.
+
+    They end with this process, which takes a signal that arrives meanwhile behind the block.
+    """
+    # Starting it would end the block early, until Python 3.12.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _unwatch(blocks: Any) -> None:

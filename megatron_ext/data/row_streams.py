@@ -9,7 +9,6 @@ are as many streams as rows.
 
 from __future__ import annotations
 
-import signal
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -237,8 +236,7 @@ class _Ready(NamedTuple):
 
 
 def _begin_worker(index: int) -> None:
-    """Leave an interrupt of the terminal to the run, and end with the process that started it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """End with the process that started this one."""
     die_with_parent()
 
 

@@ -56,6 +56,20 @@ def test_the_samples_behind_a_worker_that_was_killed_are_those_of_none(tmp_path)
     reader.close()
 
 
+def test_a_signal_to_the_whole_group_of_a_run_ends_no_worker_while_it_starts(tmp_path):
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    reader = streams(dataset(tmp_path), num_workers=1)
+    reader._open()
+    assert isinstance(reader._blocks, BlockWorkers)
+    (worker,) = reader._blocks._blocks._workers
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(worker.pid, number)
+    reader.take(0)
+    assert reader.restarts == 0
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+    reader.close()
+
+
 def test_workers_that_die_each_time_end_the_run_with_the_reason(tmp_path):
     reader = streams(dataset(tmp_path, DyingDataset), num_workers=1)
     with pytest.raises(DataError, match=r"die each time .* was ended by SIGKILL, after 3 starts"):
