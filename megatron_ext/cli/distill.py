@@ -111,10 +111,8 @@ def run(arguments: argparse.Namespace) -> None:
 def _serve(teacher: TeacherPlan) -> None:
     """Run as one of the ranks that serve a teacher."""
     tokenizer = read_served_teacher(teacher)
-    from megatron_ext.training.faults import leave_signals_to_the_student
     from megatron_ext.training.teachers.own_ranks import serve_on_own_ranks
 
-    leave_signals_to_the_student()
     serve_on_own_ranks(teacher, tokenizer)
 
 

@@ -83,9 +83,6 @@ def run(arguments: argparse.Namespace) -> None:
         from megatron_ext.training.teachers.serve_teacher import serve_at, serve_parent
 
     if arguments.parent_fd is not None:
-        from megatron_ext.training.faults import leave_signals_to_the_student
-
-        leave_signals_to_the_student()
         serve_parent(teacher, tokenizer, arguments.parent_fd)
         return
     from megatron_ext.teachers.listener import ServerTls

@@ -115,11 +115,18 @@ class TeacherServer:
         self._sessions: list[StudentSession] = []
         self._students: list[StudentSession] = []
 
-    def serve(self, listener: TeacherListener | None, *, until_client_leaves: bool) -> None:
+    def serve(
+        self,
+        listener: TeacherListener | None,
+        *,
+        until_client_leaves: bool,
+        on_joined: Callable[[], object] = lambda: None,
+    ) -> None:
         """Answer requests for ever, or until students have connected and all have left.
 
         Args:
             listener: None on other ranks than the replica's main one.
+            on_joined: Called on the main rank when a student has connected.
 
         Collectives: those of ``ReplicaRanks.broadcast`` every few seconds and for each request, and
         for each request those of the teacher and of ``FormedTargets``.
@@ -133,7 +140,7 @@ class TeacherServer:
             return
         listener.open(self)
         try:
-            self._serve_main(until_client_leaves)
+            self._serve_main(until_client_leaves, on_joined)
         except BaseException as error:
             for session in self._sessions:
                 session.fail(error)
@@ -161,7 +168,7 @@ class TeacherServer:
         self._sessions = [*(its for its in self._sessions if its.is_there), session]
         return session
 
-    def _serve_main(self, until_client_leaves: bool) -> None:
+    def _serve_main(self, until_client_leaves: bool, on_joined: Callable[[], object]) -> None:
         has_come, started = False, time.monotonic()
         while True:
             event = self._requests.next(_IDLE_S)
@@ -178,6 +185,7 @@ class TeacherServer:
                 continue
             if event.kind == "joined":
                 has_come = True
+                on_joined()
                 self._students.append(event.session)
             elif event.kind == "left":
                 self._students.remove(event.session)

@@ -82,14 +82,15 @@ def server_of(teacher, form=HIDDEN, identity=IDENTITY, timeout_s=10):
 
 
 @contextmanager
-def serving(server, *, until_client_leaves=False, tls=None):
+def serving(server, *, until_client_leaves=False, tls=None, on_joined=lambda: None):
     """The address of a server in a thread, which ends when its students have left."""
+    options = {"until_client_leaves": until_client_leaves, "on_joined": on_joined}
     listener = TeacherListener("127.0.0.1:0", TOKEN, tls)
     errors = []
 
     def serve():
         try:
-            server.serve(listener, until_client_leaves=until_client_leaves)
+            server.serve(listener, **options)
         except ArithmeticError:
             # What its students are told of it is what the tests look at.
             pass

@@ -185,6 +185,19 @@ def test_a_teacher_that_fails_for_one_request_says_why(is_shared):
             student.close()
 
 
+def test_a_server_leaves_signals_to_a_student_when_one_is_there():
+    joined = []
+    server = server_of(TableTeacher())
+    with serving(
+        server, until_client_leaves=True, on_joined=lambda: joined.append(len(server._sessions))
+    ) as address:
+        assert not joined
+        student = connected(address)
+        student.answer(student.ask([rows_of(0)]))
+        assert joined == [1]
+        student.close()
+
+
 def test_a_server_that_no_student_comes_to_gives_up():
     server = server_of(TableTeacher(), timeout_s=0.1)
     with (

@@ -24,6 +24,7 @@ from megatron_ext.teachers.server_limits import ServerLimits
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training import watchdog
 from megatron_ext.training.configuration.teachers import is_local
+from megatron_ext.training.faults import leave_signals_to_the_student
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.teachers.identity import (
     launch_identity,
@@ -184,7 +185,11 @@ def serve_on_rank(
     )
     watchdog.enter(serving)
     listener = listen(groups.dp_rank) if ranks.is_main else None
-    server.serve(listener, until_client_leaves=until_client_leaves)
+    leave = leave_signals_to_the_student if until_client_leaves else lambda: None
+    # On the main rank when a student is there: before, nobody else would end it.
+    if not ranks.is_main:
+        leave()
+    server.serve(listener, until_client_leaves=until_client_leaves, on_joined=leave)
 
 
 def _head(model: LiveTeacher, ranks: ReplicaRanks) -> torch.Tensor | None:
