@@ -274,7 +274,7 @@ def _of_model(
 def _of_endpoint(arguments: argparse.Namespace, options: GenerationOptions) -> Answers:
     config = EngineConfig(
         kind="vllm",
-        url=(arguments.endpoint.rstrip("/").removesuffix("/v1"),),
+        url=(arguments.endpoint,),
         model=arguments.endpoint_model,
         key_variable=arguments.key_variable,
         plain_connection=arguments.plain_connection,

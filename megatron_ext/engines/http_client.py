@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.pool import ThreadPool
+from pathlib import Path
 from typing import Any, Final
 
 import requests
@@ -16,7 +17,7 @@ from urllib3.response import BaseHTTPResponse
 from urllib3.util import Retry
 
 from megatron_ext.engines.engine import EngineConfig
-from megatron_ext.errors import DistributedError
+from megatron_ext.errors import ConfigError, DistributedError
 
 _CONNECT_S: Final = 10.0
 _RETRIED: Final = (408, 425, 429, 500, 502, 503, 504)
@@ -46,6 +47,9 @@ class HttpClient:
     Args:
         config: Addresses, limits and where the key is.
         where: Section of the configuration, for errors.
+
+    Raises:
+        ConfigError: The key cannot be sent, or the root certificate is missing.
     """
 
     def __init__(self, config: EngineConfig, *, where: str) -> None:
@@ -65,7 +69,21 @@ class HttpClient:
             self._session.mount(scheme, adapter)
         roots = os.environ.get("REQUESTS_CA_BUNDLE")
         self._session.verify = config.root_certificate or roots or True
-        key = os.environ.get(config.key_variable)
+        if config.root_certificate is not None and not Path(config.root_certificate).is_file():
+            raise ConfigError(
+                "there is no file of root certificates",
+                where=f"{where}.root_certificate",
+                got=config.root_certificate,
+                fix="correct the path, or leave it out where the system's own roots do",
+            )
+        key = os.environ.get(config.key_variable, "").strip()
+        if not key.isascii() or not key.isprintable():
+            # Not shown: requests would have it in its error.
+            raise ConfigError(
+                "a key holds a character that no request can carry",
+                where=f"the environment variable {config.key_variable}",
+                expected="printable ASCII characters",
+            )
         if key:
             self._session.headers["Authorization"] = f"Bearer {key}"
         # Daemons: a process ends whatever a server does that was asked and has not answered.
@@ -73,8 +91,8 @@ class HttpClient:
 
     @property
     def servers(self) -> tuple[str, ...]:
-        """Addresses of the servers."""
-        return self._config.url
+        """Addresses of the servers, without the ``/v1`` that clients of OpenAI's are given."""
+        return tuple(url.rstrip("/").removesuffix("/v1") for url in self._config.url)
 
     def get(self, path: str, *, server: int = 0) -> Any:
         """JSON of a GET; errors as ``post``."""
@@ -105,7 +123,7 @@ class HttpClient:
         self._session.close()
 
     def _request(self, method: str, path: str, body: Mapping[str, Any] | None, server: int) -> Any:
-        url = self.servers[server].rstrip("/") + path
+        url = self.servers[server] + path
         try:
             with self._session.request(
                 method,

@@ -230,6 +230,26 @@ def test_the_key_comes_from_the_environment(stand_in, monkeypatch):
     assert "secret-words" not in str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["secret\nwords", "secret-wörds"])
+def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(stand_in, monkeypatch, key):
+    monkeypatch.setenv("MEGATRON_EXT_ENGINE_KEY", f"{key}\r\n")
+    with pytest.raises(ConfigError, match="MEGATRON_EXT_ENGINE_KEY: a key holds") as caught:
+        connected(stand_in)
+    assert "secret" not in str(caught.value)
+    monkeypatch.setenv("MEGATRON_EXT_ENGINE_KEY", "secret-words\r\n")
+    connected(stand_in).complete([AskedPrompt([1], frozenset(), 0)], SAMPLING)()
+    ((_, _, headers),) = stand_in.requests
+    assert headers["Authorization"] == "Bearer secret-words"
+
+
+def test_an_address_may_end_as_clients_of_openai_have_it_and_a_certificate_is_there(stand_in):
+    stand_in.url += "/v1/"
+    connected(stand_in).complete([AskedPrompt([1], frozenset(), 0)], SAMPLING)()
+    assert stand_in.paths() == ["/v1/completions"]
+    with pytest.raises(ConfigError, match=r"teacher\.engine\.root_certificate: .*no-file"):
+        connected(stand_in, root_certificate="no-file")
+
+
 def test_log_probabilities_from_before_the_temperature_are_found_out(stand_in):
     server, prompt = connected(stand_in), AskedPrompt([1], frozenset(), 0)
     check_processed(server, SAMPLING, prompt)
