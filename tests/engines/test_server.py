@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -23,14 +24,16 @@ SAMPLING = Sampling(max_new_tokens=5, seed=3)
 
 @pytest.fixture
 def stand_in():
-    with serving() as stand_in:
+    with serving() as stand_in, ExitStack() as stand_in.students:
         yield stand_in
 
 
 def connected(stand_in, kind="vllm", length=100, **options):
     options = {"retries": 2, "timeout_s": 5.0, **options}
     config = EngineConfig(kind=kind, url=(stand_in.url,), **options)
-    return InferenceServer(config, where="teacher.engine", vocab_size=VOCAB_SIZE, length=length)
+    server = InferenceServer(config, where="teacher.engine", vocab_size=VOCAB_SIZE, length=length)
+    stand_in.students.callback(server.close)
+    return server
 
 
 @pytest.mark.parametrize("kind", KINDS)
