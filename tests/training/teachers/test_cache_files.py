@@ -14,6 +14,7 @@ VOCAB = 262_144
 LABEL = TargetForm(kind="label", precision="fp32", count=0, vocab_size=VOCAB)
 TOPK = TargetForm(kind="topk", precision="fp16", count=64, vocab_size=VOCAB)
 HIDDEN = TargetForm(kind="hidden", precision="bf16", count=12, vocab_size=VOCAB)
+TOKENIZERS = {"teacher tokenizer": "t", "other tokenizers": ["s"]}
 LENGTHS = ((5, 1), (9,), (), (3, 30))
 """Tokens of the windows of each file."""
 
@@ -81,6 +82,10 @@ def test_what_a_cache_is_of_is_compared_key_by_key(tmp_path):
     manifest, _ = write_cache(tmp_path, LABEL)
     own = dict(manifest.identity)
     manifest.check_same(own | {"data": ["b"]}, tmp_path)
+    # More models, of tokenizers that cut the texts already; and one of a tokenizer that does not.
+    manifest.check_same(own | {"other tokenizers": ["s", "s", "t"]}, tmp_path)
+    with pytest.raises(ConfigError, match="another one of the other tokenizers; got s, u"):
+        manifest.check_same(own | {"other tokenizers": ["s", "u"]}, tmp_path)
     with pytest.raises(ConfigError, match="another data; got b, c"):
         manifest.check_same(own | {"data": ["b", "c"]}, tmp_path)
     with pytest.raises(ConfigError, match="another weights"):
@@ -92,7 +97,7 @@ def write_cache(folder, form, *, weights="own"):
     rng = np.random.default_rng(3)
     manifest = Manifest(
         form=form,
-        identity={"weights": weights, "data": ["a", "b"]},
+        identity={"weights": weights, "data": ["a", "b"]} | TOKENIZERS,
         shards=tuple(f"targets-{number}.bin" for number in range(len(LENGTHS))),
         block_bytes=1,
     )

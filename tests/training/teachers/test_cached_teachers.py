@@ -119,7 +119,7 @@ def test_a_cache_of_another_run_is_refused(folder, outcome):
     foreign = {
         "data": {"data": {"train": (str(other),)}},
         "training.precision": {"training": {"precision": "bf16"}},
-        "lengths": {"student": {"seq_length": 40}},
+        "length of rows": {"student": {"seq_length": 40}},
     }
     for what, change in foreign.items():
         with pytest.raises(ConfigError, match=f"made with another {what}"):
