@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -101,6 +102,7 @@ class TeacherTexts:
             lines = [self._line(*pair) for pair in pairs]
             once(partial(self._append, lines))
             done += lines
+            once(partial(_tell, len(done), len(records)))
         kept = [line for line in done if not line.startswith(b'{"left_out"')]
         once(lambda: self._finish(kept))
         return len(kept), len(done) - len(kept)
@@ -143,3 +145,7 @@ class TeacherTexts:
         settings = {name: value for name, value in self.about.items() if name != "date"}
         asked = [list(record.messages), dict(record.template_variables), settings]
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _tell(done: int, total: int) -> None:
+    sys.stderr.write(f"{done:,} of {total:,} conversations are answered\n")

@@ -30,9 +30,11 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_answers_are_conversations_with_what_they_come_from(tmp_path):
+def test_answers_are_conversations_with_what_they_come_from(tmp_path, capsys):
     texts = TeacherTexts(output=tmp_path / "out.jsonl", about=ABOUT, batch=2)
     assert texts.write(QUESTIONS, answered, once) == (4, 1)
+    told = capsys.readouterr().err.splitlines()
+    assert told == [f"{count} of 5 conversations are answered" for count in (2, 4, 5)]
     records = lines(texts.output)
     assert [r["messages"][0]["content"] for r in records] == ["0", "1", "2", "4"]
     assert records[-1]["messages"][-1] == {"role": "assistant", "content": "answer 4"}
