@@ -9,6 +9,7 @@ are as many streams as rows.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -236,7 +237,9 @@ class _Ready(NamedTuple):
 
 
 def _begin_worker(index: int) -> None:
-    """End with the process that started this one."""
+    """Leave an interrupt of the terminal to the run, and end with the process that started it."""
+    # A fork server that somebody else has started gives it no blocked signals.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
 
 
