@@ -200,6 +200,18 @@ def test_a_piece_with_the_name_of_a_special_token_is_none_where_others_are(tmp_p
     assert MegatronTokenizer.from_pretrained(tmp_path).eos_token == "<|endoftext|>"
 
 
+@pytest.mark.parametrize("added", [[], ["  "]], ids=["alone", "beside-white-space"])
+@pytest.mark.parametrize(
+    "names", [{}, {"pad_token": "<p>"}, {"additional_special_tokens": ["<t>"]}]
+)
+def test_names_that_a_user_adds_leave_the_special_tokens_of_the_file(tmp_path, added, names):
+    tokenizer = Tokenizer(models.BPE({"<s>": 0, "</s>": 1, "a": 2}, []))
+    tokenizer.add_tokens(added)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ours = MegatronTokenizer.from_pretrained(tmp_path, **names)
+    assert (ours.bos_id, ours.eos_id) == (0, 1)
+
+
 def test_a_name_of_the_configuration_that_the_file_lacks_is_told(tmp_path):
     tokenizer = Tokenizer(models.BPE({"a": 0}, []))
     tokenizer.add_special_tokens(["<a>"])

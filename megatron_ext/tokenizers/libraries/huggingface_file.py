@@ -78,6 +78,7 @@ class HuggingFaceFile:
             added = [
                 row for row in document.get("added_tokens") or [] if not self._falls_back_on(row)
             ]
+            self._has_special_tokens = any(row["special"] for row in added)
             self._added = with_special(added, self._ids, names_to_add(roles or {}, special_tokens))
             self._document: dict[str, Any] = {
                 **document,
@@ -145,8 +146,8 @@ class HuggingFaceFile:
         [CLS] replace each other where one is missing, and so do EOS and [SEP].
         """
         find = {**self._ids, **self._added_ids}.get
-        # A piece of a BPE that is called </s> is text, where other tokens are control tokens.
-        ids = conventional_ids((self._added_ids or self._ids).get)
+        # A piece of a BPE that is called </s> is text, where the file has special tokens.
+        ids = conventional_ids(self._added_ids.get if self._has_special_tokens else find)
         if self._config is not None:
             for role in CONVENTIONAL_NAMES:
                 if role in ("bos", "eos", "pad", "unk") or f"{role}_token" in self._config:
