@@ -226,8 +226,11 @@ def test_a_name_of_the_configuration_that_the_file_lacks_is_told(tmp_path):
         assert MegatronTokenizer.from_pretrained(tmp_path).pad_id == 2
 
 
-def test_added_tokens_behind_a_hole_have_the_ids_of_the_file_in_every_direction(tmp_path):
-    tokenizer = Tokenizer(models.BPE({"a": 0}, []))
+@pytest.mark.parametrize(
+    "model", [models.BPE({"a": 0}, []), models.Unigram([("a", 0.0)], None)], ids=["bpe", "unigram"]
+)
+def test_added_tokens_behind_a_hole_have_the_ids_of_the_file_in_every_direction(tmp_path, model):
+    tokenizer = Tokenizer(model)
     tokenizer.add_special_tokens(["<b>", "<c>"])
     document = json.loads(tokenizer.to_str())
     for row, token_id in zip(document["added_tokens"], (2, 7), strict=True):
@@ -238,3 +241,10 @@ def test_added_tokens_behind_a_hole_have_the_ids_of_the_file_in_every_direction(
     assert ours.text_to_ids("<b>a<c>") == [2, 0, 7]
     assert ours.detokenize([2, 0, 7]) == "<b> a <c>"
     assert ours.detokenize([2, 0, 7], skip_special_tokens=True) == "a"
+
+
+def test_what_transformers_saves_of_a_tokenizer_has_the_same_ids(tokenizer, tmp_path):
+    ours = tokenizer("huggingface-byte-level")
+    ours._tokenizer.tokenizer.save_pretrained(tmp_path)
+    saved = MegatronTokenizer.from_pretrained(tmp_path)
+    assert saved.text_to_ids("a<tool>") == ours.text_to_ids("a<tool>")

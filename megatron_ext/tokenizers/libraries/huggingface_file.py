@@ -208,14 +208,19 @@ class HuggingFaceFile:
     def whole(self) -> dict[str, Any]:
         """The document without dropout, truncation, padding and trimmed offsets.
 
-        Its vocabulary has the added tokens, to which the library would give the ids that follow.
+        Its vocabulary has the added tokens where the library would give them other ids.
         """
-        vocab = self._model["vocab"]
-        if isinstance(vocab, dict):
-            vocab = {**self._added_ids, **vocab}
+        model = self._model
+        if self.ids_of_the_library() is not None:
+            vocab = model["vocab"]
+            if isinstance(vocab, dict):
+                vocab = {**self._added_ids, **vocab}
+            else:
+                vocab = [*vocab, *([piece, 0.0] for piece in self.pieces()[len(vocab) :])]
+            model = {**model, "vocab": vocab}
         return {
             **self._document,
-            "model": {**self._model, "vocab": vocab},
+            "model": model,
             "truncation": None,
             "padding": None,
             "post_processor": _untrimmed(self._document.get("post_processor")),
