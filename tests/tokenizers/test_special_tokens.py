@@ -212,18 +212,21 @@ def test_names_that_a_user_adds_leave_the_special_tokens_of_the_file(tmp_path, a
     assert (ours.bos_id, ours.eos_id) == (0, 1)
 
 
-def test_a_name_of_the_configuration_that_the_file_lacks_is_told(tmp_path):
+@pytest.mark.parametrize(
+    "named", [{"pad_token": "[PAD]"}, {"additional_special_tokens": ["[PAD]"]}]
+)
+def test_a_name_of_the_configuration_that_the_file_lacks_is_told(tmp_path, named):
     tokenizer = Tokenizer(models.BPE({"a": 0}, []))
     tokenizer.add_special_tokens(["<a>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     config = tmp_path / "tokenizer_config.json"
-    config.write_text(json.dumps({"eos_token": "<a>", "pad_token": "[PAD]"}))
-    with pytest.warns(UserWarning, match=r"configuration of the tokenizer names \[PAD\], and its"):
+    config.write_text(json.dumps({"eos_token": "<a>", **named}))
+    with pytest.warns(UserWarning, match=r"names \[PAD\], which tokenizer.json lacks"):
         MegatronTokenizer.from_pretrained(tmp_path)
     PreTrainedTokenizerFast.from_pretrained(tmp_path).save_pretrained(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert MegatronTokenizer.from_pretrained(tmp_path).pad_id == 2
+        assert MegatronTokenizer.from_pretrained(tmp_path).token_to_id("[PAD]") == 2
 
 
 @pytest.mark.parametrize(

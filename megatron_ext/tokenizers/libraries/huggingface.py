@@ -124,7 +124,7 @@ class HuggingFaceTokenizer(TableTokenizer):
         contents = self._contents()
         self._text_only = _build(contents.text_only(), self._source.file)
         self._user_defined = contents.user_defined_tokens()
-        _warn_of_names(contents.names_without_id())
+        _warn_of_names(contents.names_without_id(), self._source.file)
         _warn_of_ids(contents.ids_of_the_library())
         super().__init__(
             files=self._source.files,
@@ -237,13 +237,13 @@ class HuggingFaceTokenizer(TableTokenizer):
         return continued
 
 
-def _warn_of_names(names: Sequence[str]) -> None:
-    """Warn of special tokens of a configuration that have no id in the ``tokenizer.json``."""
+def _warn_of_names(names: Sequence[str], file: Path) -> None:
+    """Warn of special tokens of a configuration that have no id in the file of the vocabulary."""
     if names:
         warnings.warn(
-            f"the configuration of the tokenizer names {', '.join(names[:5])}, and its "
-            "tokenizer.json, which alone says what it is, does not; transformers adds such tokens: "
-            "load the folder with AutoTokenizer, and save it with save_pretrained",
+            f"the configuration of the tokenizer names {', '.join(names[:5])}, which {file.name} "
+            "lacks; transformers adds such tokens: to have them, load the folder with "
+            "AutoTokenizer, and save it with save_pretrained",
             stacklevel=2,
         )
 

@@ -181,19 +181,22 @@ class HuggingFaceFile:
 
     def additional_special_tokens(self) -> list[str] | None:
         """Special tokens that a caller named or that the configuration lists; None without any."""
+        ids = {**self._ids, **self._added_ids}
+        names = dict.fromkeys([*self._listed(), *self._given])
+        return [name for name in names if name in ids] or None
+
+    def _listed(self) -> list[str]:
+        """Names of the special tokens of no role that the configuration lists."""
         config = self._config or {}
         listed = config.get("additional_special_tokens") or config.get("extra_special_tokens")
-        names = [name_of(token) for token in listed] if isinstance(listed, list) else []
-        ids = {**self._ids, **self._added_ids}
-        present = [name for name in dict.fromkeys([*names, *self._given]) if name in ids]
-        return present or None
+        return [name_of(token) for token in listed] if isinstance(listed, list) else []
 
     def names_without_id(self) -> list[str]:
-        """Names of roles and of added tokens in the configuration that the document lacks."""
+        """Names of special and of added tokens in the configuration that the document lacks."""
         config = self._config or {}
         decoder = config.get("added_tokens_decoder")
         roles = CONVENTIONAL_NAMES.keys() - self._roles.keys()
-        listed = [config.get(f"{role}_token") for role in sorted(roles)]
+        listed = [config.get(f"{role}_token") for role in sorted(roles)] + self._listed()
         listed += decoder.values() if isinstance(decoder, dict) else ()
         ids = {"", *self._ids, *self._added_ids}
         return [name for name in dict.fromkeys(map(name_of, listed)) if name not in ids]
