@@ -206,6 +206,10 @@ def model_config(settings: Mapping[str, Any], *, max_position_embeddings: int) -
                 "rope_type": "default",
                 "rope_theta": config["rope_theta"],
             }
+        if "rope_local_base_freq" in family.synonyms:
+            # transformers takes rope_theta for the layers without a window alone.
+            like_all = {"rope_type": "default", "rope_theta": config["rope_theta"]}
+            config["rope_parameters"] = {"full_attention": like_all, "sliding_attention": like_all}
         if _NORMALISED in family.defaults:
             config[_NORMALISED] = not settings["moe_router_pre_softmax"]
         if _CAPS["logit_cap"] in family.defaults:

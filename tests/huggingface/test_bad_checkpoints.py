@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.huggingface.checkpoint_files import (
@@ -236,6 +237,17 @@ def test_a_model_with_sinks_that_is_not_stretched_says_so(tmp_path):
     del config["rope_parameters"], config["rope_scaling"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert _model(tmp_path).rotary_divisors is not None
+
+
+def test_a_written_olmo3_has_one_base_in_both_kinds_of_layers(tmp_path):
+    folder = save_model("olmo3", tmp_path)
+    plain = {"rotary_divisors": None, "rotary_magnitude": 1.0}
+    settings = full_settings(_model(folder)) | plain
+    config = model_config(settings, max_position_embeddings=64)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert full_settings(_model(tmp_path)) == settings
+    bases = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    assert [of_kind["rope_theta"] for of_kind in bases.values()] == [1e5, 1e5]
 
 
 def test_layers_that_predict_further_tokens_are_left_out_and_said_so(tmp_path):
