@@ -100,8 +100,8 @@ def needed_packages(feature: str, *, extra: str | None = None) -> Iterator[None]
 def large_imports() -> Iterator[None]:
     """Import torch and megatron-core in the block without looking for garbage.
 
-    There is none among what they make, and a third of their time would go into the search; so
-    would as much at the end of the process, where that is not said to be a defect.
+    There is none among what they make, and a third of their time would go into the search. As much
+    would at the end of the process, which leaves it out too unless triton then reports leaks.
     """
     was_enabled = gc.isenabled()
     gc.disable()
