@@ -68,3 +68,9 @@ def test_bad_input_is_refused(
 def test_tools_that_are_no_schemas_are_refused(tools: object, message: str) -> None:
     with pytest.raises(ConversationError, match=message):
         apply_chat_template(ByteTokenizer(), CONVERSATION, TEMPLATE, tools=tools)
+
+
+@pytest.mark.parametrize("tools", [None, [], "", {}])
+def test_what_is_empty_is_no_tools(tools: object) -> None:
+    plain = apply_chat_template(ByteTokenizer(), CONVERSATION, TEMPLATE)
+    assert apply_chat_template(ByteTokenizer(), CONVERSATION, TEMPLATE, tools=tools) == plain

@@ -93,11 +93,13 @@ def render(
 
 def _check_tools(tools: object) -> None:
     """Refuse tools that transformers would refuse, and functions, which it describes itself."""
-    if tools is not None and not isinstance(tools, list | tuple):
+    if not tools:
+        return
+    if not isinstance(tools, list | tuple):
         raise ConversationError(
             "the tools are no list", got=type(tools).__name__, expected="a list", where="tools"
         )
-    for index, tool in enumerate(tools or ()):
+    for index, tool in enumerate(tools):
         if not isinstance(tool, Mapping):
             raise ConversationError(
                 "a tool is no JSON schema",
