@@ -189,26 +189,27 @@ def _with_mxfp4(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
 
 
 def _with_fp8(tensors: Mapping[str, StoredTensor], block: Any) -> dict[str, StoredTensor]:
-    """Tensors with one of ``FP8`` in place of each two that make one, and without the factors of
-    what their layers read.
+    """Tensors with one of ``FP8`` in place of each two that make one, without factors of
+    activations.
 
     Raises:
-        CheckpointError: Factors of another shape than their tensor has blocks.
+        CheckpointError: A tensor without factors, or with those of another shape than its blocks.
     """
     joined = dict(tensors)
     for name, stored in tensors.items():
-        scales = tensors.get(f"{name}_scale_inv")
-        if scales is None or stored.dtype != "F8_E4M3" or len(stored.shape) < 2:
+        if stored.dtype != "F8_E4M3" or len(stored.shape) < 2:
             continue
         *others, rows, columns = stored.shape
         high, wide = (rows, columns) if block is None else block
         factors = *others, -(-rows // high), -(-columns // wide)
-        is_one_each = block is None and prod(scales.shape) == prod(others)
-        if scales.dtype not in _FACTORS or not (scales.shape == factors or is_one_each):
+        scales = tensors.get(f"{name}_scale_inv")
+        shape = None if scales is None else scales.shape
+        is_one_each = block is None and shape is not None and prod(shape) == prod(others)
+        if scales is None or scales.dtype not in _FACTORS or not (shape == factors or is_one_each):
             raise CheckpointError(
                 f"the factors of {name} do not fit it",
-                where=scales.file,
-                got=f"{scales.dtype} {list(scales.shape)}",
+                where=(scales or stored).file,
+                got="none" if scales is None else f"{scales.dtype} {list(scales.shape)}",
                 expected=f"{' or '.join(_FACTORS)} {list(factors)}",
                 fix=f"correct weight_block_size in {CONFIG_FILE}, or download the weights again",
             )

@@ -118,6 +118,15 @@ def test_factors_that_do_not_fit_are_refused(tmp_path, block):
         _ = CheckpointFiles(tmp_path).tensors
 
 
+def test_a_weight_without_factors_is_refused(tmp_path):
+    published(tmp_path, "llama", [5, 12])
+    tensors = tensors_of(tmp_path)
+    del tensors[f"{DOWN}_scale_inv"]
+    replace_weights(tmp_path, tensors)
+    with pytest.raises(CheckpointError, match=rf"factors of {DOWN} do not fit it; got none"):
+        _ = CheckpointFiles(tmp_path).tensors
+
+
 @pytest.mark.parametrize("method", [{"quant_method": "awq"}, "awq"])
 def test_another_method_is_refused(tmp_path, method):
     published(tmp_path, "llama", [5, 12])
