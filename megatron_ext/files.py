@@ -253,7 +253,7 @@ def _acquired(path: Path) -> int:
 
 
 def _lock(descriptor: int) -> None:
-    # Not available on every system, and needed only where a run begins.
+    # Not available on every system, and needed only where a run begins or ends.
     import fcntl
 
     try:

@@ -110,8 +110,8 @@ def find_sources(
 ) -> SourceFiles:
     """The files that ``inputs`` name: files, folders (searched through) and glob patterns.
 
-    The files of a folder or pattern are sorted by name. A file that is named directly is read
-    whatever its kind; in a folder, hidden files are left out and files of unknown kind are skipped.
+    The files of a folder or pattern are sorted by name. A file that is named directly is read as
+    text where its kind is unknown; in a folder it is skipped, and hidden files are left out.
 
     Args:
         inputs: Paths and patterns.
@@ -119,7 +119,8 @@ def find_sources(
         fix: Advice in the error about a name that matches nothing.
 
     Raises:
-        DataError: A name matches nothing, or a file cannot be read or is named twice.
+        DataError: A name matches nothing, or a file cannot be read, is named twice or is an
+            archive.
     """
     named: list[tuple[Path, SourceKind]] = []
     skipped: list[str] = []

@@ -167,7 +167,10 @@ class WorkFolder:
             ) from error
 
     def lock(self) -> AbstractContextManager[None]:
-        """Lock for beginning a run; a file beside the folder, which may be discarded meanwhile."""
+        """Lock for beginning a run and for putting its output in place.
+
+        It is a file beside the folder, which may be discarded meanwhile.
+        """
         return begin_lock(self.path.with_name(f".{self.path.name}.lock"))
 
     def store_plan(self, plan: Plan) -> None:
