@@ -21,7 +21,7 @@ _FILE_ENDING = re.compile(r"\.(json|model|tiktoken|txt|jinja|vocab|bin)$")
 # A tokenizer is read from the first of these that exists.
 _VOCABULARIES = (("tokenizer.json",), ("tekken.json", "tokenizer.model", "*.tiktoken"))
 _CONFIG = "tokenizer_config.json"
-_BESIDE = (_CONFIG, "chat_template.jinja")
+_BESIDE = (_CONFIG, "special_tokens_map.json", "chat_template.jinja")
 _SECONDS_TO_ANSWER = 5.0
 
 
@@ -80,7 +80,7 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _fetch(name: str) -> Path:
-    """Download the first vocabulary that the hub has, with its configuration and template."""
+    """Download the first vocabulary that the hub has, with what is read beside it."""
     from huggingface_hub import HfApi, snapshot_download
 
     # This call comes first because it has a timeout, unlike the other.

@@ -29,7 +29,8 @@ DOCUMENT = {
 }
 FILES = {
     "tokenizer.json": json.dumps(DOCUMENT),
-    "tokenizer_config.json": json.dumps({"eos_token": "a"}),
+    "tokenizer_config.json": "{}",
+    "special_tokens_map.json": json.dumps({"eos_token": "a"}),
     "chat_template.jinja": "{{ messages }}",
 }
 PRINT_TOKENIZERS = """
