@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import warnings
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_ext.cli.main import main
@@ -125,6 +127,20 @@ def test_control_tokens_and_other_kinds_of_tokenizers_are_refused(tmp_path, unti
     with pytest.raises((MegatronExtError, SystemExit)):
         main([*words, str(tmp_path / "words.jsonl")])
     assert not (tmp_path / "new").exists()
+
+
+def test_a_grown_tokenizer_with_tokens_that_no_text_spells_is_not_warned_of(tmp_path):
+    tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    tokenizer.add_tokens(["<think>"])
+    (tmp_path / "old").mkdir()
+    (tmp_path / "new").mkdir()
+    tokenizer.save(str(tmp_path / "old" / "tokenizer.json"))
+    extend_tokenizer(tmp_path / "old", tmp_path / "new", ["ab"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours = _tokenizer(tmp_path / "new")
+    assert ours.token_to_id("<think>") == 2
+    assert ours.text_to_ids("ab") == [3]
 
 
 PUBLISHED = [("tokens", "gpt2"), ("merges", "gpt2")]

@@ -203,8 +203,9 @@ class HuggingFaceFile:
 
     def ids_of_the_library(self) -> range | None:
         """Ids that the library gives the added tokens; None where they are those of the file."""
-        own = [i for name, i in self._added_ids.items() if name not in self._ids]
-        count = len(self._ids) + len(self._pinned)
+        in_model = self._ids.keys() | self._pinned
+        own = [i for name, i in self._added_ids.items() if name not in in_model]
+        count = len(in_model)
         theirs = range(count, count + len(own))
         return None if own == [*theirs] else theirs
 
