@@ -275,6 +275,9 @@ def _touches_a_word(text: str, begin: int, end: int) -> bool:
 
 
 def _is_of_a_word(character: str) -> bool:
-    r"""Whether Rust's ``\w`` matches, to which marks and joiners belong, other than to Python's."""
+    r"""Whether Rust's ``\w`` matches, which unlike Python's knows marks and joiners.
+
+    Letters in circles and squares, which it knows too, are left out.
+    """
     kind = unicodedata.category(character)
     return kind[0] in "LM" or kind in ("Nd", "Nl", "Pc") or character in "\u200c\u200d"
