@@ -20,7 +20,7 @@ from megatron_ext.losses.diagnostics import bad_flags, chunk_mask
 from megatron_ext.losses.vocabulary_match import VocabularyMatch
 from megatron_ext.ops.labels import RowLabels
 from megatron_ext.ops.launch import Implementation
-from megatron_ext.ops.unit_gradient import kept_gradient
+from megatron_ext.ops.unit_gradient import kept_gradient, own_modes
 from megatron_ext.projection.speller import ProjectionMethod
 from megatron_ext.registry import Registry
 
@@ -156,7 +156,8 @@ class Objective(ABC):
 
         A run computes the same, together with the cross-entropy where it can (``losses/plan.py``).
         """
-        return self.compute(inputs)
+        with own_modes(inputs.student_logits):
+            return self.compute(inputs)
 
     @abstractmethod
     def compute(self, inputs: DistillationInputs) -> LossOutput:
@@ -285,7 +286,7 @@ class FusedObjective(Objective):
         The gradient is written in the forward, for ``inputs.grad_scale``.
         """
         if not self.fuses(inputs):
-            return self.compute(inputs)
+            return super().__call__(inputs)
         output: LossOutput | None = None
 
         def evaluate(rows: torch.Tensor, gradient: torch.Tensor | None) -> tuple[torch.Tensor]:
@@ -336,7 +337,7 @@ def label_factors(inputs: DistillationInputs, scale: Scale) -> Scale:
 
 def label_scales(inputs: DistillationInputs, scale: Scale) -> torch.Tensor:
     """fp32 [B Ts]: ``scale`` at every label, 0 where there is none."""
-    return ((inputs.labels.flatten() != IGNORE_INDEX) * scale).float()
+    return ((inputs.labels.flatten() != IGNORE_INDEX).float() * scale).float()
 
 
 def chunk_factors(
@@ -354,12 +355,12 @@ def chunk_scales(
     """fp32 [C]: ``scale`` at every chunk of ``used_chunks``, 0 elsewhere."""
     mask = chunk_mask(inputs, usable)
     if mask is not None:
-        return (mask * scale).float()
+        return (mask.float() * scale).float()
     assert inputs.alignment is not None
     count, logits = inputs.alignment.chunk_count, inputs.student_logits
     if isinstance(scale, torch.Tensor):
         return scale.to(logits.device, torch.float32).expand(count)
-    return torch.full((count,), scale, device=logits.device)
+    return torch.full((count,), scale, dtype=torch.float32, device=logits.device)
 
 
 LOSS_REGISTRY: Registry[Callable[..., Objective]] = Registry("distillation objective")

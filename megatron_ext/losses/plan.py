@@ -52,7 +52,10 @@ class LossPart:
         """
         if is_zero(self.weight) or term_weights[self.term] == 0:
             return 0.0
-        scale = term_weights[self.term] * self.weight / _divisor(global_counts[self.count_name])
+        weight = term_weights[self.term] * self.weight
+        count = _divisor(global_counts[self.count_name])
+        # An integer count would be divided by in torch's default dtype.
+        scale = weight / (count.float() if isinstance(count, torch.Tensor) else count)
         return scale.float() if isinstance(scale, torch.Tensor) else scale
 
 

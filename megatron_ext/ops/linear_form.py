@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from megatron_ext.distributed.vocab_parallel import accumulation_dtype, row_slices
 from megatron_ext.errors import LossError
 from megatron_ext.ops.tile_plan import Tile, TilePlan
+from megatron_ext.ops.unit_gradient import own_modes
 
 
 class TileLoss(Protocol):
@@ -72,9 +73,10 @@ def linear_loss(
             got=f"a {type(weight).__name__} without it",
             expected="a parameter of a model that megatron-core's DistributedDataParallel wraps",
         )
-    out: torch.Tensor = _LinearLoss.apply(
-        hidden, weight, bias, tile_loss, plan, main_grad, torch.is_grad_enabled()
-    )
+    with own_modes(hidden):
+        out: torch.Tensor = _LinearLoss.apply(
+            hidden, weight, bias, tile_loss, plan, main_grad, torch.is_grad_enabled()
+        )
     return out
 
 

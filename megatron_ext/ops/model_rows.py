@@ -209,7 +209,7 @@ def chunk_means(model: ModelRows, ends: list[int], chunks: slice) -> torch.Tenso
 def _chunk_means_by_loops(model: ModelRows, chunks: slice) -> torch.Tensor:
     from megatron_ext.ops import row_loops as loops
 
-    out = torch.empty(chunks.stop - chunks.start, model.shard.width)
+    out = torch.empty(chunks.stop - chunks.start, model.shard.width, dtype=torch.float32)
     order, offsets, _ = model.rows
     arguments = (
         *model.for_loops(),
@@ -252,7 +252,7 @@ def write_by_loops(
     order = model.rows.order[ends[chunks.start] : ends[chunks.stop]]
     slot = model.rows.slots[order.long()]
     places = (*model.for_loops(), order.numpy(), (slot - chunks.start).numpy(), slope)
-    centre = torch.empty(len(order))
+    centre = torch.empty(len(order), dtype=torch.float32)
     in_threads(lambda a, b: loops.products(a, b, *places, centre.numpy()), len(order))
     centre = all_reduce_sum(centre, model.shard.group)
     factors = centre.numpy(), scale[slot].float().numpy()

@@ -9,7 +9,8 @@ loss. T rows, Vp local columns, C chunks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 import numpy as np
@@ -60,6 +61,23 @@ def kept_gradient(
     return values
 
 
+@contextmanager
+def own_modes(like: torch.Tensor) -> Iterator[None]:
+    """Context without the caller's ``torch.autocast`` and ``torch.inference_mode``.
+
+    Products have the precision of their operands in it, and transposed sparse tensors can be
+    made of those of a training step. The grad mode stays.
+    """
+    device, is_grad_enabled = like.device.type, torch.is_grad_enabled()
+    with ExitStack() as modes:
+        if device != "meta" and torch.is_autocast_enabled(device):
+            modes.enter_context(torch.autocast(device, enabled=False))
+        if torch.is_inference_mode_enabled():
+            modes.enter_context(torch.inference_mode(False))
+            modes.enter_context(torch.set_grad_enabled(is_grad_enabled))
+        yield
+
+
 def new_rows(like: torch.Tensor) -> torch.Tensor:
     """Memory of the shape and dtype of ``like``, contiguous.
 
@@ -95,7 +113,8 @@ class _KeptGradient(torch.autograd.Function):
         gradient = None
         if needed:
             gradient = rows if in_place or is_copy else new_rows(rows)
-        values = tuple(evaluate(rows, gradient))
+        with own_modes(logits):
+            values = tuple(evaluate(rows, gradient))
         if needed and in_place and not is_copy and logits.numel():
             # A later reader of the logits gets an error of autograd, not a wrong number.
             torch.autograd.graph.increment_version(logits)

@@ -234,13 +234,15 @@ class CrossTokenizerLoss:
         """The distillation term for heads of these widths; constants are kept for the next call."""
         key = (student.width, teacher.width, device)
         if key not in self._constants:
-            self._constants[key] = RunConstants.of(
-                self.objective.needs,
-                tokenizers=self._tokenizers,
-                shards=(student, teacher),
-                projection=self._projection,
-                device=device,
-            )
+            # What is made in inference mode could not be used in training later.
+            with torch.inference_mode(False):
+                self._constants[key] = RunConstants.of(
+                    self.objective.needs,
+                    tokenizers=self._tokenizers,
+                    shards=(student, teacher),
+                    projection=self._projection,
+                    device=device,
+                )
         return TeacherTerm(aggregator=self._aggregator, constants={_TEACHER: self._constants[key]})
 
     def _opened(

@@ -1,6 +1,7 @@
 """The rules that hold for every row of ``LOSS_REGISTRY``; cases are in ``objective_cases.py``."""
 
 import os
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from typing import Any, get_args
 
@@ -37,9 +38,12 @@ def trained(case: ObjectiveCase, inputs: DistillationInputs) -> torch.Tensor:
     return inputs.student_logits if case.reads_logits else inputs.student_hidden
 
 
-def run(case: ObjectiveCase, inputs: DistillationInputs) -> tuple[LossOutput, torch.Tensor]:
-    """The output and the gradient of what is ``trained``."""
-    output = case.objective()(inputs)
+def run(
+    case: ObjectiveCase, inputs: DistillationInputs, mode: Any = None
+) -> tuple[LossOutput, torch.Tensor]:
+    """The output, computed in a mode of torch, and the gradient of what is ``trained``."""
+    with mode or nullcontext():
+        output = case.objective()(inputs)
     own, logits = torch.autograd.grad(
         output.loss_sum, [trained(case, inputs), inputs.student_logits]
     )
@@ -215,6 +219,25 @@ def test_bf16_logits_are_summed_in_fp32(name: str) -> None:
     assert_close(output.loss_sum.detach(), truth.loss_sum.detach(), 1e-5)
     # The gradient is rounded once, to 8 bits: half a unit is 2^-9 of the value.
     assert_close(grad, true_grad, 2**-8)
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_modes_of_the_loop_leave_sums_and_gradients_as_they_are(name: str) -> None:
+    case = CASES[name]
+    inputs = case.build(case.batch(), (3, 1))
+    output, grad = run(case, inputs)
+    under_autocast = run(case, inputs, torch.autocast("cpu", torch.bfloat16))
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        by_default = run(case, inputs)
+    finally:
+        torch.set_default_dtype(default)
+    with torch.inference_mode():
+        inferred = case.objective()(inputs)
+    for other, its_grad in (under_autocast, by_default, (inferred, grad)):
+        assert sums_of(other) == sums_of(output)
+        assert torch.equal(its_grad, grad)
 
 
 @pytest.mark.parametrize("name", SMOOTH)

@@ -92,6 +92,17 @@ def test_a_teacher_of_the_same_tokenizer_is_compared_as_torch_would():
     assert teacher.grad is None
 
 
+def test_a_loss_that_has_evaluated_in_inference_mode_trains():
+    loss = loss_of("gold", numerics="nemo")
+    batch = loss.collator(TEXTS)
+    student, teacher = logits(batch)
+    with torch.inference_mode():
+        evaluated = loss(student, teacher, batch)
+    trained = loss(student, teacher, batch)
+    assert torch.equal(trained, evaluated)
+    assert gradient(trained, student).any()
+
+
 def test_texts_stand_for_the_batch_that_the_collator_makes_of_them():
     loss = loss_of("alm")
     batch = loss.collator(TEXTS)

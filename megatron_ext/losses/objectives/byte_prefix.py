@@ -144,7 +144,7 @@ class BytePrefixLoss(FusedObjective):
         )
         of_chunk = used_chunks(inputs)
         used = [of_chunk[side.chunk] for side in (rows.starts, rows.middles)]
-        weight = [torch.where(side, self.temperature**2, 0.0) * scale for side in used]
+        weight = [side.float() * self.temperature**2 * scale for side in used]
         labels = label_weight = None
         if ce_scale is not None:
             labels, label_weight = inputs.labels.flatten(), label_scales(inputs, ce_scale)

@@ -223,10 +223,12 @@ class PartitionKLLoss(FusedObjective):
         weight = self._chunk_weight(inputs.alignment)
         factor = (weight[events.chunk] if isinstance(weight, torch.Tensor) else weight) * scale
         if inputs.chunk_mask is not None:
-            return (inputs.chunk_mask[events.chunk] * factor).float()
+            return (inputs.chunk_mask[events.chunk].float() * factor).float()
         if isinstance(factor, torch.Tensor):
             return factor.float().expand(len(events.chunk)).contiguous()
-        return torch.full(events.chunk.shape, factor, device=inputs.labels.device)
+        return torch.full(
+            events.chunk.shape, factor, dtype=torch.float32, device=inputs.labels.device
+        )
 
     def _chunk_weight(
         self, alignment: AlignmentBatch, dtype: torch.dtype = torch.float32
@@ -234,8 +236,9 @@ class PartitionKLLoss(FusedObjective):
         """Factor of each chunk's divergence, [C], or that of all."""
         if self.chain_weight == 1.0:
             return self.temperature**2
-        weight = torch.where(alignment.chunk_class == ChunkClass.ONE_TO_ONE, 1.0, self.chain_weight)
-        return self.temperature**2 * weight.to(dtype)
+        is_single = alignment.chunk_class == ChunkClass.ONE_TO_ONE
+        weight = torch.ones_like(is_single, dtype=dtype).masked_fill(~is_single, self.chain_weight)
+        return self.temperature**2 * weight
 
     def _output(
         self,

@@ -110,7 +110,9 @@ class ULDLoss(FusedObjective):
             _, teacher = check_alignment(inputs, objective="uld")
             rows, count = counted_rows(inputs), None
         weight = self.temperature**2
-        each = torch.ones(rows[0].chunk_count, device=inputs.student_logits.device)
+        each = torch.ones(
+            rows[0].chunk_count, dtype=torch.float32, device=inputs.student_logits.device
+        )
         l1 = evaluate_sorted_l1(
             *chunked_pair(inputs, teacher, rows),
             temperature=self.temperature,

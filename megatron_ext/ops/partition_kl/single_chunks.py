@@ -191,7 +191,7 @@ def single_divergences_by_loops(
     for part in chunks.slices():
         work = _single_work(chunks, part)
         count = part.stop - part.start
-        sums = torch.zeros(2, count)
+        sums = torch.zeros(2, count, dtype=torch.float32)
         in_threads(_of_part(loops.single_sums, work, sums.numpy()), count)
         sums = all_reduce_sum(sums, group)
         rest_value, factors = rest_terms(chunks, part, sums[1], grad_scale)

@@ -211,7 +211,7 @@ def _by_loops(
     from megatron_ext.ops.row_loops import flat_rows, in_threads
 
     rows = len(logits)
-    sums = torch.zeros(3, 2, rows)
+    sums = torch.zeros(3, 2, rows, dtype=torch.float32)
     column = torch.zeros(rows, dtype=torch.int64)
     is_masked = torch.zeros(rows, dtype=torch.bool)
     top_column = torch.zeros(rows if for_labels else 0, dtype=torch.int64)

@@ -187,8 +187,8 @@ def _local_by_loops(
     from megatron_ext.ops import selection_loops as loops
     from megatron_ext.ops.row_loops import flat_rows, in_threads
 
-    picked = torch.empty(column.shape)
-    peak, total = torch.empty(2, len(logits))
+    picked = torch.empty(column.shape, dtype=torch.float32)
+    peak, total = torch.empty(2, len(logits), dtype=torch.float32)
     top_column = torch.empty(len(logits) if with_top_column else 0, dtype=torch.int64)
     rows = flat_rows(logits, shard.valid_width, temperature)
     written = (part.numpy() for part in (picked, peak, total, top_column))

@@ -52,9 +52,9 @@ def select_by_kernel(
 
     count, width = chunks.stop - chunks.start, model.shard.valid_width
     capacity, device = capacity_of(places, model.shard.width), model.logits.device
-    values = torch.full((count, capacity), -1.0, device=device)
+    values = torch.full((count, capacity), -1.0, dtype=torch.float32, device=device)
     columns = torch.empty(count, capacity, dtype=torch.int32, device=device)
-    rest = torch.empty(count, 1, device=device)
+    rest = torch.empty(count, 1, dtype=torch.float32, device=device)
 
     if count:
         select_kernel[(count,)](
