@@ -199,7 +199,9 @@ class AlignmentBatch:
             student_chunk_id=chunk_ids[0],
             teacher_chunk_id=chunk_ids[1],
             chunk_count=len(student),
-            is_exact=torch.ones(len(student), dtype=torch.bool) if is_exact is None else is_exact,
+            is_exact=torch.ones(len(student), dtype=torch.bool, device="cpu")
+            if is_exact is None
+            else is_exact,
             chunk_class=torch.from_numpy(classes),
             student_spans=torch.from_numpy(student.spans),
             teacher_spans=torch.from_numpy(teacher.spans),

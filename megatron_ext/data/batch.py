@@ -131,11 +131,12 @@ class CrossTokenizerBatch:
         the whole batch are in the first row. The student's targets are ``shift_labels``, shifted
         already: position ``t`` holds what position ``t`` predicts.
         """
-        whole = torch.zeros(2, len(self.student.labels), dtype=torch.int64)
-        whole[:, :1] = torch.tensor([[self.student.byte_count], [self.dropped_bytes]])
+        labels = self.student.labels
+        whole = labels.new_zeros(2, len(labels))
+        whole[:, :1] = labels.new_tensor([[self.student.byte_count], [self.dropped_bytes]])
         named = _side_tensors(self.student) | {"byte_count": whole[0], "dropped_bytes": whole[1]}
         if self.sources:
-            named["sources"] = torch.tensor(self.sources)
+            named["sources"] = labels.new_tensor(self.sources)
         if self.sampled_log_probs is not None:
             named["sampled_log_probs"] = self.sampled_log_probs
         for name, side in self.teachers.items():

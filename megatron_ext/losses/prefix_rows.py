@@ -227,7 +227,7 @@ class _Found:
         orders = [rows.argsort() for rows in (start[0], middle[0])]
         places = [order.argsort() for order in orders]
         completions = [self._completions[row] for row in orders[1].tolist()]
-        counts = torch.tensor(list(map(len, completions)), dtype=torch.int64)
+        counts = torch.tensor(list(map(len, completions)), dtype=torch.int64, device="cpu")
         pointers = [0, *accumulate(counts.tolist())]
         is_middle = span[0] == 1
         starts, middles = (
@@ -237,7 +237,9 @@ class _Found:
         row = torch.where(
             is_middle, len(start[0]) + _at(places[1], span[1]), _at(places[0], span[1])
         )
-        first = _at(torch.tensor(pointers)[places[1]], torch.where(is_middle, span[1], 0))
+        first = _at(
+            torch.tensor(pointers, device="cpu")[places[1]], torch.where(is_middle, span[1], 0)
+        )
         shift = torch.where(is_middle, first, 0)
         return PrefixRows(
             starts=starts,
@@ -273,7 +275,8 @@ def _at(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def _columns(values: Sequence[tuple[int, ...]], width: int) -> list[torch.Tensor]:
-    return list(torch.tensor(values, dtype=torch.int64).reshape(-1, width).T.contiguous())
+    table = torch.tensor(values, dtype=torch.int64, device="cpu")
+    return list(table.reshape(-1, width).T.contiguous())
 
 
 _NOTHING: Final[Ids] = np.zeros(0, dtype=np.int64)

@@ -205,6 +205,7 @@ def _csr(
             _to(column[order].astype(np.int32), device),
             _to(value[order], device),
             size=shape,
+            device=device,
             check_invariants=True,
         )
 

@@ -201,7 +201,8 @@ class _Found:
 
 
 def _columns(pairs: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    first, second = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T.contiguous()
+    table = torch.tensor(pairs, dtype=torch.int64, device="cpu")
+    first, second = table.reshape(-1, 2).T.contiguous()
     return first, second
 
 
@@ -209,4 +210,4 @@ def _padded(rows: list[list[int]]) -> torch.Tensor:
     """int64 [R, longest], -1 behind each row; at least one column."""
     width = max(map(len, rows), default=1)
     padded = [[*row, *[-1] * (width - len(row))] for row in rows]
-    return torch.tensor(padded, dtype=torch.int64).reshape(-1, width)
+    return torch.tensor(padded, dtype=torch.int64, device="cpu").reshape(-1, width)

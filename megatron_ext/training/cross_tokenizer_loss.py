@@ -117,6 +117,11 @@ class CrossTokenizerLoss:
         )
         self._constants: dict[tuple[Any, ...], RunConstants] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """State for a copy or a pickle, without the constants, which are made again: sparse tensors
+        of torch cannot be copied."""
+        return self.__dict__ | {"_constants": {}}
+
     def __call__(
         self,
         student_logits: torch.Tensor,
@@ -179,8 +184,7 @@ class CrossTokenizerLoss:
         inputs = term.inputs(both, student)
         check_finite(inputs[_TEACHER]).raise_if_bad()
         plan = self._plan(student, inputs, microbatch)
-        own = counts is None
-        loss = plan.loss(self._denominators(self._counts(term, both) if own else counts or {}))
+        loss = plan.loss(self._denominators(self._counts(term, both) if counts is None else counts))
         metrics: dict[str, SumCount] = {}
         for name, output in loss.outputs.items():
             shown = term.metric_name(name)
@@ -207,10 +211,11 @@ class CrossTokenizerLoss:
     def _denominators(
         self, counts: Mapping[str, torch.Tensor | int]
     ) -> dict[str, torch.Tensor | int]:
-        if not {"kd", "ce"} <= counts.keys():
+        named = counts if isinstance(counts, Mapping) else {}
+        if not {"kd", "ce"} <= named.keys():
             raise LossError(
                 "the loss lacks a denominator",
-                got=", ".join(counts) or "none",
+                got=", ".join(named) or ("none" if counts is named else type(counts).__name__),
                 expected="kd and ce",
                 fix="add up what CrossTokenizerLoss.counts gives for each batch",
             )
@@ -314,6 +319,13 @@ class CrossTokenizerLoss:
             ("teacher", teacher, sides.teachers[_TEACHER], self._tokenizers[1]),
         )
         for name, logits, side, tokenizer in of_models:
+            if not (isinstance(logits, torch.Tensor) and logits.is_floating_point()):
+                raise LossError(
+                    f"the {name}'s logits are no tensor of floats",
+                    got=getattr(logits, "dtype", type(logits).__name__),
+                    expected="the logits of a model",
+                    fix="pass model(input_ids).logits, not what the model returns",
+                )
             rows = tuple(side.input_ids.shape)
             if logits.dim() != 3 or tuple(logits.shape[:2]) != rows:
                 raise LossError(

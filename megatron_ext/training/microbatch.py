@@ -38,7 +38,7 @@ def uploaded(record: Record, device: torch.device) -> Record:
     _rebuilt(record, lambda tensor: tensors.setdefault(id(tensor), tensor), {})
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
     starts = list(accumulate(sizes, initial=0))
-    buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+    buffer = torch.empty(starts[-1], dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def views(memory: torch.Tensor) -> dict[int, torch.Tensor]:
         return {

@@ -1,11 +1,15 @@
 """The loss in a loop of one's own is the loss of a run."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from megatron_ext import CrossTokenizerLoss, SparseProjection
 from megatron_ext.constants import IGNORE_INDEX
+from megatron_ext.data.batch import CrossTokenizerBatch
 from megatron_ext.errors import (
     ConfigError,
     DataError,
@@ -103,6 +107,30 @@ def test_a_loss_that_has_evaluated_in_inference_mode_trains():
     assert gradient(trained, student).any()
 
 
+@pytest.mark.parametrize(
+    ("objective", "options"),
+    [("byte_prefix", {}), ("projected_kl", {"repeat_weight": 1.0}), ("mined", {})],
+)
+def test_another_default_device_holds_nothing_of_a_batch_or_a_loss(objective, options):
+    with torch.device("meta"):
+        loss = loss_of(objective, **options)
+        batch = CrossTokenizerBatch.of_tensors(loss.collator.tensors(TEXTS))
+    student, teacher = logits(batch)
+    with torch.device("meta"):
+        on_host = loss(student, teacher, batch)
+    assert gradient(on_host, student).any()
+
+
+@pytest.mark.parametrize("objective", ["byte_prefix", "projected_kl"])
+def test_copies_and_pickles_of_a_used_loss_are_the_same_loss(objective):
+    loss = loss_of(objective)
+    batch = loss.collator(TEXTS)
+    student, teacher = logits(batch)
+    value = loss(student, teacher, batch)
+    for other in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
+        assert torch.equal(other(student, teacher, batch), value)
+
+
 def test_texts_stand_for_the_batch_that_the_collator_makes_of_them():
     loss = loss_of("alm")
     batch = loss.collator(TEXTS)
@@ -164,5 +192,10 @@ def test_logits_that_do_not_fit_are_refused():
         loss(student, teacher, batch, teacher="large")
     with pytest.raises(LossError, match="denominator"):
         loss(student, teacher, batch, counts={"kd": 3})
+    with pytest.raises(LossError, match="denominator; got int"):
+        loss(student, teacher, batch, counts=8)
+    for other in (None, student.numpy(), student.long(), {"logits": student}):
+        with pytest.raises(LossError, match=r"model\(input_ids\)\.logits"):
+            loss(other, teacher, batch)
     with pytest.raises(DataError, match="remove_unused_columns"):
         loss(student, teacher, {"input_ids": batch.student.input_ids})
