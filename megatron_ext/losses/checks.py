@@ -259,6 +259,13 @@ def check_projection(inputs: DistillationInputs, *, objective: str) -> Projectio
             got="none",
             fix="build one and name it in the teacher's configuration",
         )
+    if not isinstance(inputs.projection, ProjectionShard):
+        raise LossError(
+            f"the objective {objective} reads a projection on a device",
+            got=type(inputs.projection).__name__,
+            expected="a ProjectionShard",
+            fix="ProjectionShard.from_projection(projection, student_shard=..., teacher_shard=...)",
+        )
     shard = inputs.teacher.shard
     expected = (inputs.student_shard.width, shard.vocab_size, shard.width)
     got = (*inputs.projection.weight.shape, *inputs.projection.reachable.shape)

@@ -81,6 +81,10 @@ class TeacherTargets:
     """int64 [B, Tt]: one more than the label of each such row, 0 elsewhere; with ``stops``."""
 
     def __post_init__(self) -> None:
+        if self.kind not in _TENSORS:
+            raise LossError(
+                "unknown kind of teacher targets", got=repr(self.kind), expected=tuple(_TENSORS)
+            )
         missing = [name for name in _TENSORS[self.kind] if getattr(self, name) is None]
         if missing:
             raise LossError(
@@ -113,8 +117,10 @@ class TeacherTargets:
 
     @torch.no_grad()
     def logits_of(self, hidden: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """This rank's logits [..., Vp] of some hidden states [..., D], in ``out`` if given."""
+        """This rank's logits [..., Vp] of some hidden states [..., D], in the head's dtype and in
+        ``out`` if given."""
         assert self.head_weight is not None, "targets of kind hidden have it"
+        hidden = hidden.to(self.head_weight.dtype)
         return capped_(torch.matmul(hidden, self.head_weight.t(), out=out), self.logit_cap)
 
     def merging(self, stops: StopSet, labels: torch.Tensor, rows: torch.Tensor) -> TeacherTargets:

@@ -127,9 +127,12 @@ def checked_entries(
     row_ids, column_ids = np.asarray(rows), np.asarray(columns)
     try:
         numbers = np.asarray(weights, dtype=np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):
+        # RuntimeError: a tensor of torch with a graph.
         raise ProjectionError(
-            "the weights of a projection are not numbers", got=type(weights).__name__
+            "the weights of a projection are not numbers that numpy reads",
+            got=getattr(weights, "dtype", type(weights).__name__),
+            expected="numbers, or a tensor of torch as detach().float().cpu() gives it",
         ) from None
     if not (row_ids.ndim == 1 and row_ids.shape == column_ids.shape == numbers.shape):
         raise ProjectionError(

@@ -108,4 +108,6 @@ class SparseProjection(ProjectionMatrix):
 
     def __matmul__(self, other: SparseProjection) -> SparseProjection:
         """Student to pivot to teacher; see ``combination.compose``."""
+        if not isinstance(other, SparseProjection):
+            return NotImplemented
         return compose(self, other)

@@ -94,6 +94,8 @@ def test_another_pivot_is_refused():
         build(STUDENT, PIVOT) @ build(other, TEACHER)
     with pytest.raises(ProjectionError, match=r"got 2 tokens, .* expected 3 tokens"):
         projection_of([{0: 1.0}], 3) @ projection_of([{}, {}], 3)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        build(STUDENT, PIVOT) @ [1.0]
     with pytest.raises(ProjectionError, match=r"top_k leaves no entry"):
         compose(build(STUDENT, PIVOT), build(PIVOT, TEACHER), top_k=0)
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -73,6 +74,9 @@ def test_exact_rows_metadata_and_sizes_are_taken_over():
         ),
         pytest.param(([0], [0.5], [1.0]), "columns of a projection are not ids", id="columns"),
         pytest.param(([0], [0], ["x"]), "weights of a projection are not numbers", id="text"),
+        pytest.param(
+            ([0], [0], torch.ones(1, requires_grad=True)), r"detach\(\)\.float\(\)", id="on a graph"
+        ),
         pytest.param(
             ([0, 2], [0, 0], [1, 1]), "entry 1 .* row outside .* got 2; .* 0 to 1", id="r"
         ),

@@ -158,7 +158,8 @@ class ProjectedKLLoss(FusedObjective):
 
     def fuses(self, inputs: DistillationInputs) -> bool:
         """False for the nemo numerics and for a learned projection."""
-        is_learned = inputs.projection is not None and inputs.projection.learned is not None
+        shard = inputs.projection
+        is_learned = isinstance(shard, ProjectionShard) and shard.learned is not None
         return self.numerics == "proper" and not is_learned
 
     def tells_bad(self, inputs: DistillationInputs) -> bool:

@@ -209,6 +209,14 @@ def test_one_rank_alone_holds_every_column() -> None:
         check_shard(VocabShard(start=4, stop=24, vocab_size=20), side="student")
 
 
+def test_a_projection_and_a_kind_of_targets_that_are_none_are_named() -> None:
+    inputs = Microbatch.random().inputs()
+    with pytest.raises(LossError, match=r"got tuple; .* ProjectionShard\.from_projection"):
+        LOSS_REGISTRY["projected_kl"]()(replace(inputs, projection=()))
+    with pytest.raises(LossError, match="unknown kind of teacher targets; got 'logit'; expected"):
+        replace(inputs.teacher, kind="logit")
+
+
 @pytest.mark.parametrize("side", ["student", "teacher"])
 def test_objectives_check_the_shards_of_both_models(side: str) -> None:
     inputs = Microbatch.random().inputs()

@@ -50,6 +50,13 @@ def test_logits_and_hidden_states_give_the_label_the_mass_of_the_set():
         torch.testing.assert_close(merged[..., :VOCAB].softmax(dim=-1), truth)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_logits_of_hidden_states_have_the_dtype_of_the_head(dtype):
+    hidden, head = torch.randn(1, 2, 4), torch.randn(VOCAB + 1, 4, dtype=dtype)
+    targets = TeacherTargets(kind="hidden", shard=SHARD, hidden=hidden, head_weight=head)
+    assert torch.equal(targets.to_logits(), hidden.to(dtype) @ head.T)
+
+
 def test_the_top_tokens_merge_what_is_among_them_and_the_labels_own_probability():
     logits = logits_of(torch.float32)
     top = topk_targets(logits, 6, SHARD)
