@@ -59,6 +59,10 @@ class ProjectionShard:
     learned: LearnedEntries | None = None
     """Entries of ``weight`` with a graph, from a ``LearnedProjection``."""
 
+    def __deepcopy__(self, memo: object) -> ProjectionShard:
+        """Itself: nothing in it changes, and torch copies no sparse tensors."""
+        return self
+
     def operand(self) -> ShardedProjection:
         """Operand of the operations in ``ops/projected_kl``."""
         return ShardedProjection(

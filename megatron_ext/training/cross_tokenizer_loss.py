@@ -343,6 +343,14 @@ class CrossTokenizerLoss:
                     fix="model.resize_token_embeddings(len(tokenizer)), or name the tokenizer that"
                     " the model was trained with",
                 )
+            largest = int(side.labels.amax()) if side.labels.numel() else 0
+            if largest >= tokenizer.vocab_size:
+                raise LossError(
+                    f"the {name}'s ids are not those of its tokenizer",
+                    got=f"the label {largest}",
+                    expected=f"at most {tokenizer.vocab_size - 1}",
+                    fix="make the batch with collator of this loss, or with its tokenizers",
+                )
         if student.device != teacher.device:
             raise LossError(
                 "the two models' logits are on different devices",

@@ -184,6 +184,9 @@ def test_logits_that_do_not_fit_are_refused():
         loss(student[:, :-1], teacher, batch)
     with pytest.raises(LossError, match=r"the teacher's head has fewer columns"):
         loss(student, teacher[..., :-1], batch)
+    foreign = {**batch.tensors(), "shift_labels": batch.student.labels + 10**6}
+    with pytest.raises(LossError, match="the student's ids are not those of its tokenizer"):
+        loss(student, teacher, foreign)
     broken = student.clone()
     broken[0, 0, 0] = torch.nan
     with pytest.raises(LossError, match="NaN"):

@@ -192,6 +192,16 @@ def test_a_checkpoint_holds_the_parameter_alone_and_fits_any_shards() -> None:
     assert torch.equal(torch.cat(rows)[:37], module().weight.to_dense())
 
 
+def test_an_average_of_the_module_has_shares_of_its_own() -> None:
+    module = learned(Microbatch.random().projection)
+    average = torch.optim.swa_utils.AveragedModel(module).module
+    before = average().weight.values().clone()
+    with torch.no_grad():
+        module.logits.mul_(2)
+    assert torch.equal(average().weight.values(), before)
+    assert not torch.equal(module().weight.values(), before)
+
+
 def test_a_projection_of_exact_rows_has_nothing_to_learn() -> None:
     with pytest.raises(ProjectionError, match="nothing to learn; got no inexact row"):
         learned(torch.eye(5))
