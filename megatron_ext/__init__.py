@@ -4,9 +4,48 @@ Names load on first use, so that ``import megatron_ext`` stays instant.
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from megatron_ext.constants import __version__
 from megatron_ext.imports import find_moved_modules, needed_packages
+
+if TYPE_CHECKING:
+    # What type checkers of programs see of the names below.
+    from megatron_ext.alignment import Alignment as Alignment
+    from megatron_ext.alignment import TokenAligner as TokenAligner
+    from megatron_ext.alignment import align_conversation as align_conversation
+    from megatron_ext.alignment.batch import AlignmentBatch as AlignmentBatch
+    from megatron_ext.data.collator import CrossTokenizerCollator as CrossTokenizerCollator
+    from megatron_ext.data.collator import TeacherCTSpec as TeacherCTSpec
+    from megatron_ext.data.sft_dataset import SFTDataset as SFTDataset
+    from megatron_ext.data.sft_dataset import SFTDatasetConfig as SFTDatasetConfig
+    from megatron_ext.data.sft_records import SFTConfig as SFTConfig
+    from megatron_ext.documents.dataset import ArrowTextDataset as ArrowTextDataset
+    from megatron_ext.losses import LOSS_REGISTRY as LOSS_REGISTRY
+    from megatron_ext.losses import (
+        CrossTokenizerDistillationLossFn as CrossTokenizerDistillationLossFn,
+    )
+    from megatron_ext.losses import MultiTeacherLossAggregator as MultiTeacherLossAggregator
+    from megatron_ext.projection import SparseProjection as SparseProjection
+    from megatron_ext.tokenizers import BertTokenizer as BertTokenizer
+    from megatron_ext.tokenizers import DefaultTokenizerText as DefaultTokenizerText
+    from megatron_ext.tokenizers import DefaultTokenizerVision as DefaultTokenizerVision
+    from megatron_ext.tokenizers import GPTTokenizer as GPTTokenizer
+    from megatron_ext.tokenizers import MambaTokenizer as MambaTokenizer
+    from megatron_ext.tokenizers import MegatronTokenizer as MegatronTokenizer
+    from megatron_ext.tokenizers import MegatronTokenizerText as MegatronTokenizerText
+    from megatron_ext.tokenizers import (
+        MegatronTokenizerTextAbstract as MegatronTokenizerTextAbstract,
+    )
+    from megatron_ext.tokenizers import MegatronTokenizerVision as MegatronTokenizerVision
+    from megatron_ext.tokenizers import T5Tokenizer as T5Tokenizer
+    from megatron_ext.tokenizers import TokenizerConfig as TokenizerConfig
+    from megatron_ext.tokenizers import build_tokenizer as build_tokenizer
+    from megatron_ext.tokenizers.from_huggingface import from_huggingface as from_huggingface
+    from megatron_ext.training.cross_tokenizer_loss import CrossTokenizerLoss as CrossTokenizerLoss
+    from megatron_ext.training.distillation_trainer import (
+        DistillationTrainer as DistillationTrainer,
+    )
 
 _HOME_OF = {
     "AlignmentBatch": "megatron_ext.alignment.batch",

@@ -1,5 +1,9 @@
 """No public name goes, comes or changes by accident."""
 
+import ast
+from pathlib import Path
+
+import megatron_ext
 from tests.guards.public_names import (
     current_names,
     differences,
@@ -41,3 +45,10 @@ def test_differences_name_what_went_came_and_changed():
         "gone: /verbs/run/--fast ",
         "new: /verbs/run/--slow ",
     ]
+
+
+def test_type_checkers_find_each_public_name_in_the_module_that_it_is_loaded_from():
+    tree = ast.parse(Path(megatron_ext.__file__).read_text(encoding="utf-8"))
+    (seen,) = (node for node in tree.body if isinstance(node, ast.If))
+    found = {each.asname: node.module for node in seen.body for each in node.names}
+    assert found == megatron_ext._HOME_OF
