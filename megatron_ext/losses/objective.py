@@ -337,7 +337,15 @@ def label_factors(inputs: DistillationInputs, scale: Scale) -> Scale:
 
 def label_scales(inputs: DistillationInputs, scale: Scale) -> torch.Tensor:
     """fp32 [B Ts]: ``scale`` at every label, 0 where there is none."""
-    return ((inputs.labels.flatten() != IGNORE_INDEX).float() * scale).float()
+    return ((inputs.labels.flatten() != IGNORE_INDEX) * in_fp32(scale)).float()
+
+
+def in_fp32(scale: Scale) -> torch.Tensor:
+    """A factor for tensors of bools, which a float would make ones of torch's default dtype; on the
+    host where it is a float, which takes no operation on the device."""
+    if isinstance(scale, torch.Tensor):
+        return scale
+    return torch.tensor(scale, dtype=torch.float32, device="cpu")
 
 
 def chunk_factors(
@@ -355,7 +363,7 @@ def chunk_scales(
     """fp32 [C]: ``scale`` at every chunk of ``used_chunks``, 0 elsewhere."""
     mask = chunk_mask(inputs, usable)
     if mask is not None:
-        return (mask.float() * scale).float()
+        return (mask * in_fp32(scale)).float()
     assert inputs.alignment is not None
     count, logits = inputs.alignment.chunk_count, inputs.student_logits
     if isinstance(scale, torch.Tensor):

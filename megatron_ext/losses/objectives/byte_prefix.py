@@ -28,6 +28,7 @@ from megatron_ext.losses.objective import (
     FusedObjective,
     Needs,
     Scale,
+    in_fp32,
     label_scales,
 )
 from megatron_ext.losses.objectives.chunk_likelihood import labelled_ahead
@@ -144,7 +145,7 @@ class BytePrefixLoss(FusedObjective):
         )
         of_chunk = used_chunks(inputs)
         used = [of_chunk[side.chunk] for side in (rows.starts, rows.middles)]
-        weight = [side.float() * self.temperature**2 * scale for side in used]
+        weight = [side * in_fp32(self.temperature**2) * scale for side in used]
         labels = label_weight = None
         if ce_scale is not None:
             labels, label_weight = inputs.labels.flatten(), label_scales(inputs, ce_scale)

@@ -34,6 +34,7 @@ from megatron_ext.losses.objective import (
     Needs,
     Scale,
     TargetForm,
+    in_fp32,
     label_factors,
 )
 from megatron_ext.losses.objectives.chunk_likelihood import labelled_ahead
@@ -223,7 +224,7 @@ class PartitionKLLoss(FusedObjective):
         weight = self._chunk_weight(inputs.alignment)
         factor = (weight[events.chunk] if isinstance(weight, torch.Tensor) else weight) * scale
         if inputs.chunk_mask is not None:
-            return (inputs.chunk_mask[events.chunk].float() * factor).float()
+            return (inputs.chunk_mask[events.chunk] * in_fp32(factor)).float()
         if isinstance(factor, torch.Tensor):
             return factor.float().expand(len(events.chunk)).contiguous()
         return torch.full(
@@ -236,8 +237,8 @@ class PartitionKLLoss(FusedObjective):
         """Factor of each chunk's divergence, [C], or that of all."""
         if self.chain_weight == 1.0:
             return self.temperature**2
-        is_single = alignment.chunk_class == ChunkClass.ONE_TO_ONE
-        weight = torch.ones_like(is_single, dtype=dtype).masked_fill(~is_single, self.chain_weight)
+        one, other = torch.tensor([1.0, self.chain_weight], dtype=dtype, device="cpu")
+        weight = torch.where(alignment.chunk_class == ChunkClass.ONE_TO_ONE, one, other)
         return self.temperature**2 * weight
 
     def _output(
