@@ -146,6 +146,16 @@ def append_lines(path: Path, lines: bytes) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
+def why_not_writable(folder: Path) -> str | None:
+    """Why ``folder``, which may be missing, cannot be made or written to; None where it can."""
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
+        return None
+    return f"{existing} is {'read-only' if existing.is_dir() else 'a file'}"
+
+
 @contextmanager
 def begin_lock(path: Path) -> Iterator[None]:
     """Hold the lock file ``path``, which exists only meanwhile; a killed process releases it.

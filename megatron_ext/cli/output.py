@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from megatron_ext.errors import ConfigError, UnknownNameError, refused_by_system
-from megatron_ext.files import write_text
+from megatron_ext.files import why_not_writable, write_text
 
 if TYPE_CHECKING:
     from megatron_ext.training.configuration.config import DistillConfig
@@ -98,17 +98,12 @@ def check_output(path: Path, flag: str) -> None:
     Raises:
         ConfigError: It is a folder, or its folder cannot be made or written to.
     """
-    existing = path.absolute().parent
-    while not existing.exists():
-        existing = existing.parent
-    is_writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
-    if path.is_dir() or not is_writable:
-        state = "read-only" if existing.is_dir() else "a file"
-        got = "a folder" if path.is_dir() else f"{existing} is {state}"
+    reason = "a folder" if path.is_dir() else why_not_writable(path.parent)
+    if reason is not None:
         raise ConfigError(
             "the file cannot be written",
             where=f"{flag} {path}",
-            got=got,
+            got=reason,
             fix="name another file, or change the permissions there",
         )
 

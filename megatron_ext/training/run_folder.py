@@ -22,6 +22,7 @@ from megatron_ext.files import (
     parse_json,
     read_json,
     whole_lines,
+    why_not_writable,
     write_bytes,
     write_text,
 )
@@ -277,17 +278,14 @@ def _record(config: DistillConfig) -> dict[str, Any]:
 
 
 def _check_writable(folder: Path) -> None:
-    existing = folder.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
-        return
-    raise ConfigError(
-        "the run folder cannot be written to",
-        where="run_dir",
-        got=f"{folder}; {existing} is {'read-only' if existing.is_dir() else 'a file'}",
-        fix="change run_dir, or the permissions there",
-    )
+    reason = why_not_writable(folder)
+    if reason is not None:
+        raise ConfigError(
+            "the run folder cannot be written to",
+            where="run_dir",
+            got=f"{folder}; {reason}",
+            fix="change run_dir, or the permissions there",
+        )
 
 
 def _plain(value: Any) -> Any:
