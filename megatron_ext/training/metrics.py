@@ -10,6 +10,7 @@ import io
 import json
 import shlex
 import sys
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from importlib.util import find_spec
@@ -170,12 +171,12 @@ class MetricsLog:
         self._path = run_dir / METRICS_FILE
         self._unwritten = b""
         self._warned: set[str] = set()
-        self._drawn: list[Mapping[str, Any]] = []
+        self._curves = {name: Curve(array("q"), array("d")) for name in (*_LOSSES, *_BITS)}
         lines = []
         for row in _rows(run_dir):
             if row["iteration"] <= last_iteration:
                 lines.append(_line(row))
-                self._drawn.append(_drawn_of(row))
+                self._extend_curves(row)
         write_text(self._path, "".join(lines))
 
     def write(self, **row: Any) -> None:
@@ -184,7 +185,7 @@ class MetricsLog:
         The first such row is a warning on standard error.
         """
         self._unwritten += _line(row).encode()
-        self._drawn.append(_drawn_of(row))
+        self._extend_curves(row)
         try:
             self._append()
         except OSError as error:
@@ -195,16 +196,19 @@ class MetricsLog:
     def draw(self) -> None:
         """Draw the loss curve; one that the disk has no room for is a warning, as in ``write``."""
         try:
-            plot_loss_curve(self._path.parent, self._drawn)
+            plot_loss_curve(self._path.parent, self._curves)
         except OSError as error:
             self._warn(self._path.with_name(PLOT_FILE), error, "draws its curve")
 
+    def _extend_curves(self, row: Mapping[str, Any]) -> None:
+        for name, curve in self._curves.items():
+            if row.get(name) is not None:
+                curve.iterations.append(row["iteration"])
+                curve.values.append(row[name])
+
     def _warn(self, path: Path, error: OSError, what: str) -> None:
         if what not in self._warned:
-            sys.stderr.write(
-                f"\nwarning: {path} cannot be written: {error.strerror}; the run goes on and "
-                f"{what} when there is room\n"
-            )
+            warn_of_disk(path, error, f"and {what} when there is room")
         self._warned.add(what)
 
     def _append(self) -> None:
@@ -286,12 +290,21 @@ _LOSSES: Final = ("loss", "kd", "ce")
 _BITS: Final = (_OF_STUDENT, _OF_TEACHER)
 
 
-def _drawn_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a row that ``plot_loss_curve`` draws."""
-    return {name: row[name] for name in ("iteration", *_LOSSES, *_BITS) if name in row}
+class Curve(NamedTuple):
+    """Values over the iterations that have one: 16 bytes each, in a run of any length."""
+
+    iterations: array[int]
+    values: array[float]
 
 
-def plot_loss_curve(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+def warn_of_disk(path: Path, error: OSError, consequence: str) -> None:
+    """Warn on standard error of a file that the run does without."""
+    sys.stderr.write(
+        f"\nwarning: {path} cannot be written: {error.strerror}; the run goes on {consequence}\n"
+    )
+
+
+def plot_loss_curve(run_dir: Path, curves: Mapping[str, Curve]) -> None:
     """Draw every loss term over the iterations, and the held-out bits per byte beside them.
 
     Raises:
@@ -308,9 +321,8 @@ def plot_loss_curve(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
         (held_out, "held-out bits per byte", _BITS),
     ):
         for name in names:
-            points = [(row["iteration"], row[name]) for row in rows if row.get(name) is not None]
-            if points:
-                axes.plot(*zip(*points, strict=True), label=name.removesuffix("_bits_per_byte"))
+            if curves[name].values:
+                axes.plot(*curves[name], label=name.removesuffix("_bits_per_byte"))
         axes.set_title(panel)
         axes.set_xlabel("iteration")
         axes.grid(alpha=0.3)
@@ -319,9 +331,7 @@ def plot_loss_curve(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     figure.suptitle(run_dir.name)
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=120)
-    path = run_dir / PLOT_FILE
-    write_bytes(path, image.getvalue())
-    return path
+    write_bytes(run_dir / PLOT_FILE, image.getvalue())
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +28,7 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.engines.engine import Answers, AskedPrompt, Completion, Engine
 from megatron_ext.errors import DataError
 from megatron_ext.files import append_lines
+from megatron_ext.training.metrics import warn_of_disk
 from megatron_ext.training.run_folder import ROLLOUTS_FILE
 from megatron_ext.training.surprise import Surprise, surprise_record
 
@@ -165,10 +165,7 @@ class Rollouts:
             append_lines(path, text.encode())
         except OSError as error:
             if not self.has_warned:
-                sys.stderr.write(
-                    f"\nwarning: {path} cannot be written: {error.strerror}; the run goes on "
-                    "without lines that there is no room for\n"
-                )
+                warn_of_disk(path, error, "without lines that there is no room for")
             self.has_warned = True
 
     def metrics(self) -> dict[str, float]:

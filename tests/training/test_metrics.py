@@ -15,7 +15,6 @@ from megatron_ext.training.metrics import (
     MetricsLog,
     check_writers,
     open_writers,
-    plot_loss_curve,
     progress_bar,
     read_metrics,
     result_lines,
@@ -85,8 +84,8 @@ def test_a_log_draws_all_rows_without_reading_them_and_goes_on_without_room_for_
     write_rows(tmp_path, 1, 2)
     pictures = []
 
-    def plot(_, rows):
-        pictures.append(list(rows))
+    def plot(_, curves):
+        pictures.append({name: [*zip(*curve, strict=True)] for name, curve in curves.items()})
         if len(pictures) > 1:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -96,7 +95,8 @@ def test_a_log_draws_all_rows_without_reading_them_and_goes_on_without_room_for_
         log.write(iteration=2, loss=0.5, seconds=1.0)
         for _ in range(3):
             log.draw()
-    assert pictures == 3 * [[{"iteration": 1, "loss": 1.5}, {"iteration": 2, "loss": 0.5}]]
+    others = {key: [] for key in ("kd", "ce", "student_bits_per_byte", "teacher_bits_per_byte")}
+    assert pictures == 3 * [{"loss": [(1, 1.5), (2, 0.5)], **others}]
     assert capsys.readouterr().err.count(f"{PLOT_FILE} cannot be written: No space left") == 1
 
 
@@ -160,9 +160,9 @@ def test_a_folder_without_metrics_has_no_rows(tmp_path):
 
 def test_the_plot_is_a_png_that_shows_every_row_and_held_out_text_where_there_is(tmp_path):
     def image():
-        path = plot_loss_curve(tmp_path, read_metrics(tmp_path))
-        assert path == tmp_path / PLOT_FILE
-        content = path.read_bytes()
+        with MetricsLog(tmp_path, last_iteration=3) as log:
+            log.draw()
+        content = (tmp_path / PLOT_FILE).read_bytes()
         assert content.startswith(b"\x89PNG\r\n\x1a\n")
         assert content.endswith(b"IEND\xaeB`\x82")
         return content
