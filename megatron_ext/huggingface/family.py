@@ -28,7 +28,8 @@ class Family:
     """Keys of ``config.json`` by the setting that they become, beside those of all families."""
 
     synonyms: Mapping[str, str] = field(default_factory=dict)
-    """Keys of published files, with the name that later releases of transformers write."""
+    """Keys that are taken from another one: those of published files from the name that later
+    releases of transformers write."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings common to all models of the family that differ from Llama's."""

@@ -198,14 +198,14 @@ class HuggingFaceFile:
         roles = CONVENTIONAL_NAMES.keys() - self._roles.keys()
         listed = [config.get(f"{role}_token") for role in sorted(roles)] + self._listed()
         listed += decoder.values() if isinstance(decoder, dict) else ()
-        ids = {"", *self._ids, *self._added_ids}
-        return [name for name in dict.fromkeys(map(name_of, listed)) if name not in ids]
+        names = dict.fromkeys(map(name_of, listed))
+        return [n for n in names if n and n not in self._ids and n not in self._added_ids]
 
     def ids_of_the_library(self) -> range | None:
         """Ids that the library gives the added tokens; None where they are those of the file."""
-        in_model = self._ids.keys() | self._pinned
-        own = [i for name, i in self._added_ids.items() if name not in in_model]
-        count = len(in_model)
+        parts = self._ids, self._pinned
+        own = [i for name, i in self._added_ids.items() if not any(name in part for part in parts)]
+        count = sum(map(len, parts))
         theirs = range(count, count + len(own))
         return None if own == [*theirs] else theirs
 
