@@ -48,6 +48,14 @@ _KIND_OF_SUFFIX: dict[str, SourceKind] = {
     ".md.gz": "text-gzip",
 }
 
+_ABOUT_DATA: Final = re.compile(
+    r"(readme|licen[cs]e|notice|citation|changelog)(\.md|\.txt)"
+    r"|(dataset_infos?|dataset_dict)\.json",
+    re.IGNORECASE,
+)
+"""Names of files about the data beside them: those of repositories, and those that HuggingFace's
+datasets library writes, with a ``state.json`` beside each ``dataset_info.json``."""
+
 _HEAD_BYTES: Final = 1 << 12
 _LIST_OVER_LINES: Final = re.compile(rb"(\xef\xbb\xbf)?\s*\[[ \t\r]*\n")
 """Start of a JSON list with its bracket on a line alone, which is never a line of JSON lines."""
@@ -111,7 +119,8 @@ def find_sources(
     """The files that ``inputs`` name: files, folders (searched through) and glob patterns.
 
     The files of a folder or pattern are sorted by name. A file that is named directly is read as
-    text where its kind is unknown; in a folder it is skipped, and hidden files are left out.
+    text where its kind is unknown; in a folder it is skipped, as are ``README.md`` and other files
+    about the data beside files of records, and hidden files are left out.
 
     Args:
         inputs: Paths and patterns.
@@ -129,17 +138,22 @@ def find_sources(
             if not path.is_dir():
                 named.append((path, source_kind(path)))
                 continue
-            for file in _walk(path):
-                kind = _known_kind(file.name)
-                if is_own(file):
-                    continue
-                if kind is None:
-                    skipped.append(str(file))
-                else:
-                    named.append((file, kind))
+            found = [file for file in _walk(path) if not is_own(file)]
+            kinds = {file: kind for file in found if (kind := _known_kind(file.name))}
+            data = {file: kind for file, kind in kinds.items() if not _is_about_data(file)}
+            if not set(data.values()) - {"text", "text-gzip"}:
+                # Texts, or nothing but such names.
+                data = kinds
+            named += data.items()
+            skipped += [str(file) for file in found if file not in data]
     files = tuple(source_file(path, kind) for path, kind in named)
     _check(inputs, files, skipped, fix)
     return SourceFiles(files, tuple(skipped))
+
+
+def _is_about_data(file: Path) -> bool:
+    is_state = file.name == "state.json" and file.with_name("dataset_info.json").exists()
+    return is_state or _ABOUT_DATA.fullmatch(file.name) is not None
 
 
 def _known_kind(name: str) -> SourceKind | None:

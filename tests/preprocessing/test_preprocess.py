@@ -137,6 +137,28 @@ def test_every_kind_of_file_gives_the_same_documents_in_the_order_of_the_input(
     assert not report.bad
 
 
+@pytest.mark.parametrize("has_records", [True, False])
+def test_files_about_the_data_beside_records_are_not_documents(tmp_path, out, has_records):
+    """A folder as the hub has it, and as the datasets library writes it; or one of texts."""
+    data = tmp_path / "data"
+    (data / "train").mkdir(parents=True)
+    about = {"README.md": "# Card\n", "train/dataset_info.json": '{\n "text": 1\n}\n'}
+    about |= {"train/state.json": '{\n "_fingerprint": 1\n}\n'} if has_records else {}
+    for name, text in about.items():
+        (data / name).write_text(text)
+    if has_records:
+        table = pyarrow.table({"text": ["one", "two"]})
+        with pyarrow.ipc.new_stream(data / "train" / "data.arrow", table.schema) as stream:
+            stream.write_table(table)
+        (data / "state.json").write_text('{"text": "three"}\n')
+        report = run(data, output=out / "a")
+        assert report.documents == 3
+        assert report.skipped_files == tuple(str(data / name) for name in about)
+    else:
+        (data / "train" / "dataset_info.json").unlink()
+        assert run(data, output=out / "a").documents == 1
+
+
 def test_workers_and_shards_leave_no_trace_in_the_output(tmp_path, out):
     file = write_json_lines(tmp_path / "a.jsonl", [*RECORDS, {"body": "bad"}, *RECORDS])
     reports = []
