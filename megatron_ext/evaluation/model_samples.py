@@ -9,7 +9,7 @@ T tokens of a text, C chunks of it, V columns of a model's vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -71,13 +71,16 @@ def model_samples(
     tokenizers = opened[0].tokenizer, opened[1].tokenizer
     aligned = sorted(_aligned_texts(texts, tokenizers), key=lambda one: -len(one.text.encode()))
     given = list(prompts) or [_beginning(one.text) for one in aligned[:_SHOWN_TEXTS]]
+    # Half of what the shorter model reads is left for the prompt.
+    room = min(each.model.seq_length for each in opened) // 2
+    drawn = replace(COMPLETIONS, max_new_tokens=min(COMPLETIONS.max_new_tokens, max(1, room)))
     completions, predictions = [], []
     try:
         for side, each in enumerate(opened):
             model = load_mixture([each], options, groups)
             ids = [one.tokens[side].ids.tolist() for one in aligned]
             predictions.append([_predictions(model, of_text) for of_text in ids])
-            completions.append(model.generate(given, COMPLETIONS))
+            completions.append(model.generate(given, drawn))
             # One at a time: both need not fit.
             del model
     finally:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -35,6 +36,11 @@ def sample(rank, student, teacher, run):
     """The samples of both, and the page of a run with them."""
     parallel_state.destroy_model_parallel()
     found = model_samples(student, teacher, TEXTS, prompts=PROMPTS)
+    short = run.parent / "short"
+    shutil.copytree(teacher, short)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16}))
+    found["of short models"] = model_samples(student, short, TEXTS[:1], prompts=PROMPTS)
     import_huggingface(student, run)
     text = run / "text.jsonl"
     text.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
@@ -68,6 +74,12 @@ def log_probs(folder, ids, bos):
     with torch.no_grad():
         logits = model(torch.tensor([[bos, *ids[:-1]]])).logits[0].double()
     return logits.log_softmax(-1)
+
+
+def test_models_that_read_few_tokens_complete_by_fewer(found):
+    (whole,), (cut,) = found["completions"], found["of short models"]["completions"]
+    for name in ("student", "teacher"):
+        assert 0 < len(cut[name].encode()) < len(whole[name].encode()) / 2
 
 
 def test_pieces_have_the_surprise_and_the_likeliest_tokens_of_transformers(found, folders):
