@@ -163,8 +163,8 @@ class TeacherTerm:
         # The last entry is for rows of no chunk.
         is_sampled = torch.zeros(alignment.chunk_count + 1, dtype=torch.bool, device=sampled.device)
         ids = torch.where(sampled.isnan(), NO_CHUNK, alignment.student_chunk_id)
-        is_sampled[ids.flatten()] = True
-        is_sampled[NO_CHUNK] = False
+        is_sampled.index_fill_(0, ids.flatten(), True)
+        is_sampled[NO_CHUNK:].fill_(False)
         rows = is_sampled[alignment.teacher_chunk_id]
         if batch.context is not None:
             rows = batch.context.cut(rows)

@@ -21,6 +21,10 @@ _WAITING = frozenset(
 ) | {"unique_consecutive", "is_nonzero", "bincount", "histc"}
 _INDEXING = frozenset(("index", "index_put", "index_put_", "_index_put_impl_"))
 _MAKING = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
+_NCCL_TYPES = frozenset(
+    getattr(torch, name)
+    for name in ("bool", "int8", "uint8", "int32", "int64", "float16", "bfloat16", "float32")
+) | {torch.float64}
 _pinned: list[torch.UntypedStorage] = []
 """Kept alive, so that no pageable tensor takes the address of one."""
 
@@ -62,6 +66,9 @@ class Pretended(torch.Tensor):
     def data_ptr(self) -> int:
         return self.held.data_ptr()
 
+    def record_stream(self, stream: Any) -> None:
+        """Nothing: nothing waits to be done."""
+
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.held.untyped_storage()
 
@@ -99,7 +106,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs.get("pin_memory"):
         return _pin(func(*args, **{**kwargs, "pin_memory": False}))
     if func.namespace == "c10d" and name != "barrier":
-        _refuse_to_send(name, ours)
+        _refuse_to_send(name, ours, theirs)
     if not theirs and goes_to != "cuda":
         return func(*args, **kwargs)
     is_copy = name in ("copy_", "_to_copy")
@@ -144,11 +151,18 @@ def _record_copy(name: str, args: Any, kwargs: Any, goes_to: str | None) -> None
         EVENTS.add("pinned upload" if _is_pinned(source) else "upload", what)
 
 
-def _refuse_to_send(name: str, ours: list[Any]) -> None:
+def _refuse_to_send(name: str, ours: list[Any], theirs: list[Any]) -> None:
+    """Refuse what NCCL does, and gloo does not."""
     if ours:
         shapes = [tuple(t.shape) for t in ours]
         EVENTS.add("mismatch", f"{name} of {shapes} of the host")
         raise RuntimeError("No backend type associated with device type cpu")
+    if not all(t.is_contiguous() for t in theirs):
+        raise ValueError(f"{name}: Tensors must be contiguous")
+    if not {t.dtype for t in theirs} <= _NCCL_TYPES:
+        raise ValueError(f"{name}: Unsupported data type for NCCL process group")
+    if len({t.dtype for t in theirs}) > 1:
+        raise ValueError(f"{name}: Tensors must have identical type")
 
 
 def _refuse_host_tensors(

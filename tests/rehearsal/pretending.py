@@ -5,6 +5,7 @@ for it while it is imported.
 """
 
 import ctypes
+import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ def pretend() -> Events:
     _interpret_kernels()
     _convert_modules()
     _read_scalars()
+    _pretend_in_threads()
     Pretending().__enter__()
     return EVENTS
 
@@ -125,31 +127,44 @@ def _replace_nccl() -> None:
     distributed_c10d._get_object_coll_device = lambda group=None: "cuda"
 
 
+def _pretend_in_threads() -> None:
+    """Have threads believe, too; a mode is one thread's."""
+    run = threading.Thread.run
+
+    def believing(self: threading.Thread) -> None:
+        with Pretending():
+            run(self)
+
+    threading.Thread.run = believing
+
+
 def _read_scalars() -> None:
     """Have ``torch.tensor`` ask for the scalars in a list one by one, as it does on a GPU."""
     make = torch.tensor
 
-    def tensor(data: Any, **options: Any) -> torch.Tensor:
-        return make(
+    def tensor(data: Any, *, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        made = make(
             tree_map(lambda x: x.item() if isinstance(x, Pretended) else x, data), **options
         )
+        return made.pin_memory() if pin_memory else made
 
     torch.tensor = tensor
 
 
 def _convert_modules() -> None:
     """Have modules that move take parameters of the other class, with the marks of the old ones."""
+    torch.nn.Parameter.data = property(_data, _set_data)
     apply = torch.nn.Module._apply
     moved: dict[int, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}
 
     def _apply(self: torch.nn.Module, function: Any, recurse: bool = True) -> torch.nn.Module:
         for name, parameter in self._parameters.items():
-            if parameter is None or isinstance(parameter, Pretended):
+            if parameter is None:
                 continue
             if id(parameter) not in moved:
                 with torch.no_grad():
-                    value = function(parameter)
-                if not isinstance(value, Pretended):
+                    value = function(_data(parameter))
+                if isinstance(value, Pretended) == isinstance(parameter, Pretended):
                     continue
                 made = torch.nn.Parameter(value, parameter.requires_grad)
                 made.__dict__.update(parameter.__dict__)
@@ -158,6 +173,18 @@ def _convert_modules() -> None:
         return apply(self, function, recurse)
 
     torch.nn.Module._apply = _apply
+
+
+def _data(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.__dict__.get("_moved", torch.Tensor.data.__get__(parameter))
+
+
+def _set_data(parameter: torch.Tensor, other: torch.Tensor) -> None:
+    """As ``torch.Tensor.data``; a parameter of the host that gets data of the device keeps them."""
+    if isinstance(other, Pretended):
+        parameter.__dict__["_moved"] = other
+    else:
+        torch.Tensor.data.__set__(parameter, other)
 
 
 def _interpret_kernels() -> None:

@@ -2,7 +2,8 @@
 
 The request is JSON: ``losses``, ``microbatches`` and ``torch`` list names of objectives, ``runs``
 names of runs by the number of their ranks, ``{"1": [...], "2": [...]}``, each in a folder of that
-name. The answer is written to ``FOLDER/answer.json``.
+name, and ``verbs`` is whether to run the verbs, in the folder ``verbs``. The answer is written to
+``FOLDER/answer.json``.
 """
 
 import json
@@ -24,6 +25,7 @@ def main(folder: Path, request: dict[str, Any]) -> None:
     from tests.rehearsal.ranks import answers_of, start_ranks
     from tests.rehearsal.rehearsed_losses import rehearse_loss
     from tests.rehearsal.rehearsed_microbatches import kernels_by_torch, rehearse_microbatch
+    from tests.rehearsal.rehearsed_verbs import rehearse_verbs
     from tests.triton_interpreter import interpret_quickly
 
     interpret_quickly()
@@ -37,7 +39,14 @@ def main(folder: Path, request: dict[str, Any]) -> None:
     microbatches = {name: rehearse_microbatch(name) for name in request["microbatches"]}
     by_torch = {name: kernels_by_torch(name) for name in request["torch"]}
     runs = {count: answers_of(ranks) for count, ranks in started.items()}
-    answer = {"losses": losses, "microbatches": microbatches, "torch": by_torch, "runs": runs}
+    verbs = rehearse_verbs(folder / "verbs") if request["verbs"] else {}
+    answer = {
+        "losses": losses,
+        "microbatches": microbatches,
+        "torch": by_torch,
+        "runs": runs,
+        "verbs": verbs,
+    }
     (folder / "answer.json").write_text(json.dumps(answer, indent=2))
 
 

@@ -1,6 +1,6 @@
 """Runs of ``distill`` on the pretended device and what each step asked of it; the same on a CPU."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,27 @@ from megatron.core import parallel_state
 
 from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.process_groups import ProcessGroups
+from megatron_ext.evaluation.student_engine import engine_of
 from megatron_ext.training.configuration.config import DistillConfig, LossConfig
-from megatron_ext.training.distill import build_trainer
+from megatron_ext.training.distill import build_trainer, rollouts_of
 from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.metrics import read_metrics
 from megatron_ext.training.trainer import Trainer
 from tests.rehearsal.pretended_cuda import EVENTS
+from tests.training.layout_runs import EXPERTS, ROUTER_LOSSES
 from tests.training.once import once
 from tests.training.rank_functions import fresh_groups
-from tests.training.tiny_run import changed, student_run, teacher_run
+from tests.training.rollout_runs import ROLLOUTS
+from tests.training.tiny_run import (
+    CP2,
+    PP2,
+    TP2,
+    changed,
+    checkpoints,
+    same_tokenizer_teacher,
+    student_run,
+    teacher_run,
+)
 
 
 def _one_step(folder: Path, name: str, objective: str | None = None) -> DistillConfig:
@@ -64,6 +76,86 @@ RUNS: dict[str, Callable[[Path, str], DistillConfig]] = {
 """By name; all but the first learn from the teacher that the first makes."""
 
 
+SEQUENCE = TP2 | {"sequence_parallel": True}
+EXPERT_LAYOUTS = {
+    "experts": {"expert_model_parallel_size": 2},
+    "experts of ranks": SEQUENCE | {"expert_tensor_parallel_size": 1},
+}
+SHARDED = dict.fromkeys(
+    ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"), True
+)
+
+
+def _even(config: DistillConfig, parallel: Mapping[str, Any], **student: Any) -> DistillConfig:
+    """With sequences that two ranks can share."""
+    return changed(
+        config,
+        student={"seq_length": 40, **student},
+        teacher={"model": {"seq_length": 52}},
+        parallel=dict(parallel),
+    )
+
+
+def _interleaved(folder: Path, name: str) -> DistillConfig:
+    return changed(
+        _one_step(folder, name),
+        student={"num_layers": 4},
+        teacher={"model": {"num_layers": 4}, "checkpoint": checkpoints(folder, "deep teacher")},
+        parallel=PP2 | {"virtual_pipeline_model_parallel_size": 2},
+    )
+
+
+def _averaged(folder: Path, name: str) -> DistillConfig:
+    """By two teachers that have the student's tokenizer."""
+    return changed(
+        _one_step(folder, name),
+        loss=LossConfig(objective="vocab_kl", teacher_mode="averaged_logits"),
+        teacher=None,
+        teachers={name: same_tokenizer_teacher(folder, "pipeline") for name in ("one", "two")},
+        parallel=dict(PP2),
+    )
+
+
+def _experts(folder: Path, name: str) -> DistillConfig:
+    return _even(_one_step(folder, name), EXPERT_LAYOUTS[name], **EXPERTS, **ROUTER_LOSSES)
+
+
+def _sampled(folder: Path, name: str, parallel: Mapping[str, Any]) -> DistillConfig:
+    return changed(_one_step(folder, name), data={"rollouts": ROLLOUTS}, parallel=dict(parallel))
+
+
+LAYOUT_RUNS: dict[str, Callable[[Path, str], DistillConfig]] = {
+    "pipeline": lambda folder, name: student_run(folder, name, **PP2),
+    "pipeline resumed": lambda folder, name: changed(
+        student_run(folder, "pipeline", **PP2), training={"train_iters": 3, "save_interval": 1}
+    ),
+    "deep teacher": lambda folder, name: changed(
+        teacher_run(folder),
+        run_dir=str(folder / name),
+        student={"num_layers": 4},
+        parallel=dict(PP2),
+    ),
+    "interleaved": _interleaved,
+    "lengths": lambda folder, name: changed(
+        _few_rows(folder, name, "projected_kl", 2),
+        training={"variable_seq_lengths": True, "seq_length_multiple": 8},
+        parallel=dict(PP2),
+    ),
+    "averaged": _averaged,
+    "context": lambda folder, name: _even(student_run(folder, name), CP2),
+    "context packed": lambda folder, name: changed(
+        _even(_one_step(folder, name, "partition_kl"), CP2), data={"packing": True}
+    ),
+    "replicas": student_run,
+    "replicas sharded": lambda folder, name: student_run(folder, name, **SHARDED),
+    "sequence": lambda folder, name: _even(_one_step(folder, name), SEQUENCE),
+    **dict.fromkeys(EXPERT_LAYOUTS, _experts),
+    "rollouts": lambda folder, name: _sampled(folder, name, TP2),
+    "rollouts pipeline": lambda folder, name: _sampled(folder, name, PP2),
+}
+"""Those that have a layout of their own, of two ranks."""
+
+
 def rehearse_runs(folder: Path, names: list[str], ranks: int) -> dict[str, Any]:
     """By name of the run its losses, and what its last step asked of this rank's device."""
     with _quickly():
@@ -87,16 +179,24 @@ def _quickly() -> Iterator[None]:
 
 
 def _run(folder: Path, name: str, ranks: int) -> DistillConfig:
-    """A run in bf16, tensor-parallel over the ranks."""
-    return changed(
-        RUNS[name](folder, name),
-        training={"precision": "bf16"},
-        parallel={"tensor_model_parallel_size": ranks},
-    )
+    """A run in bf16, tensor-parallel over the ranks unless it has a layout of its own."""
+    if name in LAYOUT_RUNS:
+        config = LAYOUT_RUNS[name](folder, name)
+    else:
+        over_ranks = {"tensor_model_parallel_size": ranks}
+        config = changed(RUNS[name](folder, name), parallel=over_ranks)
+    return changed(config, training={"precision": "bf16"})
 
 
 def _trained(config: DistillConfig, groups: ProcessGroups) -> list[float]:
-    build_trainer(config, groups, read_inputs(config, world_size=dist.get_world_size())).train()
+    inputs = read_inputs(config, world_size=dist.get_world_size())
+    trainer = build_trainer(config, groups, inputs)
+    if config.data.rollouts is not None:
+        engine = engine_of(
+            config.data.rollouts, seed=config.training.seed, run_dir=Path(config.run_dir)
+        )
+        trainer.rollouts = rollouts_of(trainer, engine, inputs.tokenizer)
+    trainer.train()
     # The first rank writes the losses.
     dist.barrier()
     return [row["loss"] for row in read_metrics(Path(config.run_dir))]

@@ -6,6 +6,7 @@ rehearse-gpu`` does.
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,8 @@ from megatron_ext.losses.objective import FusedObjective
 from tests.losses.objective_cases import CASES
 from tests.process_group import run_ranks
 from tests.rehearsal.guard import build_guard
-from tests.rehearsal.rehearsed_runs import losses_on_cpu
+from tests.rehearsal.rehearsed_runs import LAYOUT_RUNS, losses_on_cpu
+from tests.rehearsal.rehearsed_verbs import VERBS, prepare_models, printed
 from tests.training.tiny_run import write_corpus, write_rank_list
 
 ALL = bool(os.environ.get("MEGATRON_EXT_ALL_TEXT"))
@@ -52,7 +54,10 @@ BY_TORCH = [
 """Objectives that can be asked for torch alone."""
 
 RANKS = (1, 2) if ALL else (2,)
-"""Tensor-parallel ranks of the runs; losses are rehearsed on one."""
+"""Ranks of the runs, which are tensor-parallel; losses are rehearsed on one."""
+
+RUNS_OF = {count: [*RUNS, *LAYOUT_RUNS] if ALL and count == 2 else RUNS for count in RANKS}
+"""Two ranks also run what has a layout of its own."""
 
 WAITING = {
     "uld by position": "model_rows.py",
@@ -70,13 +75,16 @@ def answer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rehearsal")
     for ranks in RANKS:
         prepare(folder / str(ranks))
+    if ALL:
+        prepare_models(folder / "verbs")
     environment = os.environ | {"LD_PRELOAD": str(build_guard(folder)), "OMP_NUM_THREADS": "1"}
     request = json.dumps(
         {
             "losses": LOSSES,
             "microbatches": list(LAUNCHES),
             "torch": BY_TORCH,
-            "runs": dict.fromkeys(map(str, RANKS), RUNS),
+            "runs": RUNS_OF,
+            "verbs": ALL,
         }
     )
     done = subprocess.run(
@@ -102,7 +110,7 @@ def runs_in(answer):
     """Name, number of ranks, and what each rank recorded of each run."""
     for count in RANKS:
         for of_rank in answer["runs"][str(count)]:
-            yield from ((name, count, of_rank[name]) for name in RUNS)
+            yield from ((name, count, run) for name, run in of_rank.items())
 
 
 def test_losses_and_their_gradients_are_those_of_the_cpu(answer):
@@ -155,26 +163,52 @@ def test_runs_end_and_no_tensor_of_the_host_meets_one_of_the_device(answer):
     for name, count, run in runs_in(answer):
         assert run["device"] == "cuda:0"
         assert run["mismatches"] == []
-        assert run["steps"] == (2 if name == "validated" else 1), (name, count)
+        assert run["steps"] == (2 if name in TWO_STEPS else 1), (name, count)
+
+
+TWO_STEPS = ("validated", "pipeline", "context", "replicas", "replicas sharded")
 
 
 @pytest.mark.parametrize("count", RANKS)
 def test_losses_of_runs_are_those_of_as_many_ranks_on_a_cpu(answer, tmp_path, count):
     folder = tmp_path / "cpu"
     prepare(folder)
-    truth = run_ranks(count, losses_on_cpu, folder, RUNS, count)[0]
+    truth = run_ranks(count, losses_on_cpu, folder, RUNS_OF[count], count)[0]
     for of_rank in answer["runs"][str(count)]:
-        for name in RUNS:
+        losses = {name: run["losses"] for name, run in of_rank.items()}
+        for name in losses:
             # Means over tokens in bf16, which rounds to 4e-3.
-            assert of_rank[name]["losses"] == pytest.approx(truth[name], rel=1e-4), (name, count)
-            if name == "resumed":
-                # The third step alone, from the checkpoint after the second.
-                assert of_rank[name]["losses"][:2] == of_rank["validated"]["losses"]
+            assert losses[name] == pytest.approx(truth[name], rel=1e-4), (name, count)
+        # The third step alone, from the checkpoint after the second.
+        for name, before in (("resumed", "validated"), ("pipeline resumed", "pipeline")):
+            assert losses.get(name, [])[:2] == (losses[before] if name in losses else [])
 
 
 def test_a_step_uploads_each_microbatch_once_and_the_host_waits_for_it_twice(answer):
     for name, count, run in runs_in(answer):
+        if name in LAYOUT_RUNS:
+            # Stages, replicas and experts wait for each other, too.
+            continue
         last = run["last"]
         assert len(in_every_step(last["waits"])) == 2, (name, count, last)
         assert in_every_step(last["uploads"]) == [], (name, count, last)
         assert last["pinned"] == last["microbatches"], (name, count, last)
+
+
+NUMBER = re.compile(r"\d+\.\d+")
+
+
+@pytest.mark.skipif(not ALL, reason="verbs are rehearsed with MEGATRON_EXT_ALL_TEXT")
+@pytest.mark.filterwarnings("ignore")
+def test_verbs_that_read_models_print_what_they_print_on_a_cpu(answer, tmp_path):
+    folder = tmp_path / "cpu"
+    prepare_models(folder)
+    for name in VERBS:
+        truth, rehearsed = "\n".join(printed(folder, name)), answer["verbs"][name]
+        assert rehearsed["mismatches"] == []
+        lines = "\n".join(rehearsed["printed"])
+        assert NUMBER.sub("", lines) == NUMBER.sub("", truth), (name, lines, truth)
+        numbers = [list(map(float, NUMBER.findall(text))) for text in (lines, truth)]
+        # Probes are in bf16 on a GPU.
+        tolerance = 0.05 if name == "probe" else 1e-3
+        assert numbers[0] == pytest.approx(numbers[1], rel=tolerance), (name, lines, truth)
