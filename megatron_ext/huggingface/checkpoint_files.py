@@ -12,14 +12,14 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Any, Final
 
 from megatron_ext import files
 from megatron_ext.errors import CheckpointError, refused_by_system
+from megatron_ext.huggingface.stored_tensors import StoredTensor, joined
 from megatron_ext.huggingface.text_part import text_config, text_names, wraps_text
 from megatron_ext.registry import with_near_path
 from megatron_ext.tokenizers.metadata import METADATA_FILE
@@ -32,39 +32,6 @@ METADATA_KEY: Final = "__metadata__"
 _LARGEST_HEADER: Final = 100 << 20
 """Limit of the safetensors library itself."""
 _LENGTH_BYTES: Final = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredTensor:
-    """Place, dtype and shape of a tensor in a safetensors file."""
-
-    file: Path
-
-    name: str
-    """Its name there."""
-
-    dtype: str
-    """Name of the dtype in safetensors: ``BF16``, ``F32`` ..."""
-
-    shape: tuple[int, ...]
-
-    scales: StoredTensor | None = None
-    """Factors of the parts of one in MXFP4 or FP8, which are read in bf16."""
-
-    block: tuple[int, int] | None = None
-    """Rows and columns of a part of one in FP8."""
-
-
-MXFP4: Final = "MXFP4"
-"""Dtype of a tensor that two of bytes make, NAME_blocks [E, rows, groups, 16] and NAME_scales
-[E, rows, groups]; its shape is that of the tensor NAME in other dtypes, [E, columns, rows]."""
-
-FP8: Final = "FP8"
-"""Dtype of a tensor NAME in ``F8_E4M3`` with factors NAME_scale_inv, one for each block of rows and
-columns or one for all, as DeepSeek-V3 is published."""
-
-_FACTORS: Final = ("F32", "BF16", "F8_E8M0")
-"""Dtypes of the factors of FP8."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +74,8 @@ class CheckpointFiles:
 
         Raises:
             CheckpointError: There are no safetensors files, one is missing, truncated or malformed,
-                or the index does not agree with the files.
+                the index does not agree with the files, or the parts of a quantised tensor do not
+                fit each other.
         """
         if not (self.folder / CONFIG_FILE).is_file() or not self._wraps_text:
             return self._all_tensors
@@ -115,12 +83,23 @@ class CheckpointFiles:
 
     @cached_property
     def _all_tensors(self) -> Mapping[str, StoredTensor]:
+        file = self.folder / CONFIG_FILE
+        config = self._whole_config if file.is_file() else {}
+        return joined(self.stored, config.get("quantization_config"), where=file)
+
+    @cached_property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        """All tensors as the files have them, of quantised ones the parts.
+
+        Raises:
+            CheckpointError: As ``tensors``.
+        """
         index = self.folder / INDEX_FILE
         if index.is_file():
-            return self._joined(self._indexed(index))
+            return self._indexed(index)
         single = self.folder / WEIGHTS_FILE
         if single.is_file():
-            return self._joined(read_header(single))
+            return read_header(single)
         pickled = sorted(path.name for path in self.folder.glob("*.bin"))
         raise CheckpointError(
             "the folder has no weights in safetensors files",
@@ -131,24 +110,6 @@ class CheckpointFiles:
             if pickled
             else "download the folder again, with its weights",
         )
-
-    def _joined(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-        """Tensors with one in place of those that make a quantised one."""
-        if not (self.folder / CONFIG_FILE).is_file():
-            return dict(tensors)
-        quantisation = self._whole_config.get("quantization_config")
-        if not isinstance(quantisation, dict) or quantisation.get("quant_method") != "fp8":
-            return _with_mxfp4(tensors)
-        block = quantisation.get("weight_block_size", [128, 128])
-        is_size = isinstance(block, list) and [type(extent) for extent in block] == [int, int]
-        if block is not None and not (is_size and min(block) > 0):
-            raise CheckpointError(
-                "the size of a block of quantised weights is unclear",
-                where=self.folder / CONFIG_FILE,
-                got=repr(block),
-                expected="rows and columns as weight_block_size, or null",
-            )
-        return _with_fp8(tensors, block)
 
     def _indexed(self, index: Path) -> dict[str, StoredTensor]:
         weight_map = read_json(index).get("weight_map")
@@ -171,52 +132,6 @@ class CheckpointFiles:
                     fix="download that file again",
                 )
         return {name: headers[file][name] for name, file in weight_map.items()}
-
-
-def _with_mxfp4(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Tensors with one of ``MXFP4`` in place of each two that make one."""
-    joined: dict[str, StoredTensor] = {}
-    parts: set[str] = set()
-    for name, stored in tensors.items():
-        stem = name.removesuffix("_blocks")
-        scales = tensors.get(f"{stem}_scales") if stem != name else None
-        if scales is not None and stored.shape == (*scales.shape, 16) and len(scales.shape) == 3:
-            experts, rows, groups = scales.shape
-            shape = experts, groups * 32, rows
-            joined[stem] = replace(stored, dtype=MXFP4, shape=shape, scales=scales)
-            parts |= {stored.name, scales.name}
-    return {name: stored for name, stored in tensors.items() if name not in parts} | joined
-
-
-def _with_fp8(tensors: Mapping[str, StoredTensor], block: Any) -> dict[str, StoredTensor]:
-    """Tensors with one of ``FP8`` in place of each two that make one, without factors of
-    activations.
-
-    Raises:
-        CheckpointError: A tensor without factors, or with those of another shape than its blocks.
-    """
-    joined = dict(tensors)
-    for name, stored in tensors.items():
-        if stored.dtype != "F8_E4M3" or len(stored.shape) < 2:
-            continue
-        *others, rows, columns = stored.shape
-        high, wide = (rows, columns) if block is None else block
-        factors = *others, -(-rows // high), -(-columns // wide)
-        scales = tensors.get(f"{name}_scale_inv")
-        shape = None if scales is None else scales.shape
-        is_one_each = block is None and shape is not None and prod(shape) == prod(others)
-        if scales is None or scales.dtype not in _FACTORS or not (shape == factors or is_one_each):
-            raise CheckpointError(
-                f"the factors of {name} do not fit it",
-                where=(scales or stored).file,
-                got="none" if scales is None else f"{scales.dtype} {list(scales.shape)}",
-                expected=f"{' or '.join(_FACTORS)} {list(factors)}",
-                fix=f"correct weight_block_size in {CONFIG_FILE}, or download the weights again",
-            )
-        scales = replace(scales, shape=factors)
-        joined[name] = replace(stored, dtype=FP8, scales=scales, block=(high, wide))
-        del joined[f"{name}_scale_inv"]
-    return {name: each for name, each in joined.items() if not name.endswith(".activation_scale")}
 
 
 def is_checkpoint_folder(path: str | os.PathLike[str]) -> bool:

@@ -43,7 +43,7 @@ class Family:
     allowed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Values supported by megatron-core, by key, the usual one first; other keys are unchecked."""
 
-    quantisations: tuple[str, ...] = ("fp8",)
+    quantisations: tuple[str, ...] = ("fp8", "fbgemm_fp8", "compressed-tensors")
     """Values of ``quant_method`` whose weights are read."""
 
     ignored: tuple[str, ...] = ()

@@ -5,8 +5,9 @@ exponent. A number is a sign, two bits of exponent and one of mantissa (E2M1); t
 byte, the first in its lower half. The exponent of a group is a byte that 127 is subtracted from
 (E8M0). From "OCP Microscaling Formats (MX) Specification", version 1.0.
 
-Weights in FP8, as DeepSeek-V3 is published, are the products of numbers in E4M3 and of the factor
-of their block, rounded to bf16, as DeepSeek's script and transformers do.
+Other quantised weights are the products of numbers, in FP8 (E4M3) or integers counted from a zero
+point, and of the factor of their block, rounded to bf16, or to fp16 where factors are; so do
+DeepSeek's script, transformers and compressed-tensors.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from megatron_ext.huggingface.checkpoint_files import (
     INDEX_FILE,
     WEIGHTS_FILE,
     CheckpointFiles,
-    StoredTensor,
 )
+from megatron_ext.huggingface.stored_tensors import StoredTensor
 from megatron_ext.huggingface.tensor_map import Block, MegatronTensor
 
 _GROUP: Final = 32
@@ -41,6 +42,8 @@ _GROUP: Final = 32
 
 _MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS: Final = 127
+
+_ROUNDED: Final = {"BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class TensorReader:
@@ -68,12 +71,15 @@ class TensorReader:
         self._stack.close()
 
     def whole(self, name: str) -> torch.Tensor:
-        """Read a tensor, which is not quantised.
+        """Read a tensor, which is not in MXFP4.
 
         Raises:
             CheckpointError: The file cannot be read.
         """
-        return self._read(self._tensors[name], name, slice(None))
+        stored = self._tensors[name]
+        if stored.block is not None:
+            return self._scaled(stored, tuple(slice(0, size) for size in stored.shape))
+        return self._read(stored, name, slice(None))
 
     def rows(self, block: Block, rows: slice, columns: slice | None) -> torch.Tensor:
         """Read a rectangle of a block, [rows, columns], or a range of a vector.
@@ -95,7 +101,7 @@ class TensorReader:
         if stored.scales is None:
             part = self._read(stored, block.name, place)
         elif stored.block is not None:
-            part = self._scaled(stored, stored.scales, stored.block, place)
+            part = self._scaled(stored, place)
         else:
             part = self._decoded(stored, stored.scales, place)
         return (part.T if block.is_transposed else part)[:: block.step]
@@ -119,24 +125,59 @@ class TensorReader:
             self._read(part, part.name, (expert, rows, groups)) for part in (stored, scales)
         )
         begin = columns.start - groups.start * _GROUP
-        whole = _numbers(packed, exponents)
+        whole = _of_mxfp4(packed, exponents)
         return whole[:, begin : begin + columns.stop - columns.start].T
 
-    def _scaled(
-        self,
-        stored: StoredTensor,
-        scales: StoredTensor,
-        block: tuple[int, int],
-        place: tuple[Any, ...],
+    def _scaled(self, stored: StoredTensor, place: tuple[Any, ...]) -> torch.Tensor:
+        """A rectangle of a tensor of numbers with factors, or of an entry of one, rounded."""
+        assert stored.scales is not None
+        numbers = self._numbers(stored, place, stored.bits, axis=-1)
+        if stored.zeros is not None:
+            numbers = numbers - self._of_blocks(stored, stored.zeros, place)
+        factors = self._of_blocks(stored, stored.scales, place)
+        return (numbers * factors).to(_ROUNDED[stored.read_as])
+
+    def _of_blocks(
+        self, stored: StoredTensor, parts: StoredTensor, place: tuple[Any, ...]
     ) -> torch.Tensor:
-        """A rectangle of a tensor in FP8, or of an entry of one, in bf16."""
-        numbers = self._read(stored, stored.name, place).float()
-        factors = self._read(scales, scales.name, ...).float().view(scales.shape)
-        factors = factors[place[:-2]]
-        for axis, (part, step) in enumerate(zip(place[-2:], block, strict=True)):
-            of_block = torch.arange(part.start, part.stop) // step
-            factors = factors.index_select(axis, of_block)
-        return (numbers * factors).to(torch.bfloat16)
+        """The factor or zero point of each number of a rectangle, in fp32."""
+        assert stored.block is not None
+        cuts = [*zip(place[-2:], stored.block, strict=True)]
+        blocks = tuple(slice(part.start // size, -(-part.stop // size)) for part, size in cuts)
+        if len(parts.shape) == len(stored.shape):
+            bits = stored.bits if parts.dtype == "I32" else None
+            values = self._numbers(parts, place[:-2] + blocks, bits, axis=-2)
+        else:
+            # Dimensions of 1 are left out.
+            sizes = zip(stored.shape[-2:], stored.block, strict=True)
+            grid = tuple(-(-length // size) for length, size in sizes)
+            whole = self._read(parts, parts.name, ...).float()
+            values = whole.view(stored.shape[:-2] + grid)[place[:-2] + blocks]
+        for axis, ((part, size), needed) in enumerate(zip(cuts, blocks, strict=True)):
+            of_block = torch.arange(part.start, part.stop) // size - needed.start
+            values = values.index_select(axis, of_block)
+        return values
+
+    def _numbers(
+        self, stored: StoredTensor, place: tuple[Any, ...], bits: int | None, *, axis: int
+    ) -> torch.Tensor:
+        """A rectangle of numbers in fp32, which may be packed along an axis.
+
+        Args:
+            bits: Bits of a number that is packed; None for elements.
+        """
+        if bits is None:
+            return self._read(stored, stored.name, place).float()
+        part, count = place[axis], 32 // bits
+        words = slice(part.start // count, -(-part.stop // count))
+        of_words = [*place]
+        of_words[axis] = words
+        packed = self._read(stored, stored.name, tuple(of_words)).movedim(axis, -1)
+        shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+        numbers = (packed.unsqueeze(-1) >> shifts & (1 << bits) - 1) - (1 << bits - 1)
+        begin = part.start - words.start * count
+        whole = numbers.flatten(-2)[..., begin : begin + part.stop - part.start]
+        return whole.movedim(-1, axis).float()
 
     def fill(
         self, target: torch.Tensor, tensor: MegatronTensor, *, row: int, column: int = 0
@@ -301,7 +342,7 @@ def write_json(file: Path, values: Mapping[str, Any]) -> None:
     file.write_text(text + "\n", encoding="utf-8")
 
 
-def _numbers(packed: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+def _of_mxfp4(packed: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     """Numbers of MXFP4 in bf16, which has all of them: none is rounded.
 
     Args:

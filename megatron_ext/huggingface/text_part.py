@@ -87,6 +87,7 @@ _OTHER_PARTS: Final = (
 """What names of the other parts' tensors begin with."""
 
 _TIED: Final = "tie_word_embeddings"
+_QUANTISED: Final = "quantization_config"
 _OF_POSITIONS: Final = ("mrope_section", "mrope_interleaved")
 
 
@@ -119,6 +120,8 @@ def text_config(config: Mapping[str, Any], tensors: Iterable[str] | None) -> dic
         found[_TIED] = not any(name.endswith("lm_head.weight") for name in tensors)
     elif _TIED not in inner and _TIED in config:
         found[_TIED] = config[_TIED]
+    if _QUANTISED in config:
+        found[_QUANTISED] = config[_QUANTISED]
     dtype = config.get("dtype") or config.get("torch_dtype")
     return found if dtype is None else {"torch_dtype": dtype, **found}
 

@@ -107,7 +107,7 @@ def load_causal_lm(
         MissingDependencyError: torchao is not installed, and there is a weight precision.
         CheckpointError: The model cannot be loaded, weights are missing, or they cannot be packed.
     """
-    _ = CheckpointFiles(folder).tensors
+    _ = CheckpointFiles(folder).stored
     transformers = import_transformers()
     transformers.utils.logging.disable_progress_bar()
     try:

@@ -14,8 +14,9 @@ from typing import Any, Final
 import torch
 
 from megatron_ext.errors import CheckpointError, ConfigError
-from megatron_ext.huggingface.checkpoint_files import CheckpointFiles, StoredTensor
+from megatron_ext.huggingface.checkpoint_files import CheckpointFiles
 from megatron_ext.huggingface.model_settings import family_of
+from megatron_ext.huggingface.stored_tensors import StoredTensor
 from megatron_ext.huggingface.tensor_files import TensorPlan, TensorReader
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
 from megatron_ext.transfer.hypernetwork import Hypernetwork, rows_fingerprint

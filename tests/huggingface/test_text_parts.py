@@ -8,6 +8,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from megatron_ext.errors import CheckpointError
 from megatron_ext.huggingface.checkpoint_files import CheckpointFiles
 from megatron_ext.huggingface.model_settings import family_of, model_settings
 from megatron_ext.huggingface.text_part import text_config
@@ -186,3 +187,7 @@ def test_sizes_that_gemma_3_leaves_out_are_those_of_transformers(tmp_path):
     assert settings["full_attention_interval"] == 6
     assert (settings["rotary_base"], settings["local_rotary_base"]) == (1_000_000, 10_000)
     assert settings["rotary_seq_len_interpolation_factor"] == 8
+    published["quantization_config"] = {"quant_method": "bitsandbytes"}
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    with pytest.raises(CheckpointError, match="weights are quantised; got bitsandbytes; expected"):
+        model_settings(CheckpointFiles(tmp_path))

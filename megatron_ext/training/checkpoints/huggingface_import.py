@@ -24,8 +24,6 @@ from megatron_ext.distributed.layout import Layout, launched_processes
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import CheckpointError, DistributedError
 from megatron_ext.huggingface.checkpoint_files import (
-    FP8,
-    MXFP4,
     SIDE_FOLDER,
     CheckpointFiles,
     copy_side_files,
@@ -78,8 +76,6 @@ _DTYPES: Final = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
-    MXFP4: torch.bfloat16,
-    FP8: torch.bfloat16,
 }
 
 
@@ -213,14 +209,14 @@ def _dtypes(tensors: TensorMap, files: CheckpointFiles) -> dict[str, torch.dtype
     for tensor in tensors.megatron_tensors():
         for block in tensor.blocks:
             stored = files.tensors[block.name]
-            if stored.dtype not in _DTYPES:
+            if stored.read_as not in _DTYPES:
                 raise CheckpointError(
                     f"the tensor {block.name} is of a type that is not read",
                     where=stored.file,
                     got=stored.dtype,
                     expected=f"one of {', '.join(_DTYPES)}",
                 )
-            dtype = _DTYPES[stored.dtype]
+            dtype = _DTYPES[stored.read_as]
             dtypes[tensor.key] = torch.promote_types(dtypes.get(tensor.key, dtype), dtype)
     return dtypes
 

@@ -175,7 +175,7 @@ def check_teacher(teacher: TeacherPlan) -> None:
         )
     files = CheckpointFiles(folder)
     if not is_cached:
-        _ = files.tensors
+        _ = files.stored
     settings = any_model_settings(files)
     sizes = {key: value for key, value in settings.items() if key in ("hidden_size", "num_layers")}
     check_same_model(sizes, model, where=folder / CONFIG_FILE)
