@@ -42,7 +42,7 @@ OF_LAYER_NUMBERS = (
     "gemma3",
     "olmo3",
     "gpt-oss",
-    "smollm3",
+    "smollm3-yarn",
     "deepseek-v2",
     "deepseek-v3",
     "llama",
@@ -63,11 +63,10 @@ OF_OWN_LAYERS = (
     "phi4-mini",
     "olmo2",
     "olmo3",
-    "smollm3",
+    "smollm3-yarn",
     "granite",
     "gpt-neox",
     "gpt-oss",
-    "qwen3-yarn",
 )
 """Models that megatron-core builds with layers, norms or hooks of ours."""
 

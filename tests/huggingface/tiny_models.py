@@ -175,6 +175,19 @@ MORE_MODELS = {
             },
         },
     ),
+    "smollm3-yarn": (
+        "SmolLM3",
+        {
+            "num_hidden_layers": 8,
+            "no_rope_layer_interval": 3,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 2000000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 8,
+            },
+        },
+    ),
     "olmo3": (
         "Olmo3",
         {
@@ -226,7 +239,7 @@ MORE_MODELS = {
 """Models that need their own config.json to be written."""
 
 
-OF_ALL_TEXT = ("deepseek-v2", "glm4-moe")
+OF_ALL_TEXT = ("deepseek-v2", "glm4-moe", "qwen3-yarn", "smollm3")
 """Models whose parts others have, too, which are compared with MEGATRON_EXT_ALL_TEXT=1 alone."""
 COMPARED = {
     name: model
@@ -241,18 +254,26 @@ _BY_SEED = (
     *("qwen2", "qwen2-moe", "qwen3", "qwen3-moe"),
     *("phi3", "olmo2", "smollm3", "granite", "gpt-neox", "phi4-mini"),
     *("gpt-oss", "deepseek-v3", "deepseek-v2", "gemma2"),
-    *("glm4-moe", "qwen3-yarn", "olmo3"),
+    *("glm4-moe", "qwen3-yarn", "olmo3", "smollm3-yarn"),
 )
 """Models by the seed of their weights; one that is added at the end changes no other."""
+
+
+def hf_config(name, **sizes):
+    """transformers' configuration of a model."""
+    import transformers
+
+    kind, options = {**MODELS, **MORE_MODELS}[name]
+    make_config = getattr(transformers, f"{_CONFIGS.get(kind, kind)}Config")
+    return make_config(**{**SIZES, **in_words_of_release(options), **sizes})
 
 
 def hf_model(name, **sizes):
     """A model with random weights everywhere, norms and biases included."""
     import transformers
 
-    kind, options = {**MODELS, **MORE_MODELS}[name]
-    make_config = getattr(transformers, f"{_CONFIGS.get(kind, kind)}Config")
-    config = make_config(**{**SIZES, **in_words_of_release(options), **sizes})
+    kind, _ = {**MODELS, **MORE_MODELS}[name]
+    config = hf_config(name, **sizes)
     torch.manual_seed(_BY_SEED.index(name))
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     with torch.no_grad():

@@ -34,8 +34,6 @@ class WindowAttention(SelfAttention):  # type: ignore[misc]
         layer_number: From 1, over all stages.
         local_rotary_base: Base of the layers with a window.
         full_attention_interval: n
-        magnitude: Width of the rotary embeddings and their magnitude in the n-th layers, which
-            need norms of queries and keys; None for 1.
         options: Other arguments of ``SelfAttention``.
     """
 
@@ -47,7 +45,6 @@ class WindowAttention(SelfAttention):  # type: ignore[misc]
         *,
         local_rotary_base: int,
         full_attention_interval: int,
-        magnitude: tuple[int, float] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(config, submodules, layer_number, **options)
@@ -59,9 +56,6 @@ class WindowAttention(SelfAttention):  # type: ignore[misc]
                 rotary_base=local_rotary_base,
                 use_cpu_initialization=config.use_cpu_initialization,
             )
-        elif magnitude is not None:
-            for norm in (self.q_layernorm, self.k_layernorm):
-                magnify(norm, *magnitude)
 
     def forward(
         self,
@@ -165,20 +159,6 @@ class PostNormLinear(RowLinear):
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
     """``x sigmoid(1.702 x)``; that of megatron-core is compiled where it is first called."""
     return x * torch.sigmoid(1.702 * x)
-
-
-def magnified(
-    width: int, factor: float, norm: Callable[..., torch.nn.Module] | None
-) -> type[torch.nn.Module]:
-    """A norm of queries or keys, or None, in a layer spec, whose output is ``magnify``'s."""
-
-    class Magnified(torch.nn.Module):
-        def __new__(cls, **options: Any) -> torch.nn.Module:  # type: ignore[misc]
-            module = torch.nn.Identity() if norm is None else norm(**options)
-            magnify(module, width, factor)
-            return module
-
-    return Magnified
 
 
 def magnify(norm: torch.nn.Module, width: int, factor: float) -> None:

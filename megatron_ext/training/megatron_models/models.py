@@ -47,7 +47,7 @@ from megatron_ext.training.megatron_models.layers import (
     WindowAttention,
     cap_logits,
     divide_frequencies,
-    magnified,
+    magnify,
     quick_gelu,
     scale_embeddings,
     scale_logits,
@@ -147,6 +147,7 @@ def build_gpt_model(
         _scale_embeddings(gpt, model, DTYPES[training.precision])
     if model.rotary_divisors is not None and not model.is_latent:
         divide_frequencies(gpt.rotary_pos_emb, model.rotary_base, model.rotary_divisors)
+    _magnify(gpt, model)
     if model.logits_scaling != 1 and gpt.post_process:
         scale_logits(gpt.decoder.final_layernorm, model.logits_scaling)
     if model.logit_cap is not None and gpt.post_process:
@@ -402,7 +403,7 @@ def _layer_spec(
             layer.submodules.self_attention.submodules.core_attention = RowAttention
             if model.num_experts is not None:
                 _route(layer, model)
-            _magnify(layer, model)
+            _have_places_of_norms(layer, model)
             _add_residuals(layer, model)
             return layer
         if has_adapters and not model.attention_sinks and model.attention_cap is None:
@@ -451,7 +452,7 @@ def _local_layer(
         attention.linear_proj = mlp.linear_fc2 = PostNormLinear
     if model.local_rotary_base is not None:
         _rotate_by_kind(layer, model)
-    _magnify(layer, model)
+    _have_places_of_norms(layer, model)
     _add_residuals(layer, model)
     return layer
 
@@ -492,15 +493,26 @@ def _has_own_layers(model: ModelConfig) -> bool:
     return has_own_norms or has_own_experts or has_own_attention
 
 
-def _magnify(layer: ModuleSpec, model: ModelConfig) -> None:
-    """Give queries and keys of a layer the magnitude of LongRoPE or YaRN, behind their norms."""
-    if model.rotary_magnitude == 1 or model.local_rotary_base is not None:
+def _have_places_of_norms(layer: ModuleSpec, model: ModelConfig) -> None:
+    """Give queries and keys of a layer without norms their places, which a magnitude is of."""
+    if model.rotary_magnitude != 1 and not model.qk_layernorm:
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = IdentityOp
+
+
+def _magnify(gpt: GPTModel, model: ModelConfig) -> None:
+    """Give queries and keys the magnitude of LongRoPE or YaRN, behind their norms, in the layers
+    that these turn."""
+    if model.rotary_magnitude == 1:
         return
-    attention = layer.submodules.self_attention.submodules
-    for name in ("q_layernorm", "k_layernorm"):
-        norm = getattr(attention, name) if model.qk_layernorm else None
-        scaled = magnified(model.rotary_width, model.rotary_magnitude, norm)
-        setattr(attention, name, scaled)
+    unrotated, full = model.unrotated_interval, model.full_attention_interval
+    for layer in gpt.decoder.layers:
+        is_turned = unrotated is None or layer.layer_number % unrotated
+        is_local = model.local_rotary_base is not None and full and layer.layer_number % full
+        if is_turned and not is_local:
+            attention = layer.self_attention
+            for norm in (attention.q_layernorm, attention.k_layernorm):
+                magnify(norm, model.rotary_width, model.rotary_magnitude)
 
 
 def _add_residuals(layer: ModuleSpec, model: ModelConfig) -> None:
@@ -535,5 +547,3 @@ def _rotate_by_kind(layer: ModuleSpec, model: ModelConfig) -> None:
         "local_rotary_base": model.local_rotary_base,
         "full_attention_interval": model.full_attention_interval,
     }
-    if model.rotary_magnitude != 1:
-        attention.params["magnitude"] = model.rotary_width, model.rotary_magnitude
