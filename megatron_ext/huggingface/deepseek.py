@@ -276,7 +276,9 @@ def _softmax_scale(config: Mapping[str, Any], width: int) -> float | None:
     rotary = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
     if rotary.get("rope_type", rotary.get("type")) != "yarn" or not rotary.get("mscale_all_dim"):
         return None
-    stretch = rotary.get("factor") or config["max_position_embeddings"] / rotary[LENGTH]
+    stretch = rotary.get("factor") or config["max_position_embeddings"] / (
+        config.get(LENGTH) or rotary.get(LENGTH) or config["max_position_embeddings"]
+    )
     growth = yarn_growth(float(stretch), rotary["mscale_all_dim"])
     return growth * growth / math.sqrt(width)
 

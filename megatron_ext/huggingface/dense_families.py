@@ -18,7 +18,7 @@ from megatron_ext.huggingface.family import (
     RULES,
     Family,
 )
-from megatron_ext.huggingface.rotary import PART
+from megatron_ext.huggingface.rotary import LENGTH, PART
 from megatron_ext.huggingface.tensor_map import Part, Rule, Size
 
 LLAMA = Family(
@@ -47,7 +47,13 @@ MISTRAL = Family(
     model_type="mistral",
     models="Mistral 7B and Nemo",
     rules=RULES,
-    defaults={**LLAMA.defaults, "num_key_value_heads": 8, "sliding_window": 4096},
+    defaults={
+        **LLAMA.defaults,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+        # Where a file has them, transformers takes Ministral's layers.
+        "layer_types": None,
+    },
     allowed={"hidden_act": ("silu",)},
     ignored=LLAMA.ignored,
 )
@@ -237,6 +243,7 @@ PHI3 = Family(
         **LLAMA.defaults,
         "rms_norm_eps": 1e-5,
         "sliding_window": None,
+        LENGTH: 4096,
         PART: 1.0,
     },
     allowed={"hidden_act": ("silu",)},
@@ -301,6 +308,7 @@ SMOLLM3 = Family(
         "tie_word_embeddings": True,
         "num_key_value_heads": 4,
         "rope_theta": 2_000_000.0,
+        "no_rope_layers": None,
         "no_rope_layer_interval": 4,
     },
     allowed={**LLAMA.allowed, "use_sliding_window": (False, None)},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_ext.huggingface.dense_families import LLAMA, MISTRAL
+from megatron_ext.huggingface.dense_families import LLAMA
 from megatron_ext.huggingface.family import (
     ATTENTION_OUTPUT,
     EMBEDDING,
@@ -169,7 +169,8 @@ MIXTRAL = Family(
         "moe_ffn_hidden_size": "intermediate_size",
     },
     defaults={
-        **MISTRAL.defaults,
+        **LLAMA.defaults,
+        "num_key_value_heads": 8,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
         "sliding_window": None,

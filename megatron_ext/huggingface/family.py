@@ -52,7 +52,8 @@ class Family:
     @property
     def reads_kinds(self) -> bool:
         """Whether layers with a window and layers without one may follow one another."""
-        return bool({"sliding_window_pattern", "max_window_layers"} & self.defaults.keys())
+        keys = {"sliding_window_pattern", "max_window_layers", "layer_types"}
+        return bool(keys & self.defaults.keys())
 
     @property
     def embedding(self) -> str:

@@ -50,6 +50,14 @@ _SCALAR: Final = "query_pre_attn_scalar"
 _NORMALISED: Final = "norm_topk_prob"
 """Key that divides the chosen experts' weights by their sum."""
 
+_OF_SOME: Final = (
+    *("sliding_window", "use_sliding_window", "rope_local_base_freq"),
+    *("attn_logit_softcapping", "final_logit_softcapping", _SCALAR, _NORMALISED),
+    *("no_rope_layers", "no_rope_layer_interval"),
+)
+"""Keys that are read in the families alone that have a default for them, or limits; others ignore
+them, as transformers does."""
+
 _CAPS: Final = {
     "attention_cap": "attn_logit_softcapping",
     "logit_cap": "final_logit_softcapping",
@@ -138,7 +146,8 @@ def model_settings(files: CheckpointFiles) -> dict[str, Any]:
 def settings_of(family: Family, config: Mapping[str, Any], *, where: object) -> dict[str, Any]:
     """Settings of a model from the values of a ``config.json``; see ``model_settings``."""
     renamed = {old: config[new] for old, new in family.synonyms.items() if new in config}
-    config = {key: value for key, value in config.items() if key not in family.unread}
+    unread = {*_OF_SOME} - family.defaults.keys() - family.allowed.keys() | {*family.unread}
+    config = {key: value for key, value in config.items() if key not in unread}
     config = {**family.defaults, **renamed, **config}
     _check_allowed(family, config, where)
     names = {**_NAMES, **family.names}
@@ -197,6 +206,8 @@ def model_config(settings: Mapping[str, Any], *, max_position_embeddings: int) -
             "head_dim": settings["kv_channels"],
             "tie_word_embeddings": not settings["untie_embeddings_and_output_weights"],
             "max_position_embeddings": max_position_embeddings,
+            # transformers' defaults may be beyond a smaller vocabulary.
+            "pad_token_id": None,
             **{key: values[0] for key, values in family.allowed.items()},
             **rotary_config(settings),
         }
@@ -232,7 +243,14 @@ def model_config(settings: Mapping[str, Any], *, max_position_embeddings: int) -
             config |= expert_config(settings)
         config |= {new: config[old] for old, new in family.synonyms.items() if old in config}
         config = {key: value for key, value in config.items() if key not in family.unread}
-        found = settings_of(family, config, where=CONFIG_FILE)
+        if "kv_lora_rank" in family.defaults:
+            # transformers divides by it, and takes a number of its own without it.
+            config["num_key_value_heads"] = settings["num_attention_heads"]
+        try:
+            found = settings_of(family, config, where=CONFIG_FILE)
+        except CheckpointError:
+            # The family has no such model.
+            continue
         if all(settings[name] == value for name, value in found.items()):
             return config
     raise CheckpointError(
@@ -301,7 +319,7 @@ def _check_allowed(family: Family, config: Mapping[str, Any], where: object) -> 
             expected=f"a checkpoint in bf16, fp16, fp32 or {' or '.join(family.quantisations)}",
             fix="convert it to bf16",
         )
-    for key, values in family.allowed.items():
+    for key, values in {"is_causal": (True,), **family.allowed}.items():
         if key in config and config[key] not in values:
             raise CheckpointError(
                 f"megatron-core has no {family.architecture} with such a {key}",

@@ -10,7 +10,8 @@ megatron-core's Llama 3 scaling has a free factor, but fixed low and high freque
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass
 from typing import Any, Final
 
 from megatron_ext.errors import CheckpointError
@@ -36,7 +37,7 @@ def rotary_settings(config: Mapping[str, Any], *, where: object) -> dict[str, An
         CheckpointError: megatron-core does not support the embeddings.
     """
     parameters = dict(config.get("rope_parameters") or {})
-    local = config.get("rope_local_base_freq")
+    local, length = config.get("rope_local_base_freq"), config.get(LENGTH)
     if "full_attention" in parameters:
         of_window = dict(parameters.get("sliding_attention") or {})
         local = of_window.pop("rope_theta", local)
@@ -44,10 +45,9 @@ def rotary_settings(config: Mapping[str, Any], *, where: object) -> dict[str, An
             raise CheckpointError(
                 "layers with a window have scaled rotary embeddings", where=where, got=of_window
             )
-        parameters = dict(parameters["full_attention"])
-    theta = parameters.pop("rope_theta", config.get("rope_theta"))
+        parameters, length = dict(parameters["full_attention"]), None
     scaling = dict(config.get("rope_scaling") or {}) or parameters
-    theta = scaling.pop("rope_theta", theta)
+    theta = scaling.pop("rope_theta", config.get("rope_theta"))
     kind = scaling.pop("rope_type", scaling.pop("type", "default"))
     scaling.pop("type", None)
     if theta is None or theta != int(theta):
@@ -73,71 +73,114 @@ def rotary_settings(config: Mapping[str, Any], *, where: object) -> dict[str, An
         return settings
     if kind == "linear":
         return settings | {"rotary_seq_len_interpolation_factor": float(scaling["factor"])}
+    longest = config.get("max_position_embeddings")
+    length = length or scaling.get(LENGTH) or longest
+    if kind == "dynamic" and longest:
+        # Which changes nothing up to there.
+        return settings | {"rotary_longest": int(longest)}
     if kind == "llama3" and all(scaling.get(name) == value for name, value in LLAMA3.items()):
         return settings | {
             "use_rope_scaling": True,
             "rope_scaling_factor": float(scaling["factor"]),
         }
-    if kind in ("longrope", "su") and "short_factor" in scaling:
-        return settings | _longrope(config, scaling)
-    if kind == "yarn" and LENGTH in scaling:
+    stretch = scaling.get("factor") or (longest and length and longest / length)
+    if length and stretch and _NEEDED.get(kind, {"none"}) <= scaling.keys():
         width = config.get("qk_rope_head_dim") or config.get("head_dim")
         width = width or config["hidden_size"] // config["num_attention_heads"]
-        return settings | _yarn(config, scaling, base=int(theta), width=int(width * part))
+        stretched = _Stretched(
+            base=int(theta),
+            pairs=int(width * part) // 2,
+            length=int(length),
+            stretch=float(stretch),
+        )
+        return settings | _STRETCHED[kind](scaling, stretched)
     raise CheckpointError(
         "the rotary embeddings are scaled in a way that megatron-core has not",
         where=where,
         got={"rope_type": kind, **scaling},
-        expected=f"default, linear, longrope, yarn with {LENGTH}, or llama3 with {LLAMA3}",
+        expected="default, linear, dynamic, longrope, yarn or llama3 with all of their keys",
     )
 
 
-def _longrope(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stretched:
+    """Rotary embeddings of a model that was first trained with shorter sequences."""
+
+    base: int
+
+    pairs: int
+    """Pairs of numbers that are turned, of which number ``i`` of ``n`` turns by ``base^(-i / n)``
+    from a position to the next."""
+
+    length: int
+    """Of the sequences of the first training, ``L``."""
+
+    stretch: float
+    """Length of later sequences by that, ``s``."""
+
+
+def _longrope(scaling: Mapping[str, Any], rotary: _Stretched) -> dict[str, Any]:
     """Settings of LongRoPE for sequences up to the length that a model was first trained with.
 
-    The magnitude is ``sqrt(1 + log(s) / log(L))`` for an extension from ``L`` to ``s L`` positions
-    (arXiv:2402.13753; the default of transformers' ``attention_factor``).
+    The magnitude is ``sqrt(1 + log(s) / log(L))`` (arXiv:2402.13753; the default of transformers'
+    ``attention_factor``).
     """
-    length = int(scaling.get(LENGTH) or config.get(LENGTH) or config["max_position_embeddings"])
-    stretch = config["max_position_embeddings"] / length
     magnitude = scaling.get("attention_factor")
     if magnitude is None:
-        magnitude = math.sqrt(1 + math.log(stretch) / math.log(length)) if stretch > 1 else 1.0
+        growth = math.log(rotary.stretch) / math.log(rotary.length) if rotary.stretch > 1 else 0.0
+        magnitude = math.sqrt(1 + growth)
     return {
         "rotary_divisors": tuple(map(float, scaling["short_factor"])),
         "rotary_magnitude": float(magnitude),
-        "rotary_longest": length,
+        "rotary_longest": rotary.length,
     }
 
 
-def _yarn(
-    config: Mapping[str, Any], scaling: Mapping[str, Any], *, base: int, width: int
-) -> dict[str, Any]:
+def _yarn(scaling: Mapping[str, Any], rotary: _Stretched) -> dict[str, Any]:
     """Settings of YaRN, for sequences of any length (arXiv:2309.00071, section 3.2).
 
-    Pair ``i`` of ``n`` makes ``L base^(-i / n) / 2 pi`` turns in the ``L`` positions that a model
-    was first trained with. Pairs of more than ``beta_fast`` turns keep their frequency, those of
-    fewer than ``beta_slow`` are slower by the factor ``s``, and a line in ``i`` joins the two. The
-    magnitude is ``0.1 log s + 1``, or the quotient of two of these with factors of their own.
+    Pair ``i`` makes ``L base^(-i / n) / 2 pi`` turns in ``L`` positions. Pairs of more than
+    ``beta_fast`` turns keep their frequency, those of fewer than ``beta_slow`` are slower by the
+    factor ``s``, and a line in ``i`` joins the two. The magnitude is ``0.1 log s + 1``, or the
+    quotient of two of these with factors of their own.
     """
-    length, pairs = int(scaling[LENGTH]), width // 2
-    stretch = float(scaling.get("factor") or config["max_position_embeddings"] / length)
 
     def pair(turns: float) -> float:
-        return pairs * math.log(length / (turns * 2 * math.pi)) / math.log(base)
+        turned = math.log(rotary.length / (turns * 2 * math.pi))
+        return rotary.pairs * turned / math.log(rotary.base)
 
     first, last = pair(scaling.get("beta_fast") or 32), pair(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, width - 1)
-    divisors = []
-    for number in range(pairs):
-        slow = min(max((number - first) / ((last - first) or 0.001), 0.0), 1.0)
-        divisors.append(1 / (slow / stretch + 1 - slow))
+    first, last = max(first, 0), min(last, 2 * rotary.pairs - 1)
+    slow = [(number - first) / ((last - first) or 0.001) for number in range(rotary.pairs)]
     return {
-        "rotary_divisors": tuple(divisors),
-        "rotary_magnitude": _yarn_magnitude(scaling, stretch),
+        "rotary_divisors": _divisors(slow, rotary.stretch),
+        "rotary_magnitude": _yarn_magnitude(scaling, rotary.stretch),
     }
+
+
+def _llama3(scaling: Mapping[str, Any], rotary: _Stretched) -> dict[str, Any]:
+    """Settings of Llama 3.1's scaling with other factors than Meta's.
+
+    Of the turns of a pair in ``L`` positions, ``high_freq_factor`` and more keep its frequency,
+    ``low_freq_factor`` and fewer make it slower by ``s``, and a line in the turns joins the two.
+    """
+    low, high = (float(scaling[f"{name}_freq_factor"]) for name in ("low", "high"))
+    powers = (rotary.base ** (-number / rotary.pairs) for number in range(rotary.pairs))
+    turns = (rotary.length * power / (2 * math.pi) for power in powers)
+    slow = [(high - turn) / ((high - low) or 0.001) for turn in turns]
+    return {"rotary_divisors": _divisors(slow, rotary.stretch)}
+
+
+def _divisors(slow: Iterable[float], stretch: float) -> tuple[float, ...]:
+    """Divisors of frequencies, which are divided by ``stretch`` as far as they are slow.
+
+    Args:
+        slow: 0 or less for a frequency as it was, 1 or more for one that is divided.
+    """
+    parts = (min(max(part, 0.0), 1.0) for part in slow)
+    return tuple(1 / (part / stretch + 1 - part) for part in parts)
 
 
 def _yarn_magnitude(scaling: Mapping[str, Any], stretch: float) -> float:
@@ -153,6 +196,23 @@ def _yarn_magnitude(scaling: Mapping[str, Any], stretch: float) -> float:
 def yarn_growth(stretch: float, factor: float = 1.0) -> float:
     """``0.1 f log s + 1`` for sequences of ``s`` times the length, 1 for shorter ones."""
     return 0.1 * factor * math.log(stretch) + 1.0 if stretch > 1 else 1.0
+
+
+_STRETCHED: Final[Mapping[str, Callable[[Mapping[str, Any], _Stretched], dict[str, Any]]]] = {
+    "longrope": _longrope,
+    "su": _longrope,
+    "yarn": _yarn,
+    "llama3": _llama3,
+}
+"""Settings by kind of scaling."""
+
+_NEEDED: Final[Mapping[object, Set[str]]] = {
+    "longrope": {"short_factor"},
+    "su": {"short_factor"},
+    "yarn": set(),
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
+}
+"""Keys that a kind is not without."""
 
 
 def rotary_config(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,7 +280,9 @@ def window_settings(
     if not reads_kinds or (window is None and not has_own_rotation):
         return settings
     kinds, layers = _kinds(config), int(config["num_hidden_layers"])
-    if _WINDOW not in kinds and not has_own_rotation:
+    if not kinds and "max_window_layers" not in config:
+        return settings
+    if kinds and _WINDOW not in kinds and not has_own_rotation:
         return dict.fromkeys(settings)
     interval = kinds.index(_ALL) + 1 if _ALL in kinds else layers + 1
     if kinds != layer_types(layers, interval):

@@ -16,7 +16,8 @@ from megatron_ext.huggingface.checkpoint_files import (
     copy_side_files,
     is_checkpoint_folder,
 )
-from megatron_ext.huggingface.model_settings import model_config, model_settings
+from megatron_ext.huggingface.families import FAMILIES
+from megatron_ext.huggingface.model_settings import model_config, model_settings, settings_of
 from megatron_ext.huggingface.rotary import LLAMA3
 from megatron_ext.huggingface.tensor_files import TensorPlan, shards, write_checkpoint
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
@@ -26,7 +27,7 @@ from megatron_ext.training.checkpoints.model_check import checked, full_settings
 from megatron_ext.training.checkpoints.tokenizer import KeptTokenizer
 from megatron_ext.training.configuration.config import ModelConfig
 from megatron_ext.training.configuration.yaml_file import with_huggingface_models
-from tests.huggingface.tiny_models import MODELS, VOCAB_SIZE, save_model
+from tests.huggingface.tiny_models import COMPARED, MODELS, VOCAB_SIZE, hf_config, save_model
 from tests.training.tiny_run import write_rank_list
 
 
@@ -116,13 +117,26 @@ FAULTS = {
         ),
         r"config.json: layers with a window follow no pattern; got full_attention, full_att",
     ),
+    "windows in layers that depend on the release of transformers": (
+        _edit(
+            "config.json",
+            architectures=["Qwen2MoeForCausalLM"],
+            use_sliding_window=True,
+            sliding_window=8,
+        ),
+        r"config.json: layers with a window follow no pattern; got no layer_types; expected full",
+    ),
+    "attention to later tokens": (
+        _edit("config.json", is_causal=False),
+        r"config.json: megatron-core has no LlamaForCausalLM with such a is_causal; got False",
+    ),
     "quantised weights": (
         _edit("config.json", quantization_config={"quant_method": "gptq"}),
         r"the weights are quantised; got gptq",
     ),
     "another scaling of rotary embeddings": (
-        _edit("config.json", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4}),
-        r"scaled in a way that megatron-core has not; got .*dynamic",
+        _edit("config.json", rope_parameters={"rope_type": "proportional", "rope_theta": 1e4}),
+        r"scaled in a way that megatron-core has not; got .*proportional",
     ),
     "a missing key": (
         _edit("config.json", intermediate_size=None),
@@ -214,6 +228,51 @@ def test_layers_have_the_windows_that_the_folder_says(folder, kinds):
     _edit("config.json", **{**qwen, **changes})(folder)
     settings = model_settings(CheckpointFiles(folder))
     assert (settings["window_size"], settings["full_attention_interval"]) == (window, interval)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "interval"), [(None, None), (["sliding_attention"] * 3 + ["full_attention"], 4)]
+)
+def test_layers_of_mistral_are_of_two_kinds_where_the_folder_says_so(folder, kinds, interval):
+    mistral = {"architectures": ["MistralForCausalLM"], "sliding_window": 16}
+    _edit("config.json", **mistral, **({"layer_types": kinds} if kinds else {}))(folder)
+    settings = model_settings(CheckpointFiles(folder))
+    assert (settings["window_size"], settings["full_attention_interval"]) == (16, interval)
+
+
+OF_OTHERS = {
+    "sliding_window": 8,
+    "use_sliding_window": True,
+    "query_pre_attn_scalar": 2,
+    "attn_logit_softcapping": 1.0,
+    "final_logit_softcapping": 1.0,
+    "rope_local_base_freq": 100.0,
+    "no_rope_layers": [0, 1, 1, 1],
+    "norm_topk_prob": False,
+    "attention_multiplier": 2.0,
+    "residual_multiplier": 3.0,
+    "logits_scaling": 4.0,
+    "embedding_multiplier": 3.0,
+    "swiglu_limit": 0.1,
+    "layer_norm_eps": 0.5,
+}
+"""Keys that change what models of some families compute."""
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_keys_of_other_families_change_nothing(name):
+    kind, _ = COMPARED[name]
+    family, config = FAMILIES[f"{kind}ForCausalLM"], hf_config(name).to_dict()
+    expected = settings_of(family, config, where="here")
+    assert settings_of(family, {**OF_OTHERS, **config}, where="here") == expected
+
+
+def test_a_model_of_latent_attention_from_nowhere_is_written_with_its_heads(tmp_path):
+    folder = save_model("deepseek-v3", tmp_path)
+    _edit("config.json", rope_parameters={"rope_type": "default", "rope_theta": 1e4})(folder)
+    config = model_config(full_settings(_model(folder)), max_position_embeddings=64)
+    assert config["architectures"] == ["DeepseekV3ForCausalLM"]
+    assert config["num_key_value_heads"] == 4
 
 
 @pytest.mark.parametrize("name", MODELS)

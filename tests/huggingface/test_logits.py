@@ -1,5 +1,6 @@
 """A HuggingFace checkpoint computes in megatron-core what it computes in transformers."""
 
+import copy
 import os
 from functools import cache
 from math import prod
@@ -223,3 +224,36 @@ def test_scaled_rotary_embeddings_are_those_of_transformers(factor):
         use_cpu_initialization=True,
     )
     torch.testing.assert_close(rotary.inv_freq, expected, rtol=1e-6, atol=0)
+
+
+PARTLY = {"low_freq_factor": 1.0, "high_freq_factor": 2.5, "factor": 16.0}
+LONG = {"short_factor": [1.0, 1.5] * 4, "long_factor": [2.0] * 8}
+LENGTH = "original_max_position_embeddings"
+SCALINGS = {
+    "llama3 with other factors": {"rope_type": "llama3", **PARTLY, LENGTH: 64},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, LENGTH: 64},
+    "yarn of the longest sequence": {"rope_type": "yarn", "factor": 4.0},
+    "longrope with a factor": {"rope_type": "longrope", "factor": 3.0, **LONG, LENGTH: 64},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+}
+
+
+@pytest.mark.skipif(IS_BEFORE_5, reason="releases before 5 take lengths from other keys")
+@pytest.mark.parametrize("first_length", [None, 32])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_frequencies_and_magnitudes_are_those_of_transformers(scaling, first_length):
+    values = {"head_dim": 16, "max_position_embeddings": 256, "rope_scaling": SCALINGS[scaling]}
+    if first_length is not None:
+        values[LENGTH] = first_length
+    # rope_scaling takes the place of these, the base included.
+    values |= {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    found = rotary_settings(copy.deepcopy(values), where="here")
+    expected = LlamaRotaryEmbedding(LlamaConfig(**values))
+    powers = found["rotary_base"] ** (-torch.arange(8, dtype=torch.float64) / 8)
+    frequencies = powers / torch.tensor(found["rotary_divisors"] or [1.0] * 8)
+    torch.testing.assert_close(frequencies.float(), expected.inv_freq, rtol=1e-6, atol=0)
+    assert found["rotary_magnitude"] == pytest.approx(expected.attention_scaling)
+    assert found["rotary_longest"] == {
+        "dynamic": 256,
+        "longrope with a factor": first_length or 64,
+    }.get(scaling)

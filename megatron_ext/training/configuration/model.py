@@ -84,14 +84,15 @@ class ModelConfig:
 
     rotary_divisors: tuple[float, ...] | None = None
     """Divisor of the frequency of each pair of numbers that rotary embeddings turn: the short
-    factors of LongRoPE (Phi-3.5, Phi-4-mini), or those of YaRN (gpt-oss, Qwen3)."""
+    factors of LongRoPE (Phi-3.5, Phi-4-mini), or those of YaRN (gpt-oss, Qwen3) and of Llama 3's
+    scaling with other factors than Meta's."""
 
     rotary_magnitude: float = 1.0
     """Factor of the numbers of queries and keys that rotary embeddings turn (LongRoPE, YaRN)."""
 
     rotary_longest: int | None = None
-    """Longest ``seq_length`` that ``rotary_divisors`` are of; LongRoPE has others for longer
-    sequences, which are not supported."""
+    """Longest ``seq_length`` that ``rotary_divisors`` are of; LongRoPE and dynamic scaling have
+    others for longer sequences, which are not supported."""
 
     window_size: int | None = None
     """Tokens that a position sees, with itself, in layers with a window; no layer has one when not
@@ -343,7 +344,8 @@ def _check_rotation(model: ModelConfig) -> None:
         )
     if model.rotary_longest is not None and model.seq_length > model.rotary_longest:
         raise ConfigError(
-            "longer sequences would need the long factors of LongRoPE, which are not supported",
+            "longer sequences would need the long factors of LongRoPE, or dynamic scaling, which "
+            "are not supported",
             got=f"seq_length {model.seq_length}, rotary_longest {model.rotary_longest}",
             fix="set seq_length to rotary_longest at most",
         )
@@ -353,12 +355,6 @@ def _check_rotation(model: ModelConfig) -> None:
             "rotary_divisors has not a number for each pair that is turned",
             got=len(divisors),
             expected=width // 2,
-        )
-    has_own = model.local_rotary_base is not None
-    if has_own and model.rotary_magnitude != 1 and not model.qk_layernorm:
-        raise ConfigError(
-            "rotary_magnitude beside local_rotary_base needs qk_layernorm",
-            got=model.rotary_magnitude,
         )
 
 
