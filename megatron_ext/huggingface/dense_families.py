@@ -18,7 +18,7 @@ from megatron_ext.huggingface.family import (
     RULES,
     Family,
 )
-from megatron_ext.huggingface.rotary import LENGTH, PART
+from megatron_ext.huggingface.rotary import LENGTH, PART, QUERY_GROWTH
 from megatron_ext.huggingface.tensor_map import Part, Rule, Size
 
 LLAMA = Family(
@@ -113,6 +113,48 @@ QWEN3 = Family(
         "max_window_layers": 28,
     },
     allowed={"hidden_act": ("silu",), "attention_bias": (False, None)},
+)
+
+
+SEED_OSS = Family(
+    architecture="SeedOssForCausalLM",
+    model_type="seed_oss",
+    models="Seed-OSS",
+    rules=QWEN2.rules,
+    settings=QWEN2.settings,
+    defaults={**LLAMA.defaults, "num_key_value_heads": 8, "head_dim": 128},
+    allowed={
+        "hidden_act": ("silu",),
+        "attention_bias": (True,),
+        "attention_out_bias": (False,),
+        "mlp_bias": (False,),
+    },
+)
+
+
+MINISTRAL3 = Family(
+    architecture="Ministral3ForCausalLM",
+    model_type="ministral3",
+    models="Ministral 3, text",
+    rules=RULES,
+    defaults={
+        **LLAMA.defaults,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "sliding_window": None,
+        # Where a file has nothing on it.
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 16.0,
+            LENGTH: 16_384,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            QUERY_GROWTH: 0.1,
+        },
+    },
+    allowed={"hidden_act": ("silu",)},
 )
 
 
@@ -295,6 +337,21 @@ OLMO3 = Family(
         "sliding_window_pattern": 4,
     },
     allowed=OLMO2.allowed,
+)
+
+
+EXAONE4 = Family(
+    architecture="Exaone4ForCausalLM",
+    model_type="exaone4",
+    models="EXAONE 4",
+    rules=tuple(
+        {OLMO2_QUERY_NORM: QUERY_NORM, OLMO2_KEY_NORM: KEY_NORM}.get(rule, rule)
+        for rule in OLMO2.rules
+    ),
+    settings={**OLMO2.settings, "qk_layernorm_over": "head"},
+    turns_all_layers=False,
+    defaults={**OLMO2.defaults, "sliding_window": 4096, "sliding_window_pattern": 4},
+    allowed={"hidden_act": ("silu",)},
 )
 
 

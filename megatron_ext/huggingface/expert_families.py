@@ -1,11 +1,16 @@
-"""Families with experts: Qwen3-MoE, Qwen2-MoE, Mixtral and gpt-oss."""
+"""Families with experts: Qwen3-MoE, Qwen2-MoE, OLMoE, Mixtral, MiniMax-M2 and gpt-oss."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_ext.huggingface.dense_families import LLAMA
+from megatron_ext.huggingface.dense_families import (
+    LLAMA,
+    OLMO2,
+    OLMO2_KEY_NORM,
+    OLMO2_QUERY_NORM,
+)
 from megatron_ext.huggingface.family import (
     ATTENTION_OUTPUT,
     EMBEDDING,
@@ -18,6 +23,7 @@ from megatron_ext.huggingface.family import (
     QUERY_NORM,
     Family,
 )
+from megatron_ext.huggingface.rotary import PART, TURNED
 from megatron_ext.huggingface.tensor_map import Layers, Part, Rule
 
 EXPERTS_NORM = Rule(
@@ -150,6 +156,35 @@ QWEN2_MOE = Family(
     ignored=LLAMA.ignored,
 )
 
+OLMOE = Family(
+    architecture="OlmoeForCausalLM",
+    model_type="olmoe",
+    models="OLMoE",
+    rules=(
+        EMBEDDING,
+        INPUT_NORM,
+        QKV,
+        OLMO2_QUERY_NORM,
+        OLMO2_KEY_NORM,
+        ATTENTION_OUTPUT,
+        *QWEN_EXPERTS,
+        FINAL_NORM,
+        HEAD,
+    ),
+    names={**QWEN3_MOE.names, "moe_ffn_hidden_size": "intermediate_size"},
+    synonyms=QWEN3_MOE.synonyms,
+    settings={"qk_layernorm": True, "qk_layernorm_over": "heads"},
+    defaults={
+        **OLMO2.defaults,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+    },
+    allowed={"hidden_act": ("silu",), "attention_bias": (False, None), "clip_qkv": (None,)},
+)
+
+SPARSE = "model.layers.{layer}.block_sparse_moe"
+
 MIXTRAL = Family(
     architecture="MixtralForCausalLM",
     model_type="mixtral",
@@ -159,7 +194,7 @@ MIXTRAL = Family(
         INPUT_NORM,
         QKV,
         ATTENTION_OUTPUT,
-        *expert_rules("model.layers.{layer}.block_sparse_moe", "gate", "w1", "w3", "w2"),
+        *expert_rules(SPARSE, "gate", "w1", "w3", "w2"),
         FINAL_NORM,
         HEAD,
     ),
@@ -176,6 +211,39 @@ MIXTRAL = Family(
         "sliding_window": None,
         "rope_theta": 1_000_000.0,
         "rms_norm_eps": 1e-5,
+    },
+    allowed={"hidden_act": ("silu",)},
+)
+
+
+MINIMAX_M2 = Family(
+    architecture="MiniMaxM2ForCausalLM",
+    model_type="minimax_m2",
+    models="MiniMax-M2 and M2.1",
+    rules=(
+        *(EMBEDDING, INPUT_NORM, QKV, OLMO2_QUERY_NORM, OLMO2_KEY_NORM, ATTENTION_OUTPUT),
+        *expert_rules(SPARSE, "gate", "w1", "w3", "w2"),
+        Rule(
+            "decoder.layers.mlp.router.expert_bias",
+            (Part(f"{SPARSE}.e_score_correction_bias", ("experts",)),),
+        ),
+        *(FINAL_NORM, HEAD),
+    ),
+    names=MIXTRAL.names,
+    settings={
+        **OLMOE.settings,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_expert_bias": True,
+    },
+    defaults={
+        **LLAMA.defaults,
+        "num_local_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_theta": 5_000_000.0,
+        PART: None,
+        TURNED: None,
     },
     allowed={"hidden_act": ("silu",)},
 )

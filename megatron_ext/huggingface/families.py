@@ -6,29 +6,39 @@ from collections.abc import Mapping
 
 from megatron_ext.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE
 from megatron_ext.huggingface.dense_families import (
+    EXAONE4,
     GEMMA,
     GEMMA2,
     GEMMA3,
     GPT_NEOX,
     GRANITE,
     LLAMA,
+    MINISTRAL3,
     MISTRAL,
     OLMO2,
     OLMO3,
     PHI3,
     QWEN2,
     QWEN3,
+    SEED_OSS,
     SMOLLM3,
 )
-from megatron_ext.huggingface.expert_families import GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE
+from megatron_ext.huggingface.expert_families import (
+    GPT_OSS,
+    MINIMAX_M2,
+    MIXTRAL,
+    OLMOE,
+    QWEN2_MOE,
+    QWEN3_MOE,
+)
 from megatron_ext.huggingface.family import Family
 
 FAMILIES: Mapping[str, Family] = {
     family.architecture: family
     for family in (
         *(LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA, GEMMA2, GEMMA3),
-        *(PHI3, OLMO2, OLMO3, SMOLLM3, GRANITE, GPT_NEOX),
-        *(QWEN3_MOE, QWEN2_MOE, MIXTRAL, GPT_OSS),
+        *(PHI3, OLMO2, OLMO3, SMOLLM3, GRANITE, GPT_NEOX, SEED_OSS, MINISTRAL3, EXAONE4),
+        *(QWEN3_MOE, QWEN2_MOE, OLMOE, MIXTRAL, MINIMAX_M2, GPT_OSS),
         *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE),
     )
 }
@@ -50,9 +60,14 @@ UNSUPPORTED: Mapping[str, str] = {
     "tensor, are not read",
     "GraniteMoeForCausalLM": "its files, with the experts of a layer in one tensor, are not read",
     **dict.fromkeys(
-        ("GlmForCausalLM", "Glm4ForCausalLM"),
+        ("GlmForCausalLM", "Glm4ForCausalLM", "Ernie4_5ForCausalLM"),
         "rotary embeddings that turn neighbouring numbers are not built here",
     ),
+    "NemotronForCausalLM": "feed-forward layers of squared ReLU are not built here",
+    "ArceeForCausalLM": "feed-forward layers of squared ReLU are not built here",
+    "ApertusForCausalLM": "feed-forward layers of xIELU are not built here",
+    "HunYuanDenseV1ForCausalLM": "norms of queries and keys behind their rotation are not built "
+    "here",
     "PhiForCausalLM": _ONE_NORM,
     "CohereForCausalLM": _ONE_NORM,
     "Cohere2ForCausalLM": _ONE_NORM,

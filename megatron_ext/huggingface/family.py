@@ -43,6 +43,9 @@ class Family:
     allowed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Values supported by megatron-core, by key, the usual one first; other keys are unchecked."""
 
+    turns_all_layers: bool = True
+    """Whether layers without a window have rotary embeddings beside others with one."""
+
     quantisations: tuple[str, ...] = ("fp8", "fbgemm_fp8", "compressed-tensors")
     """Values of ``quant_method`` whose weights are read."""
 

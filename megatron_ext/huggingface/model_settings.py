@@ -23,6 +23,7 @@ from megatron_ext.huggingface.families import FAMILIES, TEACHER_ALONE, UNSUPPORT
 from megatron_ext.huggingface.family import Family
 from megatron_ext.huggingface.rotary import (
     PART,
+    TURNED,
     layer_types,
     rotary_config,
     rotary_settings,
@@ -53,7 +54,8 @@ _NORMALISED: Final = "norm_topk_prob"
 _OF_SOME: Final = (
     *("sliding_window", "use_sliding_window", "rope_local_base_freq"),
     *("attn_logit_softcapping", "final_logit_softcapping", _SCALAR, _NORMALISED),
-    *("no_rope_layers", "no_rope_layer_interval"),
+    *("no_rope_layers", "no_rope_layer_interval", "max_window_layers", "sliding_window_pattern"),
+    TURNED,
 )
 """Keys that are read in the families alone that have a default for them, or limits; others ignore
 them, as transformers does."""
@@ -154,6 +156,15 @@ def settings_of(family: Family, config: Mapping[str, Any], *, where: object) -> 
     missing = [name for name in names.values() if config.get(name) is None]
     if missing:
         raise CheckpointError("a key is missing", where=where, expected=missing[0])
+    chosen = config[names["moe_router_topk"]] if "moe_router_topk" in names else None
+    if chosen == 1 and family.settings.get("moe_router_score_function") == "sigmoid":
+        raise CheckpointError(
+            f"megatron-core weighs a single expert by its score, a {family.architecture} by 1",
+            where=where,
+            got=f"{names['moe_router_topk']} 1",
+            expected="2 or more",
+            fix=TEACHER_ALONE,
+        )
     heads = config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // heads
     rotary = rotary_settings(config, where=where)
@@ -164,6 +175,15 @@ def settings_of(family: Family, config: Mapping[str, Any], *, where: object) -> 
             got=f"{PART} {rotary['rotary_percent']}",
         )
     scalar = config.get(_SCALAR)
+    windows = window_settings(
+        config,
+        reads_kinds=family.reads_kinds,
+        has_own_rotation=rotary["local_rotary_base"] is not None,
+        where=where,
+    )
+    unrotated = unrotated_interval(config, where=where)
+    if not family.turns_all_layers and config["sliding_window"] is not None:
+        unrotated = windows["full_attention_interval"] or 1
     return {
         **COMMON,
         "softmax_scale": None if scalar is None else float(scalar) ** -0.5,
@@ -174,13 +194,8 @@ def settings_of(family: Family, config: Mapping[str, Any], *, where: object) -> 
         "num_query_groups": config.get("num_key_value_heads") or heads,
         "kv_channels": width,
         "untie_embeddings_and_output_weights": not config["tie_word_embeddings"],
-        **window_settings(
-            config,
-            reads_kinds=family.reads_kinds,
-            has_own_rotation=rotary["local_rotary_base"] is not None,
-            where=where,
-        ),
-        "unrotated_interval": unrotated_interval(config, where=where),
+        **windows,
+        "unrotated_interval": unrotated,
         **rotary,
         **family.settings,
         **expert_settings(config, where=where),
@@ -231,8 +246,9 @@ def model_config(settings: Mapping[str, Any], *, max_position_embeddings: int) -
             config["sliding_window"] = settings["window_size"]
         if "use_sliding_window" in family.defaults:
             config["use_sliding_window"] = settings["window_size"] is not None
-        if family.reads_kinds and settings["full_attention_interval"] is not None:
-            interval = settings["full_attention_interval"]
+        # Without windows some families count layers by a pattern of 0, which cannot be.
+        interval = settings["full_attention_interval"] or int(not family.turns_all_layers)
+        if family.reads_kinds and interval:
             config["layer_types"] = layer_types(settings["num_layers"], interval)
         if settings["softmax_scale"] is not None and _SCALAR in family.defaults:
             config[_SCALAR] = round(settings["softmax_scale"] ** -2)

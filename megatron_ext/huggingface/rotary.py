@@ -29,6 +29,12 @@ LLAMA3: Final = {
 PART: Final = "partial_rotary_factor"
 """Key of the part of each head that is rotated."""
 
+TURNED: Final = "rotary_dim"
+"""Key of the numbers of each head that are rotated, in MiniMax-M2's files."""
+
+QUERY_GROWTH: Final = "llama_4_scaling_beta"
+"""Key of what queries grow by with each length of the first training, from the second one on."""
+
 
 def rotary_settings(config: Mapping[str, Any], *, where: object) -> dict[str, Any]:
     """Rotary settings of a configuration, for both kinds of layers if there are two.
@@ -57,7 +63,9 @@ def rotary_settings(config: Mapping[str, Any], *, where: object) -> dict[str, An
             got=theta,
             expected="a whole number",
         )
-    part = scaling.pop(PART, config.get(PART)) or 1.0
+    part = scaling.pop(PART, config.get(PART))
+    if part is None:
+        part = config[TURNED] / _width(config) if config.get(TURNED) else 1.0
     settings = {
         "rotary_percent": float(part),
         "rotary_base": int(theta),
@@ -69,12 +77,14 @@ def rotary_settings(config: Mapping[str, Any], *, where: object) -> dict[str, An
         "rotary_magnitude": 1.0,
         "rotary_longest": None,
     }
+    longest = config.get("max_position_embeddings")
+    length = length or scaling.get(LENGTH) or longest
+    if scaling.pop(QUERY_GROWTH, None) and length:
+        settings["rotary_longest"] = int(length)
     if kind == "default":
         return settings
     if kind == "linear":
         return settings | {"rotary_seq_len_interpolation_factor": float(scaling["factor"])}
-    longest = config.get("max_position_embeddings")
-    length = length or scaling.get(LENGTH) or longest
     if kind == "dynamic" and longest:
         # Which changes nothing up to there.
         return settings | {"rotary_longest": int(longest)}
@@ -85,11 +95,9 @@ def rotary_settings(config: Mapping[str, Any], *, where: object) -> dict[str, An
         }
     stretch = scaling.get("factor") or (longest and length and longest / length)
     if length and stretch and _NEEDED.get(kind, {"none"}) <= scaling.keys():
-        width = config.get("qk_rope_head_dim") or config.get("head_dim")
-        width = width or config["hidden_size"] // config["num_attention_heads"]
         stretched = _Stretched(
             base=int(theta),
-            pairs=int(width * part) // 2,
+            pairs=int(_width(config) * part) // 2,
             length=int(length),
             stretch=float(stretch),
         )
@@ -100,6 +108,12 @@ def rotary_settings(config: Mapping[str, Any], *, where: object) -> dict[str, An
         got={"rope_type": kind, **scaling},
         expected="default, linear, dynamic, longrope, yarn or llama3 with all of their keys",
     )
+
+
+def _width(config: Mapping[str, Any]) -> int:
+    """Numbers of a head, or of the part of one that positions are of in latent attention."""
+    width = config.get("qk_rope_head_dim") or config.get("head_dim")
+    return int(width or config["hidden_size"] // config["num_attention_heads"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,7 +294,7 @@ def window_settings(
     if not reads_kinds or (window is None and not has_own_rotation):
         return settings
     kinds, layers = _kinds(config), int(config["num_hidden_layers"])
-    if not kinds and "max_window_layers" not in config:
+    if not kinds and not {"max_window_layers", "sliding_window_pattern"} & config.keys():
         return settings
     if kinds and _WINDOW not in kinds and not has_own_rotation:
         return dict.fromkeys(settings)
@@ -300,8 +314,9 @@ def _kinds(config: Mapping[str, Any]) -> list[str]:
     layers = int(config["num_hidden_layers"])
     if config.get("layer_types") is not None:
         return list(map(str, config["layer_types"]))
-    if config.get("sliding_window_pattern") is not None:
-        return layer_types(layers, int(config["sliding_window_pattern"]))
+    pattern = config.get("sliding_window_pattern")
+    if type(pattern) is int and pattern > 0:
+        return layer_types(layers, pattern)
     first = config.get("max_window_layers")
     return [] if first is None else [_WINDOW if i >= first else _ALL for i in range(layers)]
 

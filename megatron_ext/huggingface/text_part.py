@@ -28,6 +28,7 @@ _TEXT_MODELS: Final[Mapping[str, tuple[str, str]]] = {
     "gemma3_text": ("Gemma3ForCausalLM", "gemma3_text"),
     "granite": ("GraniteForCausalLM", "granite"),
     "llama": ("LlamaForCausalLM", "llama"),
+    "ministral3": ("Ministral3ForCausalLM", "ministral3"),
     "mistral": ("MistralForCausalLM", "mistral"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen2_vl": ("Qwen2ForCausalLM", "qwen2"),
@@ -55,6 +56,14 @@ _SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
         "max_position_embeddings": 2048,
+    },
+    "ministral3": {
+        "vocab_size": 131_072,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 262_144,
     },
     "mistral": {
         "vocab_size": 32_000,

@@ -94,9 +94,9 @@ FAULTS = {
         _edit(
             "config.json",
             architectures=["Mistral3ForConditionalGeneration"],
-            text_config={"model_type": "ministral3"},
+            text_config={"model_type": "lfm2"},
         ),
-        r"config.json: this architecture is not read: its text model, of type ministral3, is of no",
+        r"config.json: this architecture is not read: its text model, of type lfm2, is of no",
     ),
     "dense layers among those of experts": (
         _edit(
@@ -125,6 +125,24 @@ FAULTS = {
             sliding_window=8,
         ),
         r"config.json: layers with a window follow no pattern; got no layer_types; expected full",
+    ),
+    "a pattern of windows in letters": (
+        _edit(
+            "config.json",
+            architectures=["Exaone4ForCausalLM"],
+            sliding_window=8,
+            sliding_window_pattern="LLLG",
+        ),
+        r"config.json: layers with a window follow no pattern; got no layer_types; expected full",
+    ),
+    "a single expert of sigmoid scores": (
+        _edit(
+            "config.json",
+            architectures=["MiniMaxM2ForCausalLM"],
+            num_local_experts=4,
+            num_experts_per_tok=1,
+        ),
+        r"by its score, a MiniMaxM2\w+ by 1; got num_experts_per_tok 1; expected 2 or more; as a",
     ),
     "attention to later tokens": (
         _edit("config.json", is_causal=False),

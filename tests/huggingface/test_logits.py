@@ -43,6 +43,7 @@ OF_LAYER_NUMBERS = (
     "gemma3",
     "olmo3",
     "gpt-oss",
+    "exaone4",
     "smollm3-yarn",
     "deepseek-v2",
     "deepseek-v3",

@@ -1,6 +1,7 @@
 """Tiny models of each family, made by transformers' own classes with random weights."""
 
 import os
+from importlib.metadata import version
 
 import torch
 from safetensors.torch import load_file
@@ -98,6 +99,16 @@ MODELS = {
         },
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe": ("Olmoe", {"norm_topk_prob": False, **EXPERTS}),
+    "seed-oss": ("SeedOss", {"head_dim": 16}),
+    "exaone4": (
+        "Exaone4",
+        {
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {**LLAMA3_ROPE, "factor": 16.0},
+        },
+    ),
     "deepseek-v2": (
         "DeepseekV2",
         {**LATENT, "q_lora_rank": None, "num_experts_per_tok": 3, "routed_scaling_factor": 1.5},
@@ -151,6 +162,33 @@ YARN = {
     "original_max_position_embeddings": 8,
 }
 MORE_MODELS = {
+    "minimax-m2": (
+        "MiniMaxM2",
+        {
+            "head_dim": 16,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e5,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
+    "ministral3": (
+        "Ministral3",
+        {
+            "head_dim": 16,
+            "sliding_window": None,
+            "rope_parameters": {
+                **YARN,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
     "deepseek-v3": (
         "DeepseekV3",
         {
@@ -239,12 +277,18 @@ MORE_MODELS = {
 """Models that need their own config.json to be written."""
 
 
-OF_ALL_TEXT = ("deepseek-v2", "glm4-moe", "qwen3-yarn", "smollm3")
+OF_ALL_TEXT = (
+    *("deepseek-v2", "glm4-moe", "qwen3-yarn", "smollm3"),
+    *("olmoe", "seed-oss", "ministral3"),
+)
 """Models whose parts others have, too, which are compared with MEGATRON_EXT_ALL_TEXT=1 alone."""
+SINCE_5 = ("minimax-m2", "ministral3")
+"""Models that transformers 4 does not have."""
 COMPARED = {
     name: model
     for name, model in {**MODELS, **MORE_MODELS}.items()
-    if name not in OF_ALL_TEXT or os.environ.get("MEGATRON_EXT_ALL_TEXT") == "1"
+    if (name not in OF_ALL_TEXT or os.environ.get("MEGATRON_EXT_ALL_TEXT") == "1")
+    and (name not in SINCE_5 or int(version("transformers").split(".")[0]) >= 5)
 }
 """Models whose logits and tensors are compared with those of transformers."""
 
@@ -255,6 +299,7 @@ _BY_SEED = (
     *("phi3", "olmo2", "smollm3", "granite", "gpt-neox", "phi4-mini"),
     *("gpt-oss", "deepseek-v3", "deepseek-v2", "gemma2"),
     *("glm4-moe", "qwen3-yarn", "olmo3", "smollm3-yarn"),
+    *("olmoe", "seed-oss", "exaone4", "minimax-m2", "ministral3"),
 )
 """Models by the seed of their weights; one that is added at the end changes no other."""
 
@@ -288,9 +333,7 @@ def hf_model(name, **sizes):
 
 def in_words_of_release(options):
     """Options of a configuration with rotary embeddings as the installed transformers has them."""
-    import transformers
-
-    if "rope_parameters" not in options or int(transformers.__version__.split(".")[0]) >= 5:
+    if "rope_parameters" not in options or int(version("transformers").split(".")[0]) >= 5:
         return options
     words = {name: value for name, value in options.items() if name != "rope_parameters"}
     rope = options["rope_parameters"]

@@ -91,8 +91,8 @@ class ModelConfig:
     """Factor of the numbers of queries and keys that rotary embeddings turn (LongRoPE, YaRN)."""
 
     rotary_longest: int | None = None
-    """Longest ``seq_length`` that ``rotary_divisors`` are of; LongRoPE and dynamic scaling have
-    others for longer sequences, which are not supported."""
+    """Longest ``seq_length`` that rotary embeddings are of; LongRoPE and dynamic scaling have
+    others for longer sequences, and Ministral 3 larger queries, which are not supported."""
 
     window_size: int | None = None
     """Tokens that a position sees, with itself, in layers with a window; no layer has one when not
@@ -344,8 +344,8 @@ def _check_rotation(model: ModelConfig) -> None:
         )
     if model.rotary_longest is not None and model.seq_length > model.rotary_longest:
         raise ConfigError(
-            "longer sequences would need the long factors of LongRoPE, or dynamic scaling, which "
-            "are not supported",
+            "longer sequences would need the long factors of LongRoPE, dynamic scaling, or queries "
+            "that grow (Ministral 3), which are not supported",
             got=f"seq_length {model.seq_length}, rotary_longest {model.rotary_longest}",
             fix="set seq_length to rotary_longest at most",
         )
