@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -110,6 +110,14 @@ class CheckpointFiles:
             if pickled
             else "download the folder again, with its weights",
         )
+
+    @property
+    def weight_files(self) -> set[Path]:
+        """Files with tensors of ``tensors``, or with parts of these."""
+        names: Iterable[str] = self.stored
+        if self._wraps_text:
+            names = (name for name, _ in text_names(self.stored))
+        return {self.stored[name].file for name in names}
 
     def _indexed(self, index: Path) -> dict[str, StoredTensor]:
         weight_map = read_json(index).get("weight_map")

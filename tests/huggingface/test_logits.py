@@ -63,7 +63,6 @@ OF_OWN_LAYERS = (
     "gemma3",
     "phi3",
     "phi4-mini",
-    "olmo2",
     "olmo3",
     "smollm3-yarn",
     "granite",

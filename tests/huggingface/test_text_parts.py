@@ -104,8 +104,10 @@ def test_logits_of_text_are_those_of_the_whole_model(name, expected, found):
 def test_the_text_model_is_exported_bit_for_bit_and_loads(name, root, expected, found):
     exported = root / "exported" / name
     before, after = tensors_of(root / name), tensors_of(exported)
-    stored = CheckpointFiles(root / name).tensors
+    files = CheckpointFiles(root / name)
+    stored = files.tensors
     assert after.keys() == stored.keys()
+    assert files.weight_files == {tensor.file for tensor in stored.values()}
     for key, tensor in after.items():
         assert torch.equal(tensor, before[stored[key].name])
     model = AutoModelForCausalLM.from_pretrained(exported)

@@ -279,7 +279,7 @@ MORE_MODELS = {
 
 OF_ALL_TEXT = (
     *("deepseek-v2", "glm4-moe", "qwen3-yarn", "smollm3"),
-    *("olmoe", "seed-oss", "ministral3"),
+    *("olmo2", "olmoe", "seed-oss", "ministral3"),
 )
 """Models whose parts others have, too, which are compared with MEGATRON_EXT_ALL_TEXT=1 alone."""
 SINCE_5 = ("minimax-m2", "ministral3")

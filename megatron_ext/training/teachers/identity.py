@@ -167,8 +167,7 @@ def _tokenizer(tokenizer: MegatronTokenizerText) -> str:
 def _files(checkpoint: Path) -> list[Path]:
     if not is_checkpoint_folder(checkpoint):
         return sorted(path for path in checkpoint.rglob("*") if path.is_file())
-    weights = {stored.file for stored in CheckpointFiles(checkpoint).stored.values()}
-    return sorted({checkpoint / CONFIG_FILE, *weights})
+    return sorted({checkpoint / CONFIG_FILE, *CheckpointFiles(checkpoint).weight_files})
 
 
 def _hash(values: Mapping[str, Any]) -> str:
