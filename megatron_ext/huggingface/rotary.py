@@ -4,7 +4,8 @@ transformers 5 has all under ``rope_parameters``; earlier releases have ``rope_t
 ``rope_scaling``. The earlier form is written, which both read.
 
 megatron-core's Llama 3 scaling has a free factor, but fixed low and high frequency factors (1 and
-4) and original positions (8,192). All of Meta's models have those values.
+4) and original positions (8,192). All of Meta's models have those values; the frequencies of others
+are divided one by one.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ def rotary_settings(config: Mapping[str, Any], *, where: object) -> dict[str, An
     if kind == "dynamic" and longest:
         # Which changes nothing up to there.
         return settings | {"rotary_longest": int(longest)}
-    if kind == "llama3" and all(scaling.get(name) == value for name, value in LLAMA3.items()):
+    known = {**scaling, LENGTH: length}
+    if kind == "llama3" and all(known.get(name) == value for name, value in LLAMA3.items()):
         return settings | {
             "use_rope_scaling": True,
             "rope_scaling_factor": float(scaling["factor"]),
