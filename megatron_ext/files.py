@@ -11,7 +11,7 @@ import shutil
 import signal
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -45,6 +45,17 @@ def write_bytes(path: Path, content: bytes) -> None:
         hidden.replace(path)
     finally:
         hidden.unlink(missing_ok=True)
+
+
+def copy_files(files: Mapping[str, Path], folder: Path) -> None:
+    """Copy files into ``folder`` by the names, relative paths, that they get there.
+
+    Raises:
+        OSError: One cannot be read or written.
+    """
+    for name, file in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, folder / name)
 
 
 def read_bytes(path: Path) -> bytes:

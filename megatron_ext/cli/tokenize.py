@@ -208,5 +208,7 @@ def _summary(config: PreprocessConfig, report: Report) -> str:
         schema = report.settings["conversation_schema"]
         if schema != "auto":
             counts.append(f"read as {schema} ({RECORD_SCHEMA_REGISTRY[schema].shape})")
+        if "chat_templates" in report.settings:
+            counts.append(report.settings["chat_templates"])
     written = " ".join(str(prefix) for _, prefix in config.names.datasets())
     return f"{config.output_prefix}: {', '.join(counts)}\nwritten: {written} (.bin, .idx)\n"

@@ -24,11 +24,13 @@ from megatron_ext.conversation.masking.trained_part import (
     trained_tokens,
 )
 from megatron_ext.conversation.message import (
+    DEFAULT_TEMPLATE,
     ByteEnds,
     Conversation,
     ConversationTokenizer,
     IdArray,
     check_conversation,
+    chosen_template,
 )
 from megatron_ext.conversation.prompt_format import PromptConfig
 from megatron_ext.conversation.rendering.provenance import Rendered, Span
@@ -212,17 +214,20 @@ def encode_rendered(
 
 
 def template_source(tokenizer: ConversationTokenizer, prompt_config: PromptConfig) -> str:
-    """Jinja source of the format's template.
+    """Jinja source of the format's template; the tokenizer's own may depend on the tools.
 
     Raises:
         ConfigError: The format takes the tokenizer's own template, and it has none.
     """
     source = prompt_config.custom_chat_template
-    source = tokenizer.chat_template if source is None else source
+    if source is None:
+        tools = prompt_config.template_variables.get("tools")
+        source = chosen_template(tokenizer.chat_templates, tools)
     if source is None:
         raise ConfigError(
             f"the prompt format {prompt_config.name} takes the tokenizer's own chat template, and "
-            "it has none",
+            f"it has none named {DEFAULT_TEMPLATE}",
+            got=", ".join(sorted(tokenizer.chat_templates)) or None,
             fix="pass chat_template, or take another format",
             where="prompt_format",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -190,6 +191,41 @@ def byte_offsets(text: str) -> NDArray[np.int64]:
     return np.append(np.flatnonzero(is_start), len(is_start))
 
 
+DEFAULT_TEMPLATE: Final = "default"
+"""Name of the chat template of a tokenizer that has one."""
+
+TOOL_TEMPLATE: Final = "tool_use"
+"""Name of the chat template for conversations with tools, of a tokenizer that has several."""
+
+
+def chosen_template(templates: Mapping[str, str], tools: object) -> str | None:
+    """The template for a conversation, as transformers chooses it; None where none is for it.
+
+    Args:
+        templates: Jinja source by name.
+        tools: The template variable ``tools``; an empty list counts as tools.
+    """
+    if tools is not None and TOOL_TEMPLATE in templates:
+        return templates[TOOL_TEMPLATE]
+    return templates.get(DEFAULT_TEMPLATE)
+
+
+class ChatTemplates:
+    """Mixin with the chat templates of a tokenizer."""
+
+    chat_templates: Mapping[str, str] = MappingProxyType({})
+    """Jinja source by name: ``default``, and of several also ``tool_use``, ``rag`` ..."""
+
+    @property
+    def chat_template(self) -> str | None:
+        """Jinja source of ``default``; one that is assigned takes the place of all."""
+        return self.chat_templates.get(DEFAULT_TEMPLATE)
+
+    @chat_template.setter
+    def chat_template(self, source: str | None) -> None:
+        self.chat_templates = {} if source is None else {DEFAULT_TEMPLATE: source}
+
+
 IdArray = NDArray[np.int32]
 ByteEnds = NDArray[np.int64]
 
@@ -198,8 +234,8 @@ class ConversationTokenizer(Protocol):
     """Protocol of a tokenizer that encodes conversations."""
 
     @property
-    def chat_template(self) -> str | None:
-        """The tokenizer's own template, as Jinja source."""
+    def chat_templates(self) -> Mapping[str, str]:
+        """The tokenizer's own templates by name, as Jinja source."""
 
     @property
     def special_token_names(self) -> Mapping[str, str]:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from megatron_ext.conversation.chat_output import refuse_foreign
 from megatron_ext.conversation.masking.answer_parts import TrainingPolicy
-from megatron_ext.conversation.message import ConversationTokenizer
+from megatron_ext.conversation.message import DEFAULT_TEMPLATE, ConversationTokenizer
 from megatron_ext.errors import ConfigError
 from megatron_ext.registry import Registry
 
@@ -115,8 +115,11 @@ class PromptFormat:
         for role in self.special_tokens:
             if role not in tokenizer.special_token_names:
                 raise self._lacks(f"a {role}", f"set {role} to a token of the vocabulary")
-        if self.template is None and tokenizer.chat_template is None:
-            raise self._lacks("a chat template of its own", "pass chat_template")
+        if self.template is None and DEFAULT_TEMPLATE not in tokenizer.chat_templates:
+            names = ", ".join(sorted(tokenizer.chat_templates))
+            named = f" named {DEFAULT_TEMPLATE} and not {names}" if names else " of its own"
+            fix = "pass one of these names as chat_template" if names else "pass chat_template"
+            raise self._lacks(f"a chat template{named}", fix)
         # The tokenizer's own template writes a BOS where there is one, as far as can be told.
         has_own_bos = self.template is None and tokenizer.bos_id is not None
         has_bos = has_own_bos or "bos_token" in self.special_tokens

@@ -255,7 +255,7 @@ def open_model(checkpoint: Path, options: ModelOptions) -> OpenedModel:
     """
     checkpoint = find_checkpoint(str(checkpoint), where="--model")
     model, tokenizer = _model(checkpoint, options), _tokenizer(checkpoint, options)
-    if options.applies_chat_template and tokenizer.chat_template is None:
+    if options.applies_chat_template and not tokenizer.chat_templates:
         raise ConfigError(
             "the tokenizer has no chat template, which --chat, --conversations and "
             "--apply-chat-template need",

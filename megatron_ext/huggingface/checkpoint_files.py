@@ -19,10 +19,12 @@ from typing import Any, Final
 
 from megatron_ext import files
 from megatron_ext.errors import CheckpointError, refused_by_system
+from megatron_ext.files import copy_files
 from megatron_ext.huggingface.stored_tensors import StoredTensor, joined
 from megatron_ext.huggingface.text_part import text_config, text_names, wraps_text
 from megatron_ext.registry import with_near_path
 from megatron_ext.tokenizers.metadata import METADATA_FILE
+from megatron_ext.tokenizers.tokenizer_files import TEMPLATE_FOLDER, template_files
 
 CONFIG_FILE: Final = "config.json"
 WEIGHTS_FILE: Final = "model.safetensors"
@@ -274,6 +276,12 @@ TOKENIZER_FILES: Final = (
 )
 
 
+def tokenizer_files(folder: Path) -> dict[str, Path]:
+    """The files of a HuggingFace tokenizer in a folder, by their relative paths."""
+    named = {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
+    return named | {f"{TEMPLATE_FOLDER}/{file.name}": file for file in template_files(folder)}
+
+
 def has_tokenizer(folder: Path) -> bool:
     """Whether a folder has files of a tokenizer, or one of any library that was saved there."""
     return any((folder / name).is_file() for name in (*TOKENIZER_FILES, METADATA_FILE))
@@ -294,16 +302,17 @@ _LARGEST: Final = 1 << 26
 """Most bytes of a side file with an unknown name."""
 
 
-def side_files(folder: Path) -> list[Path]:
-    """The side files of a HuggingFace folder, or of a checkpoint's copy of one.
+def side_files(folder: Path) -> dict[str, Path]:
+    """The side files of a HuggingFace folder, or of a checkpoint's copy of one, by relative path.
 
     All files but weights and other large ones: tokenizers have files of many names.
     """
-    return [
-        path
+    beside = {
+        path.name: path
         for path in sorted(folder.iterdir())
         if path.is_file() and (path.name in _COMMON_SIDE_FILES or _is_small(path))
-    ]
+    }
+    return beside | tokenizer_files(folder)
 
 
 def _is_small(path: Path) -> bool:
@@ -330,8 +339,7 @@ def copy_side_files(start: Path, target: Path) -> None:
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    for file in side_files(source):
-        shutil.copyfile(file, partial / file.name)
+    copy_files(side_files(source), partial)
     if wraps_text(read_json(source / CONFIG_FILE)):
         # What is trained is the text model alone.
         text = json.dumps(CheckpointFiles(source).config, indent=2, ensure_ascii=False)

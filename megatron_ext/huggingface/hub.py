@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import re
+from fnmatch import fnmatch
 from functools import cache
+from glob import escape
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -23,6 +25,7 @@ from megatron_ext.huggingface.checkpoint_files import (
     is_checkpoint_folder,
 )
 from megatron_ext.registry import with_near_path
+from megatron_ext.tokenizers.tokenizer_files import TEMPLATE_FOLDER
 
 _NAME: Final = re.compile(
     r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII
@@ -30,8 +33,10 @@ _NAME: Final = re.compile(
 _NO_OWNERS: Final = ("models", "datasets", "spaces", "docs")
 """Pages of the hub, so names that no owner on it can have."""
 
-_FETCHED: Final = ("config.json", "generation_config.json", *TOKENIZER_FILES, "*.tiktoken")
-_WEIGHTS: Final = ("model*.safetensors", INDEX_FILE)
+_FETCHED: Final = (
+    *("config.json", "generation_config.json", *TOKENIZER_FILES, "*.tiktoken"),
+    *("model*.safetensors", INDEX_FILE),
+)
 _SECONDS_TO_ANSWER: Final = 5.0
 
 
@@ -88,17 +93,22 @@ def _local_folder(name: str, revision: str | None, where: str) -> Path:
         found = {sibling.rfilename for sibling in info.siblings or []}
         if not found & {WEIGHTS_FILE, INDEX_FILE}:
             raise _without_safetensors(name, found, where)
+        wanted = [file for file in found if _is_wanted(file)]
         folder = snapshot_download(
-            name,
-            revision=info.sha or revision,
-            allow_patterns=[*_FETCHED, *_WEIGHTS],
-            ignore_patterns=["*/*"],
+            name, revision=info.sha or revision, allow_patterns=sorted(map(escape, wanted))
         )
     except CheckpointError:
         raise
     except Exception as error:
         raise _not_fetched(name, revision, where, error) from error
     return Path(folder)
+
+
+def _is_wanted(file: str) -> bool:
+    """Whether a file of the hub, by its relative path, is fetched: no folder but of templates."""
+    folder, _, name = file.rpartition("/")
+    patterns = ("*.jinja",) if folder == TEMPLATE_FOLDER else () if folder else _FETCHED
+    return any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def _is_complete(folder: Path) -> bool:

@@ -120,10 +120,12 @@ class Plan:
 
 def _settings(config: PreprocessConfig, tokenizer: MegatronTokenizerText) -> dict[str, Any]:
     is_sft, limit = config.has_conversations, config.max_record_mib
+    templates = tokenizer.template_choice if is_sft else ""
     return {
         "mode": config.tokenizer.mode,
         "json_keys": list(config.fields.keys),
         **({"conversation_schema": config.conversation_schema} if is_sft else {}),
+        **({"chat_templates": templates} if templates else {}),
         "append_eod": config.append_eod,
         # Not in plans of before, which knew no limit.
         **({} if limit == MAX_RECORD_MIB else {"max_record_mib": limit}),

@@ -62,8 +62,9 @@ def write_folder(
         new_folder(final) as hidden,
     ):
         for name, content in contents.items():
+            (hidden / name).parent.mkdir(exist_ok=True)
             (hidden / name).write_bytes(content)
-        flush(*hidden.iterdir(), hidden)
+        flush(*hidden.rglob("*"), hidden)
         check(hidden)
         _publish(hidden, final, contents, replaceable)
         flush(final.parent)
@@ -87,12 +88,21 @@ def _refuse_to_replace(final: Path, replaceable: Callable[[Path], bool]) -> None
 def _holds(folder: Path, contents: Mapping[str, bytes]) -> bool:
     """Whether a folder holds exactly these files."""
     try:
-        names = os.listdir(folder)
-        return sorted(names) == sorted(contents) and all(
+        return _names(folder) == sorted(contents) and all(
             (folder / name).read_bytes() == content for name, content in contents.items()
         )
     except OSError:
         return False
+
+
+def _names(folder: Path) -> list[str]:
+    """Relative path of each file in a folder, sorted; an empty folder in it counts as a file."""
+    inside = [
+        path
+        for path in folder.rglob("*")
+        if path.is_symlink() or not path.is_dir() or not any(path.iterdir())
+    ]
+    return sorted(path.relative_to(folder).as_posix() for path in inside)
 
 
 def _publish(
@@ -195,13 +205,13 @@ def _metadata(
     tokenizer: MegatronTokenizerText, names: Mapping[Path, str], contents: Mapping[str, bytes]
 ) -> dict[str, Any]:
     """The metadata of the folder, in an order that depends on nothing but the tokenizer."""
-    has_own_template = tokenizer.chat_template == tokenizer.own_chat_template
+    has_own_templates = tokenizer.chat_templates == tokenizer.own_chat_templates
     prompt_format = tokenizer.prompt_format
     named_keys = {
         "library": tokenizer.library,
         "mode": tokenizer.mode,
         **_class_keys(tokenizer),
-        "chat_template": None if has_own_template else tokenizer.chat_template,
+        "chat_template": None if has_own_templates else tokenizer.chat_template,
         "prompt_format": _FILE_PREFIX + PROMPT_FILE if PROMPT_FILE in contents else prompt_format,
     }
     options, option_files = _split_options(tokenizer.constructor_options(), names)
@@ -279,6 +289,4 @@ def _is_saved_tokenizer(folder: Path) -> bool:
     except (TokenizerError, KeyError):
         return False
     files = assets.get("files") if isinstance(assets, Mapping) else None
-    return isinstance(files, Mapping) and all(
-        file.name in (*files, METADATA_FILE) and file.is_file() for file in folder.iterdir()
-    )
+    return isinstance(files, Mapping) and {*_names(folder)} <= {*files, METADATA_FILE}

@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, SupportsIndex, overload
 
 from megatron_ext.conversation import Conversation, apply_chat_template
+from megatron_ext.conversation.message import DEFAULT_TEMPLATE, ChatTemplates, chosen_template
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.special_tokens import CONVENTIONAL_NAMES, RoleIds
 from megatron_ext.tokenizers.text_offsets import text_offsets
 from megatron_ext.tokenizers.token_ids import ByteEnds, IdArray
+from megatron_ext.tokenizers.tokenizer_files import template_source
 
 
 class Vocabulary(list[str]):
@@ -61,7 +63,24 @@ ParseSpecial = bool | frozenset[str]
 """Special tokens that are parsed in a text: all of them, none, or those with these names."""
 
 
-class MegatronTokenizerTextAbstract(RoleIds):
+def required_template(templates: Mapping[str, str], tools: object) -> str:
+    """``chosen_template``, or an error with the names that there are.
+
+    Raises:
+        TokenizerError: None of ``templates`` is for the conversation.
+    """
+    source = chosen_template(templates, tools)
+    if source is not None:
+        return source
+    names = ", ".join(sorted(templates))
+    raise TokenizerError(
+        f"the tokenizer has no chat template{f' named {DEFAULT_TEMPLATE}' if names else ''}",
+        got=names or None,
+        fix=f"pass {'one of these names as ' if names else ''}chat_template",
+    )
+
+
+class MegatronTokenizerTextAbstract(ChatTemplates, RoleIds):
     """One tokenizer, through one library.
 
     Every id satisfies ``0 <= id < vocab_size``. A special id that the tokenizer does not have is
@@ -74,8 +93,6 @@ class MegatronTokenizerTextAbstract(RoleIds):
     absent_pad: ClassVar[int | None] = -1
     """Value that Megatron's code gets for a missing padding id."""
 
-    chat_template: str | None = None
-    """The template that comes with the tokenizer."""
     served_by: Any = None
     """The ``MegatronTokenizerText`` around it, which renders conversations for serving code."""
     _chosen_pad_id: int | None = None
@@ -176,9 +193,12 @@ class MegatronTokenizerTextAbstract(RoleIds):
         """
         if self.served_by is not None:
             return self.served_by.apply_chat_template(conversation, chat_template, **options)
-        template = self.chat_template if chat_template is None else chat_template
-        if template is None:
-            raise TokenizerError("the tokenizer has no chat template", fix="pass chat_template")
+        own = self.chat_templates
+        template = (
+            required_template(own, options.get("tools"))
+            if chat_template is None
+            else template_source(chat_template, own)
+        )
         return apply_chat_template(self, conversation, template, **options)
 
     # Ids and bytes.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from megatron_ext.conversation import (
@@ -17,26 +16,30 @@ from megatron_ext.conversation import (
     prompt_config_of,
     tokenize_conversation,
 )
-from megatron_ext.conversation.message import checked_messages
+from megatron_ext.conversation.message import (
+    DEFAULT_TEMPLATE,
+    TOOL_TEMPLATE,
+    ChatTemplates,
+    checked_messages,
+)
 from megatron_ext.errors import ConfigError, TokenizerError
-from megatron_ext.tokenizers.base import MegatronTokenizerTextAbstract
+from megatron_ext.tokenizers.base import MegatronTokenizerTextAbstract, required_template
 from megatron_ext.tokenizers.config import ConversationOptions
 from megatron_ext.tokenizers.libraries import library_of
 from megatron_ext.tokenizers.special_ids import SpecialIds
 from megatron_ext.tokenizers.token_ids import ByteEnds, IdArray
-from megatron_ext.tokenizers.tokenizer_files import names_template, read_template
+from megatron_ext.tokenizers.tokenizer_files import template_source
 
 
-class ChatTokenizer(SpecialIds):
+class ChatTokenizer(ChatTemplates, SpecialIds):
     """Mixin with the methods of a prompt format or a chat template.
 
-    A subclass sets ``_tokenizer`` and ``config`` first.
+    The templates are the one given, else the metadata's, else the tokenizer's own. A subclass sets
+    ``_tokenizer`` and ``config`` first.
     """
 
     config: dict[str, Any]
     _tokenizer: MegatronTokenizerTextAbstract
-    chat_template: str | None
-    """Jinja source: the one given, else the metadata's, else the tokenizer's own."""
     prompt_format: str | None
     """Name of the prompt format; in the mode sft ``auto`` where none is named."""
     prompt_config: PromptConfig | None
@@ -53,16 +56,28 @@ class ChatTokenizer(SpecialIds):
         return library_of(self.config.get("library")).mode if stated is None else stated
 
     @property
-    def own_chat_template(self) -> str | None:
-        """The template that comes with the tokenizer."""
-        return self._tokenizer.chat_template
+    def own_chat_templates(self) -> Mapping[str, str]:
+        """The templates that come with the tokenizer, by name."""
+        return self._tokenizer.chat_templates
+
+    @property
+    def template_choice(self) -> str:
+        """The chat templates among which conversations choose, in words; empty without a choice."""
+        names = sorted(self.chat_templates)
+        is_own = self.prompt_config is not None and self.prompt_config.custom_chat_template is None
+        if not is_own or names in ([], [DEFAULT_TEMPLATE]):
+            return ""
+        used = f"; with tools {TOOL_TEMPLATE}" if TOOL_TEMPLATE in names else ""
+        return f"chat template {DEFAULT_TEMPLATE} of {', '.join(names)}{used}"
 
     def _set_chat_template(self, given: str | None) -> None:
-        own = self.own_chat_template
+        own = self.own_chat_templates
         named = self.config.get("chat_template")
         # Only a path that the user gives is followed anywhere; others were read in their folder.
         template = next((t for t in (given, named) if t is not None), None)
-        self.chat_template = own if template is None else _source(template)
+        self.chat_templates = (
+            dict(own) if template is None else {DEFAULT_TEMPLATE: template_source(template, own)}
+        )
         self._tokenizer.served_by = self
 
     def _set_prompt_format(self, given: str | None) -> None:
@@ -192,9 +207,11 @@ class ChatTokenizer(SpecialIds):
         if self.prompt_config is not None:
             return self.prompt_config
         names = ", ".join(fitting_formats(self))
+        templates = ", ".join(sorted(self.chat_templates))
+        got = f"the chat templates {templates}" if templates else "no chat template of its own"
         raise ConfigError(
             "the tokenizer has no prompt format",
-            got="no chat template of its own" if self.chat_template is None else None,
+            got=got if self.chat_template is None else None,
             expected=f"one that fits its vocabulary: {names}{' or ' if names else ''}file:PATH",
             fix="set prompt_format, or pass chat_template",
             where="prompt_format",
@@ -213,7 +230,9 @@ class ChatTokenizer(SpecialIds):
 
         Args:
             conversation: Any messages that the template takes; not changed.
-            chat_template: Jinja source, instead of the tokenizer's.
+            chat_template: Name of one of the tokenizer's own templates, a file that ends in
+                .jinja, or Jinja source; by default the template in force, which may depend on
+                ``tools``.
             tokenize: Return ids; otherwise text.
             add_generation_prompt: Passed on to the template.
             options: ``truncation``, ``max_length``, ``return_tensors`` and ``return_dict``, as
@@ -223,21 +242,22 @@ class ChatTokenizer(SpecialIds):
             TokenizerError: There is no template, or an option of transformers is not supported.
             ConversationError: The conversation does not fit the template.
         """
-        template = self.chat_template if chat_template is None else _source(chat_template)
         stated = self.conversation_options
-        if template is None:
-            raise TokenizerError(
-                "the tokenizer has no chat template", fix="pass chat_template, or set it"
-            )
+        variables = {**stated.variables(), **options}
         return apply_chat_template(
             self,
             conversation,
-            template,
+            self._template(chat_template, variables.get("tools")),
             tokenize=tokenize,
             add_generation_prompt=add_generation_prompt,
             allow_control_tokens_in_content=stated.allow_control_tokens_in_content,
-            **{**stated.variables(), **options},
+            **variables,
         )
+
+    def _template(self, given: str | None, tools: object) -> str:
+        if given is not None:
+            return template_source(given, self.own_chat_templates)
+        return required_template(self.chat_templates, tools)
 
     # The protocol ConversationTokenizer.
 
@@ -259,16 +279,3 @@ class ChatTokenizer(SpecialIds):
     ) -> tuple[IdArray, ByteEnds]:
         """Ids [T] and byte ends [T]; control tokens are parsed only in ``spans`` of characters."""
         return self._tokenizer.encode_with_control_spans(text, spans)
-
-
-def _source(template: str) -> str:
-    """Jinja source: ``template``, or the contents of the file that it names."""
-    if not isinstance(template, str):
-        raise TokenizerError(
-            "the chat template is not a text",
-            got=type(template).__name__,
-            expected="Jinja source, or the path of a file that ends in .jinja",
-        )
-    if not names_template(template):
-        return template
-    return read_template(Path(template))

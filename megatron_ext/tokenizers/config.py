@@ -170,7 +170,8 @@ class TokenizerConfig:
     """Tokenizer metadata file; tokenizer_metadata.json beside the tokenizer when unset."""
 
     chat_template: str | None = field(default=None, metadata=_spelled("--chat-template"))
-    """Chat template: Jinja source, or a file that ends in .jinja."""
+    """Chat template: Jinja source, a file that ends in .jinja, or the name of one of the
+    tokenizer's own, such as rag."""
 
     special_tokens: tuple[str, ...] = ()
     """Names of special tokens, added to the vocabulary where the library can and they are new."""

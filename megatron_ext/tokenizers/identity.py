@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.conversation.message import DEFAULT_TEMPLATE
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.tokenizer_files import file_kind
@@ -34,7 +35,12 @@ def tokenizer_identity(tokenizer: MegatronTokenizerText) -> dict[str, str]:
         identity["file"] = _by_content(tokenizer.path)
     if tokenizer.prompt_config is not None:
         identity["prompt"] = _sha256(_written(tokenizer.prompt_config).encode())
-        identity["template"] = _sha256(str(tokenizer.chat_template).encode())
+        others = {**tokenizer.chat_templates}
+        default = others.pop(DEFAULT_TEMPLATE, None)
+        # A single template has the identity that it had before there were others.
+        identity["template"] = _sha256(
+            (str(default) + (_written(others) if others else "")).encode()
+        )
     return identity
 
 

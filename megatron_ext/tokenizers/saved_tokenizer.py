@@ -18,6 +18,7 @@ from megatron_ext.tokenizers.assets import (
 )
 from megatron_ext.tokenizers.libraries import TOKENIZER_LIBRARIES, library_of
 from megatron_ext.tokenizers.metadata import METADATA_FILE, metadata_file, read_metadata
+from megatron_ext.tokenizers.tokenizer_files import TEMPLATE_FOLDER
 
 if TYPE_CHECKING:
     from megatron_ext.tokenizers.text_tokenizer import MegatronTokenizerText
@@ -181,7 +182,8 @@ def load_saved(
 def _check_names(names: Iterable[str]) -> None:
     """Refuse names that lead out of the folder."""
     for name in names:
-        if Path(name).name != name:
+        inside = name.removeprefix(f"{TEMPLATE_FOLDER}/")
+        if Path(inside).name != inside:
             raise ValueError(f"{name!r} is not a name of a file in the folder")
 
 

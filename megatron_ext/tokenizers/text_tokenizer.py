@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.conversation.chat_output import ChatOutput
+from megatron_ext.conversation.message import DEFAULT_TEMPLATE
 from megatron_ext.errors import TokenizerError
 from megatron_ext.files import parse_json
 from megatron_ext.imports import needed_packages
@@ -63,7 +64,8 @@ class MegatronTokenizerText(ChatTokenizer, MegatronTokenizerBase):
         config: Metadata; ``library`` names the library, and ``chat_template`` and
             ``prompt_format`` may be given here too. It is copied.
         prompt_format: Name of the prompt format that renders and masks conversations.
-        chat_template: Jinja source, instead of the metadata's and of the tokenizer's own.
+        chat_template: Name of one of the tokenizer's own templates, a file that ends in .jinja, or
+            Jinja source, instead of the metadata's and of the tokenizer's own.
         parse_special_tokens: Parse special tokens in texts, though not in messages.
         train_on: Messages that are trained: ``all-assistant``, ``last-assistant``, or roles with
             commas between them. The ``"train"`` of a message overrides it.
@@ -384,4 +386,7 @@ class MegatronTokenizerText(ChatTokenizer, MegatronTokenizerBase):
         if self.identify_by_content:
             identifiers["vocabulary"] = self.fingerprint()
             identifiers["chat_template"] = str(self.chat_template)
+            others = sorted(self.chat_templates.keys() - {DEFAULT_TEMPLATE})
+            for name in others:
+                identifiers[f"chat_template {name}"] = self.chat_templates[name]
         return identifiers

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, TypeGuard
+from typing import Final, Literal, TypeGuard
 
 from megatron_ext import files
 from megatron_ext.errors import TokenizerError, refused_by_system
@@ -21,8 +21,13 @@ _FILE_ENDING = re.compile(r"\.(json|model|tiktoken|txt|jinja|vocab|bin)$")
 # A tokenizer is read from the first of these that exists.
 _VOCABULARIES = (("tokenizer.json",), ("tekken.json", "tokenizer.model", "*.tiktoken"))
 _CONFIG = "tokenizer_config.json"
-_BESIDE = (_CONFIG, "special_tokens_map.json", "chat_template.jinja")
+TEMPLATE_FILE: Final = "chat_template.jinja"
+"""Name of the file with the default chat template of a HuggingFace tokenizer."""
+TEMPLATE_FOLDER: Final = "additional_chat_templates"
+"""Folder beside it with the other ones."""
+_BESIDE = (_CONFIG, "special_tokens_map.json", TEMPLATE_FILE, f"{TEMPLATE_FOLDER}/*.jinja")
 _SECONDS_TO_ANSWER = 5.0
+_JINJA = re.compile(r"\{[{%]")
 
 
 def is_hub_name(path: str | os.PathLike[str]) -> bool:
@@ -223,9 +228,43 @@ def read_template(file: Path) -> str:
         ) from error
 
 
+def template_files(folder: Path) -> list[Path]:
+    """Files of the chat templates beside a HuggingFace tokenizer that are not the default."""
+    files = (folder / TEMPLATE_FOLDER).glob("*.jinja")
+    return sorted(file for file in files if file.is_file())
+
+
 def names_template(text: object) -> TypeGuard[str]:
     """Whether a chat template is the path of a file, and no Jinja source."""
     return isinstance(text, str) and text.endswith(".jinja") and "\n" not in text
+
+
+def template_source(template: object, own: Mapping[str, str]) -> str:
+    """Jinja source of a chat template that a user gives.
+
+    Args:
+        template: A name in ``own``, the path of a file that ends in .jinja, or the source.
+        own: The tokenizer's own templates by name.
+
+    Raises:
+        TokenizerError: It is none of these, or the file cannot be read.
+    """
+    if isinstance(template, str):
+        if template in own:
+            return own[template]
+        if names_template(template):
+            return read_template(Path(template))
+        if _JINJA.search(template):
+            return template
+    names = f", or a name: {', '.join(sorted(own))}" if own else ""
+    raise TokenizerError(
+        "there is no such chat template"
+        if isinstance(template, str)
+        else "the chat template is not a text",
+        got=repr(template) if isinstance(template, str) else type(template).__name__,
+        expected=f"Jinja source, the path of a file that ends in .jinja{names}",
+        where="chat_template",
+    )
 
 
 def path_inside(folder: Path, name: str, where: Path) -> Path:

@@ -152,7 +152,7 @@ def read_tokenizer(
             fix="take another library; byte-level needs no file either",
         )
     if conversations and tokenizer.prompt_config is None:
-        has_template = tokenizer.chat_template is not None
+        has_template = bool(tokenizer.chat_templates)
         raise ConfigError(
             "conversations need a prompt format",
             got="a tokenizer without one, "

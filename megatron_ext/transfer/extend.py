@@ -8,14 +8,13 @@ not is read only where control tokens are.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from megatron_ext.errors import DataError, TokenizerError
-from megatron_ext.files import write_text
-from megatron_ext.huggingface.checkpoint_files import TOKENIZER_FILES, read_json
+from megatron_ext.files import copy_files, write_text
+from megatron_ext.huggingface.checkpoint_files import read_json, tokenizer_files
 from megatron_ext.registry import with_near_path
 from megatron_ext.tokenizers.libraries.huggingface_file import PINNED_KEY
 
@@ -144,9 +143,7 @@ def copy_tokenizer(folder: Path, target: Path, values: dict[str, Any]) -> None:
 
     Added tokens that text did not spell do not become text by being in the vocabulary now.
     """
-    for name in TOKENIZER_FILES:
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, target / name)
+    copy_files(tokenizer_files(folder), target)
     config = folder / CONFIG_FILE
     given = read_json(config) if config.is_file() else {}
     changed = _config_of(given, bpe_file(folder), values)

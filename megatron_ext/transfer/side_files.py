@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,11 +11,14 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from megatron_ext.errors import CheckpointError, MegatronExtError
-from megatron_ext.huggingface.checkpoint_files import CONFIG_FILE, TOKENIZER_FILES
+from megatron_ext.files import copy_files
+from megatron_ext.huggingface import checkpoint_files
+from megatron_ext.huggingface.checkpoint_files import CONFIG_FILE
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
 from megatron_ext.tokenizers.assets import PROMPT_FILE
 from megatron_ext.tokenizers.base import ByteTokenizer
 from megatron_ext.tokenizers.metadata import METADATA_FILE
+from megatron_ext.tokenizers.tokenizer_files import TEMPLATE_FOLDER
 from megatron_ext.transfer.row_sources import RowSources
 
 _EOS: Final = "eos_token_id"
@@ -73,9 +75,14 @@ def new_generation(generation: Mapping[str, Any], ids: NewIds) -> tuple[dict[str
 
 def tokenizer_files(tokenizer: MegatronTokenizerText, folder: Path) -> dict[str, Path]:
     """Files of the tokenizer and other tokenizer files of its folder, by name."""
-    names = (*TOKENIZER_FILES, METADATA_FILE, PROMPT_FILE)
-    beside = {name: folder / name for name in names if (folder / name).is_file()}
-    return beside | {file.name: file for file in tokenizer.files().values()}
+    saved = (METADATA_FILE, PROMPT_FILE)
+    beside = {name: folder / name for name in saved if (folder / name).is_file()}
+    beside |= checkpoint_files.tokenizer_files(folder)
+    named = {
+        name if name.startswith(TEMPLATE_FOLDER) else file.name: file
+        for name, file in tokenizer.files().items()
+    }
+    return beside | named
 
 
 def check_copies(
@@ -90,8 +97,7 @@ def check_copies(
         CheckpointError: They give another tokenizer, or none.
     """
     with TemporaryDirectory() as copy:
-        for name, file in files.items():
-            shutil.copyfile(file, Path(copy) / name)
+        copy_files(files, Path(copy))
         (Path(copy) / CONFIG_FILE).write_text(json.dumps(config), encoding="utf-8")
         try:
             found = build_tokenizer(TokenizerConfig(model=copy)).fingerprint()

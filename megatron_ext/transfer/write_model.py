@@ -6,7 +6,6 @@ Tensors are streamed: one file of them is in memory at a time (``new_tensors``).
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, Final
 import torch
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.files import copy_files
 from megatron_ext.huggingface.checkpoint_files import (
     CONFIG_FILE,
     GENERATION_FILE,
@@ -128,8 +128,7 @@ def transfer_model(
         )
 
         def write_others(folder: Path) -> None:
-            for name, file in copies.items():
-                shutil.copyfile(file, folder / name)
+            copy_files(copies, folder)
             if generation is not None:
                 _write(folder / GENERATION_FILE, values)
             report.unusual_rows[:] = names_of(new, tensors.unusual_ids())
@@ -184,9 +183,8 @@ def replace_rows(folder: Path, output: Path, rows: Mapping[str, torch.Tensor]) -
 
 
 def _copy_others(folder: Path, target: Path) -> None:
-    for file in side_files(folder):
-        if file.name != CONFIG_FILE:
-            shutil.copyfile(file, target / file.name)
+    beside = side_files(folder)
+    copy_files({name: beside[name] for name in beside if name != CONFIG_FILE}, target)
 
 
 def transfer(

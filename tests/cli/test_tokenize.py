@@ -9,9 +9,11 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_ext.cli.main import main
+from megatron_ext.tokenizers import MegatronTokenizer
 from tests.cli.run_files import kill, refusal, start
 from tests.fork_server import run_python
 from tests.preprocessing.runs import contents, write_json_lines
+from tests.tokenizers.tokenizer_files import byte_level
 
 BYTES = ("--tokenizer-library", "byte-level")
 TEXTS = ["one", "zwölf", "", "三 tokens", "line\nline"]
@@ -88,6 +90,40 @@ def test_a_run_over_conversations_says_how_it_read_them(tmp_path, capsys, flags,
     assert ("conversation_schema" in output) == bool(flags)
     dataset = IndexedDataset(str(tmp_path / "a_messages_document"))
     assert [bytes(row.astype(np.uint8)) for row in dataset] == [b"user: q;assistant: a;"]
+
+
+def test_named_templates_write_records_with_and_without_tools(tmp_path, capsys):
+    model = byte_level(tmp_path)
+    turns = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
+    named = {"default": turns, "tool_use": f"TOOLS{turns}", "rag": f"RAG{turns}"}
+    rows = [{"name": name, "template": source} for name, source in named.items()]
+    config = model / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": rows}))
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    file = write_json_lines(
+        tmp_path / "chat.jsonl", [{"messages": chat}, {"messages": chat, "tools": tools}]
+    )
+    mode = ("--tokenizer-model", str(model), "--tokenizer-mode", "sft")
+    choice = "chat template default of default, rag, tool_use; with tools tool_use"
+    for asked, begins in (((), ["", "TOOLS"]), (("--chat-template", "rag"), ["RAG", "RAG"])):
+        out = tmp_path / "-".join(("a", *asked))
+        main(["tokenize", "--input", str(file), "--output-prefix", str(out), *mode, *asked])
+        said = capsys.readouterr().out
+        main(["inspect", "--conversation", str(file), "--record", "all", *mode, *asked])
+        shown = capsys.readouterr().out
+        assert (choice in said) == (choice in shown) == (not asked)
+        tokenizer = MegatronTokenizer.from_pretrained(model)
+        rows = IndexedDataset(f"{out}_messages_document")
+        masks = IndexedDataset(f"{out}_messages_loss_mask")
+        assert [tokenizer.detokenize(row) for row in rows] == [
+            f"{begin}q<|end|>a<|end|>" for begin in begins
+        ]
+        trained = [row[mask > 0] for row, mask in zip(rows, masks, strict=True)]
+        assert [tokenizer.detokenize(row) for row in trained] == ["a<|end|>"] * 2
+    error = refusal(capsys, "tokenize", "--input", file, "-o", "x", *mode, "--chat-template", "RAG")
+    assert "chat_template: there is no such chat template; got 'RAG'; expected Jinja" in error
+    assert error.endswith("or a name: default, rag, tool_use\n")
 
 
 def test_a_shard_says_that_it_is_finished(tmp_path, corpus, capsys):

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_ext.conversation.message import ByteEnds, IdArray
+from megatron_ext.conversation.message import ByteEnds, ChatTemplates, IdArray
 
 CONTROL_TOKENS = (
     *("<s>", "</s>", "<unk>", "<pad>", "<|im_start|>", "<|im_end|>", "<image>", "<img>", "</img>"),
@@ -16,7 +16,7 @@ CONTROL_TOKENS = (
 )
 
 
-class ByteTokenizer:
+class ByteTokenizer(ChatTemplates):
     """One token per byte, so that every mask is exact to the character.
 
     Args:

@@ -413,7 +413,11 @@ def test_every_file_but_weights_is_kept_whatever_its_name(folder: Path, tmp_path
     left = {"pytorch_model.bin", "model.safetensors.index.json", "README.md", ".gitattributes"}
     for name in kept | left:
         (folder / name).write_text("x")
+    template = Path("additional_chat_templates", "rag.jinja")
+    (folder / template.parent).mkdir()
+    (folder / template).write_text("x")
     copy_side_files(folder, tmp_path / "copy")
+    assert (tmp_path / "copy" / template).read_text() == "x"
     names = {path.name for path in (tmp_path / "copy").iterdir()}
     assert kept | {"config.json", "tokenizer.json"} <= names
     assert not names & left

@@ -27,6 +27,7 @@ WHOLE = {
     "model-2.safetensors": "second",
     "tokenizer.json": "{}",
 }
+TEMPLATE = {"additional_chat_templates/rag.jinja": "{{ 1 }}"}
 NOT_WANTED = {
     "pytorch_model.bin": "pickle",
     "modeling_other.py": "code",
@@ -53,7 +54,7 @@ def snapshot(home, name):
 def online(monkeypatch):
     """A hub with a whole model and with one of pickles; what was asked of it."""
     repositories = {
-        "org/whole": {**WHOLE, **NOT_WANTED},
+        "org/whole": {**WHOLE, **TEMPLATE, **NOT_WANTED},
         "org/pickles": {"config.json": CONFIG, "pytorch_model.bin": "pickle"},
     }
     with served(repositories) as (address, handler):
@@ -119,7 +120,8 @@ def test_what_is_missing_is_fetched_and_nothing_that_could_run(home, online):
     cached(home, "org/whole", {"config.json": CONFIG})
     folder = find_checkpoint("org/whole", where="x")
     assert folder == snapshot(home, "org/whole")
-    assert {path.name for path in folder.iterdir()} == set(WHOLE)
+    fetched = (path for path in folder.rglob("*") if path.is_file())
+    assert {path.relative_to(folder).as_posix() for path in fetched} == {*WHOLE, *TEMPLATE}
     asked = " ".join(online.asked)
     assert not any(name in asked for name in NOT_WANTED)
     online.asked.clear()

@@ -6,13 +6,14 @@ from collections import OrderedDict
 import numpy as np
 
 from megatron_ext.constants import IGNORE_INDEX
+from megatron_ext.conversation.message import ChatTemplates
 from megatron_ext.errors import ConversationError
 
 BEGIN, STOP, EOD, TRAINED = 1, 2, 3, 256
 """Begin of a conversation, end of a turn, end of a document; trained bytes are shifted by this."""
 
 
-class ChatOfBytes:
+class ChatOfBytes(ChatTemplates):
     """Each message is its bytes and a stop; those of the assistant are trained, and shifted.
 
     Variables of the template are written before the messages, as JSON.
@@ -24,7 +25,7 @@ class ChatOfBytes:
     path = None
     mode = "sft"
     prompt_config = "bytes"
-    chat_template = None
+    template_choice = ""
     vocab_size = 1000
     eod = eos = eos_id = EOD
     pad = pad_id = 0

@@ -259,7 +259,11 @@ def test_the_chat_server_finds_a_template_and_gets_ids(opened, name):
     expected = "user: how many\n2 tools\nassistant: "
     assert ids == tokenizer.tokenize(expected)
     server_side = chat.apply_chat_template(
-        CONVERSATION, tokenize=True, add_generation_prompt=False, tools=None, chat_template="hi"
+        CONVERSATION,
+        tokenize=True,
+        add_generation_prompt=False,
+        tools=None,
+        chat_template="{{ 'hi' }}",
     )
     assert server_side == tokenizer.tokenize("hi")
 

@@ -118,13 +118,15 @@ def test_what_is_written_is_what_main_writes(folder):
 
 def test_with_a_model_type_it_is_what_release_0_16_writes(folder):
     # 0.16.1 looks the model type up wherever it is written, and fails on null.
-    MegatronTokenizer.write_metadata(folder, "huggingface", model_type="t5", chat_template="x")
+    MegatronTokenizer.write_metadata(
+        folder, "huggingface", model_type="t5", chat_template="{{ x }}"
+    )
     assert read_metadata(folder / FILE) == {
         "library": "huggingface",
         "class_name": None,
         "class_path": None,
         "model_type": "t5",
-        "chat_template": "x",
+        "chat_template": "{{ x }}",
     }
     assert type(MegatronTokenizer.from_pretrained(folder)) is MegatronTokenizerText
 

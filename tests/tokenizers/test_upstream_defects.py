@@ -85,17 +85,17 @@ def test_a_chat_template_that_is_given_wins_over_the_metadata_beside_the_tokeniz
 ):
     # The metadata's won without a word.
     file = Path(shutil.copy(tokenizer_path("json-rank-list"), tmp_path / "ranks.json"))
-    MegatronTokenizer.write_metadata(file, "tiktoken", chat_template="theirs")
+    MegatronTokenizer.write_metadata(file, "tiktoken", chat_template="{{ 1 }}")
     config = TokenizerConfig(model=str(file))
-    assert build_tokenizer(config).chat_template == "theirs"
-    said = build_tokenizer(replace(config, chat_template="mine"))
-    assert said.chat_template == "mine"
+    assert build_tokenizer(config).chat_template == "{{ 1 }}"
+    said = build_tokenizer(replace(config, chat_template="{{ 2 }}"))
+    assert said.chat_template == "{{ 2 }}"
     said.add_special_tokens({"additional_special_tokens": ["<a>"]})
-    assert said.chat_template == "mine"
+    assert said.chat_template == "{{ 2 }}"
     said.save_pretrained(tmp_path / "saved")
-    assert MegatronTokenizer.from_pretrained(tmp_path / "saved").chat_template == "mine"
-    again = MegatronTokenizer.from_pretrained(tmp_path / "saved", chat_template="other")
-    assert again.chat_template == "other"
+    assert MegatronTokenizer.from_pretrained(tmp_path / "saved").chat_template == "{{ 2 }}"
+    again = MegatronTokenizer.from_pretrained(tmp_path / "saved", chat_template="{{ 3 }}")
+    assert again.chat_template == "{{ 3 }}"
 
 
 def test_a_rank_list_of_any_name_is_tiktokens(tokenizer_path, tmp_path):

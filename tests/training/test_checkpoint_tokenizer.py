@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer
 
 from megatron_ext.errors import CheckpointError
 from megatron_ext.evaluation.megatron_language_model import ModelOptions, open_model
@@ -224,6 +225,25 @@ def test_a_tokenizer_of_any_library_that_was_saved_in_a_folder_is_its_own(tmp_pa
     for name, content in KeptTokenizer(checkpoint).files().items():
         (tmp_path / "exported" / name).write_bytes(content)
     assert _read(tmp_path / "exported").fingerprint() == tokenizer.fingerprint()
+
+
+@pytest.mark.parametrize("chosen", [None, "rag"])
+def test_transformers_finds_every_template_of_an_exported_tokenizer(tmp_path, chosen):
+    templates = {"default": "{{ 1 }}", "rag": "{{ 2 }}"}
+    write_tokenizer(tmp_path / "own")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "own")
+    theirs.chat_template = templates
+    for is_list in (False, True):
+        own, checkpoint = tmp_path / f"own {is_list}", tmp_path / f"checkpoint {is_list}"
+        theirs.save_pretrained(own, save_jinja_files=not is_list)
+        config = TokenizerConfig(model=str(own), chat_template=chosen)
+        build_tokenizer(config).save_pretrained(checkpoint / "tokenizer")
+        for name, content in KeptTokenizer(checkpoint).files().items():
+            place = checkpoint / "exported" / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(content)
+        exported = AutoTokenizer.from_pretrained(checkpoint / "exported")
+        assert exported.chat_template == (templates if chosen is None else templates[chosen])
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["tokenizer", "fingerprint"])

@@ -219,6 +219,7 @@ def _in_words(tokenizer: MegatronTokenizerText, schema: str) -> str:
     options = [f"{name} {value}".replace("_", "-") for name, value in said.items()]
     parts = [tokenizer.library, *([] if path is None else [Path(path).name])]
     parts += [f"{tokenizer.vocab_size:,} ids", f"prompt format {tokenizer.prompt_format}"]
+    parts += filter(None, [tokenizer.template_choice])
     return " · ".join([*parts, *options, f"record schema {schema}"])
 
 

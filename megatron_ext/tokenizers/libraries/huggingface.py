@@ -46,7 +46,9 @@ def transformers_tokenizer(tokenizer: Any, served_by: Any) -> Any:
     ) -> Any:
         return served_by.apply_chat_template(
             conversation,
-            self.chat_template if chat_template is None else chat_template,
+            chat_template
+            if self.chat_template is None
+            else self.get_chat_template(chat_template, tools),
             tokenize=tokenize,
             add_generation_prompt=add_generation_prompt,
             tools=tools,
@@ -56,9 +58,11 @@ def transformers_tokenizer(tokenizer: Any, served_by: Any) -> Any:
 
     base = import_module("transformers").PreTrainedTokenizerFast
     kind: Any = type("TransformersTokenizer", (base,), {"apply_chat_template": chat})
+    templates = dict(served_by.chat_templates)
     return kind(
         tokenizer_object=tokenizer,
-        chat_template=served_by.chat_template,
+        # A dictionary of one would not be text, which programs look for that know no names.
+        chat_template=served_by.chat_template if templates.keys() <= {"default"} else templates,
         **served_by.special_token_names,
     )
 
@@ -138,7 +142,7 @@ class HuggingFaceTokenizer(TableTokenizer):
             if include_special_tokens
             else ((), ()),
         )
-        self.chat_template = self._source.chat_template()
+        self.chat_templates = self._source.chat_templates()
 
     def _open(
         self,

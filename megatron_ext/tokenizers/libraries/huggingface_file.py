@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 from uuid import uuid4
 
+from megatron_ext.conversation.message import DEFAULT_TEMPLATE
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.special_tokens import (
     CONVENTIONAL_NAMES,
@@ -20,12 +21,15 @@ from megatron_ext.tokenizers.special_tokens import (
 )
 from megatron_ext.tokenizers.token_bytes import DummyPrefix, byte_of_character
 from megatron_ext.tokenizers.tokenizer_files import (
+    TEMPLATE_FILE,
+    TEMPLATE_FOLDER,
     names_template,
     parse_json,
     path_inside,
     read_file,
     read_json,
     read_template,
+    template_files,
 )
 
 _METASPACE = "▁"
@@ -410,7 +414,6 @@ def name_of(token: Any) -> str:
 
 _CONFIG = "tokenizer_config.json"
 _SPECIAL_MAP = "special_tokens_map.json"
-_TEMPLATE = "chat_template.jinja"
 
 
 class HuggingFaceSource:
@@ -431,8 +434,10 @@ class HuggingFaceSource:
     @property
     def files(self) -> dict[str, Path]:
         """Every file that is read, by the name that it has to have."""
-        beside = (self._beside(name) for name in (_CONFIG, _SPECIAL_MAP, _TEMPLATE))
-        return self._vocabulary_files() | {file.name: file for file in beside if file is not None}
+        beside = (self._beside(name) for name in (_CONFIG, _SPECIAL_MAP, TEMPLATE_FILE))
+        files = {file.name: file for file in beside if file is not None}
+        named = {f"{TEMPLATE_FOLDER}/{file.name}": file for file in self._named_templates()}
+        return self._vocabulary_files() | files | named
 
     def _vocabulary_files(self) -> dict[str, Path]:
         """The files that hold the vocabulary."""
@@ -482,19 +487,49 @@ class HuggingFaceSource:
             raise TokenizerError("the configuration is no JSON object", where=file)
         return value
 
-    def chat_template(self) -> str | None:
-        """The template in ``chat_template.jinja``, else the default one of the configuration."""
-        file = self._beside(_TEMPLATE)
-        if file is not None:
-            return read_template(file)
-        template = (self.config or {}).get("chat_template")
-        if isinstance(template, list):
-            named = {row.get("name"): row.get("template") for row in template}
-            template = named.get("default")
-        if self._folder is not None and names_template(template):
-            config = self._folder / _CONFIG
-            return read_template(path_inside(self._folder, template, config))
-        return template if isinstance(template, str) else None
+    def chat_templates(self) -> dict[str, str]:
+        """Chat templates by name, as transformers reads them.
+
+        Those in files, ``chat_template.jinja`` as ``default``, take the place of the configuration.
+
+        Raises:
+            TokenizerError: One cannot be read, or the configuration holds something else.
+        """
+        file = self._beside(TEMPLATE_FILE)
+        read = {} if file is None else {DEFAULT_TEMPLATE: read_template(file)}
+        read |= {file.stem: read_template(file) for file in self._named_templates()}
+        return read or self._configured_templates()
+
+    def _named_templates(self) -> list[Path]:
+        """The files of the templates that have another name than ``default``."""
+        return [] if self._folder is None else template_files(self._folder)
+
+    def _configured_templates(self) -> dict[str, str]:
+        given = (self.config or {}).get("chat_template")
+        rows: Any = given
+        if given is None or isinstance(given, str):
+            rows = {} if given is None else {DEFAULT_TEMPLATE: given}
+        elif isinstance(given, list):
+            is_named = all(isinstance(row, dict) and "name" in row for row in given)
+            rows = {str(row["name"]): row.get("template") for row in given} if is_named else None
+        if not isinstance(rows, dict) or not all(
+            # A name becomes that of a file where the tokenizer is exported.
+            isinstance(source, str) and name == Path(name).name != ""
+            for name, source in rows.items()
+        ):
+            raise TokenizerError(
+                "the chat template is malformed",
+                got=repr(given)[:60],
+                expected='Jinja source, or [{"name": "default", "template": ...}, ...]',
+                where=self._beside(_CONFIG),
+            )
+        return {name: self._text(source) for name, source in rows.items()}
+
+    def _text(self, template: str) -> str:
+        """``template``, or the contents of the file in the folder that it names."""
+        if self._folder is None or not names_template(template):
+            return template
+        return read_template(path_inside(self._folder, template, self._folder / _CONFIG))
 
     def _beside(self, name: str) -> Path | None:
         file = None if self._folder is None else self._folder / name

@@ -5,13 +5,13 @@ It runs in one process without process groups or a model. Adapters are merged in
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from megatron_ext.errors import CheckpointError
+from megatron_ext.files import copy_files
 from megatron_ext.huggingface.checkpoint_files import (
     CONFIG_FILE,
     GENERATION_FILE,
@@ -179,11 +179,11 @@ def family_config(
 def _copy_files(checkpoint: Path, tokenizer: KeptTokenizer, folder: Path) -> None:
     """Copy generation config, tokenizer and template."""
     kept = kept_folder(checkpoint)
-    for file in side_files(kept) if kept else ():
-        # Files of another tokenizer than the run's are left out.
-        is_wanted = tokenizer.is_of_huggingface or file.name == GENERATION_FILE
-        if is_wanted and file.name != CONFIG_FILE:
-            shutil.copyfile(file, folder / file.name)
+    beside = side_files(kept) if kept else {}
+    # Files of another tokenizer than the run's are left out.
+    wanted = beside.keys() if tokenizer.is_of_huggingface else {GENERATION_FILE}
+    copy_files({name: beside[name] for name in beside.keys() & wanted - {CONFIG_FILE}}, folder)
     if not tokenizer.is_of_huggingface:
         for name, content in tokenizer.files().items():
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(content)

@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
+from megatron_ext.conversation.message import DEFAULT_TEMPLATE
 from megatron_ext.errors import CheckpointError, MegatronExtError, TokenizerError
 from megatron_ext.huggingface.checkpoint_files import (
     TOKENIZER_FILES,
@@ -29,10 +30,9 @@ from megatron_ext.tokenizers import (
 )
 from megatron_ext.tokenizers.assets import file_names
 from megatron_ext.tokenizers.token_bytes import TokenBytes
+from megatron_ext.tokenizers.tokenizer_files import TEMPLATE_FILE, TEMPLATE_FOLDER
 from megatron_ext.training.run_folder import TOKENIZER_FOLDER
 from megatron_ext.training.run_plan import TeacherPlan
-
-_TEMPLATE: Final = "chat_template.jinja"
 
 
 class KeptTokenizer:
@@ -73,8 +73,8 @@ class KeptTokenizer:
         except TokenizerError:
             # The library cannot be told from the folder alone, as for files of tiktoken.
             return self._has_files_in(kept)
-        is_same_template = theirs.chat_template == self.tokenizer.chat_template
-        return is_same_template and theirs.fingerprint() == self.tokenizer.fingerprint()
+        has_same_templates = theirs.chat_templates == self.tokenizer.chat_templates
+        return has_same_templates and theirs.fingerprint() == self.tokenizer.fingerprint()
 
     def _has_files_in(self, folder: Path) -> bool:
         """Whether every file of the tokenizer is in a folder, by whatever name."""
@@ -86,20 +86,25 @@ class KeptTokenizer:
         )
 
     def files(self) -> dict[str, bytes]:
-        """Files and chat template of the tokenizer, by the names that transformers reads.
+        """Files and chat templates of the tokenizer, by the names that transformers reads.
 
         All that was saved with it where transformers reads no such tokenizer.
         """
         if self.tokenizer is None:
             return {}
-        names = file_names(self.tokenizer)
+        names = {
+            file: name
+            for file, name in file_names(self.tokenizer).items()
+            if Path(name).parent.name != TEMPLATE_FOLDER
+        }
         if not names or not {*names.values()} <= {*TOKENIZER_FILES}:
             saved = (self._checkpoint / TOKENIZER_FOLDER).iterdir()
             return {file.name: file.read_bytes() for file in saved}
         files = {name: file.read_bytes() for file, name in names.items()}
-        template = self.tokenizer.chat_template
-        if template is not None:
-            files[_TEMPLATE] = template.encode()
+        for name, source in self.tokenizer.chat_templates.items():
+            is_default = name == DEFAULT_TEMPLATE
+            place = TEMPLATE_FILE if is_default else f"{TEMPLATE_FOLDER}/{name}.jinja"
+            files[place] = source.encode()
         return files
 
 
