@@ -25,8 +25,8 @@ TOOL_ROLES: Final = frozenset({"tool", "function", "ipython"})
 ROLES: Final = INSTRUCTION_ROLES | TOOL_ROLES | {"user", "assistant"}
 """Roles of messages. By default only messages of ``assistant`` are trained."""
 
-THINKING_FIELDS: Final = ("reasoning_content", "reasoning", "thinking")
-"""Fields in which templates look for a message's thinking."""
+THINKING_FIELDS: Final = ("reasoning_content", "thinking", "reasoning")
+"""Fields in which a message may have its thinking; the first that is there counts."""
 
 CALL_FIELDS: Final = ("tool_calls", "function_call")
 """Fields in which templates look for tool calls."""

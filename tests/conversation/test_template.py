@@ -196,6 +196,29 @@ def test_a_variable_in_the_place_of_a_special_token_is_not_the_template_s_text()
     assert result.control_ranges == []
 
 
+def test_a_message_has_the_fields_that_transformers_gives_it() -> None:
+    # As transformers 5.24 does, but for the content of a call, which many templates read unasked.
+    call = {"function": {"name": "f", "arguments": {}}}
+    conversation = [
+        {"role": "user", "content": "Hi", "name": None, "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "hm"},
+        {"role": "assistant", "tool_calls": [call], "thinking": "a", "reasoning_content": "b"},
+        {"role": "assistant", "content": "x", "thinking": "", "reasoning_content": None},
+    ]
+    before = json.dumps(conversation)
+    result = rendered(
+        "{% for m in messages %}{{ m.content is defined }},{{ m.content }},{{ m.name is defined }},"
+        "{{ m.tool_calls is defined }},{{ m.reasoning_content }},{{ m.thinking }};{% endfor %}",
+        conversation,
+    )
+    assert result.text == (
+        "True,Hi,False,False,,;True,,False,True,hm,hm;True,,False,True,b,a;True,x,False,False,,;"
+    )
+    thinking = [s.provenance.field for s in result.spans if s.provenance.message in (1, 2)]
+    assert thinking == ["reasoning", "reasoning", "reasoning_content", "thinking"]
+    assert json.dumps(conversation) == before
+
+
 def test_fields_of_a_message_are_found_by_any_name() -> None:
     message = {"role": "user", "index": "i", "progress": "p", "provenance": "q"}
     fields = "{{ m.index }}{{ m.progress }}{{ m.provenance }}{{ m.x }}"

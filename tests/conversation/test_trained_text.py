@@ -227,6 +227,10 @@ def corpora() -> dict[str, list[Conversation]]:
 def plain_text(path: Path, conversation: Conversation, **more: Any) -> str | Exception:
     messages, variables = conversation
     shown = [{k: v for k, v in message.items() if k != "train"} for message in messages]
+    # transformers gives thinking to templates by both names.
+    shown = [
+        {"thinking": m["reasoning_content"], **m} if "reasoning_content" in m else m for m in shown
+    ]
     known = {"tools": None, "documents": None, **SPECIAL_TOKENS, **VARIABLES, **variables, **more}
     try:
         return plain_template(path).render(messages=shown, **known)

@@ -108,6 +108,18 @@ def test_no_template_sees_what_a_message_says_of_its_training() -> None:
     assert encoded(messages, TrainingPolicy(), template).text == "x2"
 
 
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("read", ["reasoning_content", "thinking"])
+def test_thinking_is_trained_or_left_out_whatever_the_name_of_its_field(
+    field: str, read: str
+) -> None:
+    template = TEMPLATE.replace("reasoning_content", read)
+    messages = [TURNS[1], {"role": "assistant", "content": "Done.", field: "Hm."}]
+    whole = trained(messages, TrainingPolicy(), template)
+    assert whole == ["<think>\nHm.\n</think>\n\nDone.<|im_end|>\n"]
+    assert trained(messages, TrainingPolicy(thinking=False), template) == ["Done.<|im_end|>\n"]
+
+
 def test_every_message_that_is_not_trained_has_a_reason() -> None:
     reasons = encoded(TURNS, TrainingPolicy.of("last-assistant")).excluded
     assert reasons == {

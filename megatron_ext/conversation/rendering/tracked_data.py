@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+from megatron_ext.conversation.message import CALL_FIELDS, THINKING_FIELDS
 from megatron_ext.conversation.message import place as place_of
 from megatron_ext.conversation.rendering.provenance import TEMPLATE, UNKNOWN, Provenance
 from megatron_ext.conversation.rendering.template_limits import consume, consume_reading
@@ -52,6 +53,10 @@ def tracked_messages(
 ) -> list[TrackedMessage]:
     """Copies of ``messages``, counted from ``first_index``, whose texts know message and field.
 
+    They have the fields that transformers gives to templates: none that is None, and thinking by
+    each name that templates read, with the source of the field that it came in. The content of a
+    call without one is empty, where many templates would fail.
+
     Raises:
         ConversationError: A message is nested too deeply, or holds itself.
     """
@@ -62,8 +67,22 @@ def tracked_messages(
             _fill(copy, message, Provenance("message", index))
         except RecursionError as error:
             raise _too_deep("the message", place_of(index)) from error
-        tracked.append(copy)
+        for name in [name for name, value in copy.items() if value is None]:
+            del copy[name]
+        if copy.get("role") == "assistant" and any(copy.get(name) for name in CALL_FIELDS):
+            copy.setdefault("content", track("", Provenance("message", index, "content")))
+        tracked.append(_with_thinking(copy))
     return tracked
+
+
+def _with_thinking(message: TrackedMessage) -> TrackedMessage:
+    """The message with its thinking, if it has any, as ``thinking`` and ``reasoning_content``."""
+    thinking = next((message[name] for name in THINKING_FIELDS if name in message), None)
+    if thinking is None:
+        return message
+    copy = TrackedMessage({"thinking": thinking, **message, "reasoning_content": thinking})
+    copy._provenance = message._provenance
+    return copy
 
 
 def tracked_copy(value: Any, place: Provenance) -> Any:
