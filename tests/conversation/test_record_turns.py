@@ -2,6 +2,7 @@
 
 import copy
 import json
+from datetime import date
 from typing import Any
 
 import pytest
@@ -123,6 +124,31 @@ def test_fields_of_a_message_that_mean_nothing_here_reach_the_template() -> None
 def test_a_content_of_parts_is_left_to_the_template() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "u"}}]
     assert messages_of({"role": "user", "content": parts}) == [{"role": "user", "content": parts}]
+
+
+DATE = date(2026, 5, 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "shown"),
+    [
+        ({"t": 21, "é": None}, '{"t": 21, "é": null}'),
+        ([{"t": 21}], '[{"t": 21}]'),
+        ([1, "a"], '[1, "a"]'),
+        (21, "21"),
+        ("{'t': 1}", "{'t': 1}"),
+        ([{"type": "text", "text": "a"}], [{"type": "text", "text": "a"}]),
+        ([], []),
+        ({"t": DATE}, {"t": DATE}),
+    ],
+    ids=str,
+)
+def test_a_result_that_is_neither_text_nor_parts_is_its_json(content: Any, shown: Any) -> None:
+    assert messages_of({"role": "tool", "content": content}) == [{"role": "tool", "content": shown}]
+    (turn,) = shared(("observation", content))
+    assert turn == {"role": "tool", "content": shown}
+    (question,) = messages_of({"role": "user", "content": content})
+    assert question["content"] == content
 
 
 def test_parts_with_values_go_where_templates_look_for_them() -> None:

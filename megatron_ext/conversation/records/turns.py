@@ -10,11 +10,12 @@ the content is an empty text; only white space within a JSON string is lost.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from megatron_ext.conversation.message import INSTRUCTION_ROLES, Message
+from megatron_ext.conversation.message import INSTRUCTION_ROLES, TOOL_ROLES, Message
 from megatron_ext.conversation.records.field import (
     first_key,
     keys_seen,
@@ -250,8 +251,25 @@ def message_of(turn: object, where: str, *, role_key: str, content_key: str) -> 
     content = turn.get(content_key) if "tool_calls" in rest else _content(turn, content_key, where)
     if content is None and "tool_calls" in rest:
         content = ""
+    if _ROLE_OF_NAME[name] in TOOL_ROLES:
+        content = _result(content)
     message = {"role": _ROLE_OF_NAME[name], "content": content, **rest}
     return with_part_values(message, f"{where}.{content_key}")
+
+
+def _result(content: Any) -> Any:
+    """What a tool says: text and parts as they are, other values as the JSON that they are in the
+    record, since templates write them in Python's form, or fail on them."""
+    is_parts = isinstance(content, list) and all(
+        isinstance(part, Mapping) and "type" in part for part in content
+    )
+    if content is None or isinstance(content, str) or is_parts:
+        return content
+    try:
+        return json.dumps(content, ensure_ascii=False)
+    except (TypeError, ValueError):
+        # A date of a Parquet file, say: whoever checks the message refuses it.
+        return content
 
 
 def _role_name(turn: Mapping[str, Any], role_key: str, where: str) -> str:
