@@ -86,9 +86,16 @@ def check_answers(conversation: Conversation, trained: Collection[int]) -> None:
         ConversationError: A trained message is empty.
     """
     if not trained:
+        silenced = sum(message.get("train") is False for message in conversation)
+        reason = (
+            f", with train false (weight 0) in {silenced} of {len(conversation)} messages"
+            if silenced
+            else ""
+        )
+        roles = ", ".join(dict.fromkeys(str(m["role"]) for m in conversation))
         raise UntrainedError(
             "there is nothing to train on",
-            got=f"the roles {', '.join(dict.fromkeys(str(m['role']) for m in conversation))}",
+            got=f"the roles {roles}{reason}",
             expected="at least one message that is trained, as a rule the assistant's",
         )
     for index in sorted(trained):

@@ -21,6 +21,9 @@ _RECORDS: Final = 100
 """Files, and records of each, from which the schema is detected."""
 
 
+_OF_ONE_FIELD: Final = ("auto", "messages", "sharegpt")
+"""Schemas whose records have the turns in one field."""
+
 MOST_WORKERS: Final = 1 << 12
 """Worker processes of one command."""
 
@@ -52,8 +55,8 @@ class PreprocessConfig:
     conversation of the record as a whole, into files named messages."""
 
     conversation_schema: RecordSchemaName = "auto"
-    """Schema of conversations in the mode sft: messages, sharegpt, alpaca or tool-calls; auto to
-    detect it from the first records."""
+    """Schema of conversations in the mode sft: messages, sharegpt, alpaca, tool-calls or
+    prompt-completion; auto to detect it from the first records."""
 
     append_eod: bool = False
     """End every document that has any tokens with the end-of-document token."""
@@ -176,7 +179,7 @@ class PreprocessConfig:
                 expected=f"one of {', '.join(get_args(RecordSchemaName))}",
                 where="--conversation-schema",
             )
-        if self.json_keys and self.conversation_schema in ("alpaca", "tool-calls"):
+        if self.json_keys and self.conversation_schema not in _OF_ONE_FIELD:
             raise ConfigError(
                 "records of this schema have no field that holds the conversation",
                 got=f"{self.conversation_schema} and {' '.join(self.json_keys)}",

@@ -23,11 +23,16 @@ SHAREGPT: dict[str, Any] = {
 ALPACA = {"instruction": "q", "input": "", "output": "a"}
 TOOL_CALLS = {"query": "q", "tools": "[]", "answers": '[{"name": "f", "arguments": {"x": 1}}]'}
 ASKED_AND_ANSWERED = MESSAGES["messages"]
+PAIR: dict[str, Any] = {
+    "prompt": [*ASKED_AND_ANSWERED, {"role": "user", "content": "r", "train": True}],
+    "completion": [{"role": "assistant", "content": "b"}],
+}
 BY_SCHEMA: dict[str, dict[str, Any]] = {
     "messages": MESSAGES,
     "sharegpt": SHAREGPT,
     "alpaca": ALPACA,
     "tool-calls": TOOL_CALLS,
+    "prompt-completion": PAIR,
 }
 
 
@@ -167,9 +172,30 @@ def test_tool_calls_answer_a_query() -> None:
     ]
 
 
+def test_of_a_prompt_and_its_completion_the_completion_is_trained() -> None:
+    record = conversation_record({**PAIR, "system": "s", "tools": [{"name": "f"}]})
+    assert [(m["role"], m["content"], m.get("train")) for m in record.messages] == [
+        ("system", "s", False),
+        ("user", "q", False),
+        ("assistant", "a", False),
+        ("user", "r", True),
+        ("assistant", "b", None),
+    ]
+    assert [tool["function"]["name"] for tool in record.template_variables["tools"]] == ["f"]
+    texts = {"prompt": "q", "completion": "a"}
+    assert sniff_record_schema([texts]) == "alpaca"
+
+
 @pytest.mark.parametrize(
     ("record", "schema", "problem"),
     [
+        ({**PAIR, "completion": "b"}, "prompt-completion", "completion: the text is not JSON; got"),
+        (
+            {**PAIR, "completion": []},
+            "prompt-completion",
+            "completion: the completion holds no mess",
+        ),
+        ({"completion": []}, "prompt-completion", "the record has no prompt; got the keys comple"),
         ({**ALPACA, "output": None}, "alpaca", "the record has none of output, response, answer"),
         ({**ALPACA, "input": 1}, "alpaca", "input: the field is not text; got int"),
         ({**ALPACA, "history": [["q"]]}, "alpaca", "history[0]: a turn of the history is a quest"),
@@ -177,7 +203,10 @@ def test_tool_calls_answer_a_query() -> None:
         ({**TOOL_CALLS, "answers": "no"}, "tool-calls", "answers: the text is not JSON"),
         ({"query": "q", "tools": "[]"}, "tool-calls", "the record has no answers; got the keys"),
     ],
-    ids=["answer", "input", "history", "no call", "no json", "no answers"],
+    ids=[
+        *("completion", "no completion", "no prompt"),
+        *("answer", "input", "history", "no call", "no json", "no answers"),
+    ],
 )
 def test_a_pair_that_cannot_be_read_is_named(record: Any, schema: str, problem: str) -> None:
     with pytest.raises(ConversationError) as caught:

@@ -194,7 +194,8 @@ def test_nothing_left_to_train_is_refused() -> None:
     tokenizer = ByteTokenizer(TEMPLATE)
     config = prompt_config_of("auto", tokenizer)
     silent = [m | {"train": False} for m in TURNS]
-    with pytest.raises(ConversationError, match=r"^there is nothing to train on"):
+    reason = r"^there is nothing to train on; got the roles .*, with train false .* in 5 of 5 mess"
+    with pytest.raises(ConversationError, match=reason):
         tokenize_conversation(tokenizer, silent, config, True, False)
     calls = [*TURNS[:2], {"role": "assistant", "content": "", "tool_calls": [CALL]}]
     config = replace(config, policy=TrainingPolicy(tool_calls=False))

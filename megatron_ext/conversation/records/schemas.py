@@ -1,12 +1,13 @@
 """Registry of record schemas, and detection of the schema of records.
 
-Reads records of one question and its answer: Alpaca, dolly, and tool calls as xLAM has them.
+Reads records of a question and its answer: Alpaca, dolly, tool calls as xLAM has them, and TRL's
+conversations in two parts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, cast
 
 from megatron_ext.conversation.message import Message
@@ -28,6 +29,8 @@ INPUTS: Final = ("input", "context")
 ANSWERS: Final = ("output", "response", "answer", "completion")
 HISTORY: Final = "history"
 CALLS: Final = "answers"
+PROMPT: Final = "prompt"
+COMPLETION: Final = "completion"
 
 
 def is_alpaca(record: Mapping[str, Any], key: str | None) -> bool:
@@ -89,6 +92,27 @@ def read_tool_calls(record: Mapping[str, Any], key: str | None) -> ConversationR
     return ConversationRecord(with_system(messages, record), template_variables(record))
 
 
+def is_prompt_completion(record: Mapping[str, Any], key: str | None) -> bool:
+    """Whether the record has lists of messages as its prompt and as its completion."""
+    return key is None and all(_MESSAGES.fits(record, part) for part in (PROMPT, COMPLETION))
+
+
+def read_prompt_completion(record: Mapping[str, Any], key: str | None) -> ConversationRecord:
+    """The messages of both; those of the prompt are not trained unless they say otherwise.
+
+    Raises:
+        ConversationError: A field is missing, or a message cannot be read.
+    """
+    asked = _MESSAGES.read(record, PROMPT)
+    prompt = [
+        message if "train" in message else {**message, "train": False} for message in asked.messages
+    ]
+    completion = _MESSAGES.read({COMPLETION: record.get(COMPLETION)}, COMPLETION)
+    if not completion.messages:
+        raise ConversationError("the completion holds no message", where=COMPLETION)
+    return replace(asked, messages=[*prompt, *completion.messages])
+
+
 def _required(record: Mapping[str, Any], keys: tuple[str, ...]) -> str:
     key = first_key(record, keys)
     if key is None:
@@ -118,7 +142,9 @@ def _turn(asked: str, answer: str) -> list[Message]:
     return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
 
 
-RecordSchemaName = Literal["auto", "messages", "sharegpt", "alpaca", "tool-calls"]
+RecordSchemaName = Literal[
+    "auto", "messages", "sharegpt", "alpaca", "tool-calls", "prompt-completion"
+]
 """Name in ``RECORD_SCHEMA_REGISTRY``, or ``auto`` to detect the schema of the records."""
 
 _FLAG: Final = "--conversation-schema"
@@ -182,6 +208,15 @@ RECORD_SCHEMA_REGISTRY.register(
         (*_PAIR_KEYS, CALLS),
         is_tool_calls,
         read_tool_calls,
+    ),
+)
+RECORD_SCHEMA_REGISTRY.register(
+    "prompt-completion",
+    RecordSchema(
+        "prompt and completion, each a list of messages",
+        (PROMPT, COMPLETION, *turns.SURROUNDING_KEYS),
+        is_prompt_completion,
+        read_prompt_completion,
     ),
 )
 
