@@ -121,9 +121,9 @@ def tokenize_conversation(
         TokenizerError: ``tokenizer`` is not one of this package.
     """
     refuse_foreign(tokenizer, "encode_with_control_spans")
-    check_conversation(conversation)
     prompt_config = with_variables(prompt_config, template_variables)
     if not return_target:
+        check_conversation(conversation)
         rendered = render_conversation(
             tokenizer,
             conversation,
@@ -134,6 +134,33 @@ def tokenize_conversation(
         allowed = prompt_config.allow_control_tokens_in_content
         ids, _ = encode_rendered(tokenizer, rendered, allow_control_tokens=allowed)
         return ids.astype(np.int64)
+    encoded = encode_for_training(
+        tokenizer,
+        conversation,
+        prompt_config,
+        add_generation_prompt=add_generation_prompt,
+        apply_image_tag_fn=apply_image_tag_fn,
+    )
+    return encoded.ids, encoded.target
+
+
+def encode_for_training(
+    tokenizer: ConversationTokenizer,
+    conversation: Conversation,
+    prompt_config: PromptConfig,
+    *,
+    add_generation_prompt: bool = False,
+    apply_image_tag_fn: ApplyImageTag | None = None,
+    template_variables: Mapping[str, Any] | None = None,
+) -> EncodedConversation:
+    """``encode_conversation`` of a conversation that something can be learned from.
+
+    Raises:
+        UntrainedError: No token is trained.
+        ConversationError: As ``tokenize_conversation`` with a target.
+    """
+    check_conversation(conversation)
+    prompt_config = with_variables(prompt_config, template_variables)
     if prompt_config.skip_masking:
         _refuse_choices(conversation, prompt_config)
     else:
@@ -150,7 +177,7 @@ def tokenize_conversation(
     )
     if not prompt_config.skip_masking:
         _check_trained(encoded, conversation, prompt_config)
-    return encoded.ids, encoded.target
+    return encoded
 
 
 def apply_chat_template(

@@ -145,7 +145,7 @@ def cut(text: AlignedText, capacities: Sequence[int]) -> list[AlignedText]:
     A piece ends at a chunk end shared by all teachers, so that all models read the same bytes. A
     stretch without such a cut that exceeds a capacity is dropped: the pieces then have fewer bytes
     than the text. Of a conversation only the first piece is kept, because the rest would lack its
-    context.
+    context, and none where nothing of that is trained.
 
     Args:
         text: The text.
@@ -164,8 +164,8 @@ def cut(text: AlignedText, capacities: Sequence[int]) -> list[AlignedText]:
         for index, (bound, is_piece) in enumerate(zip(bounds, fits, strict=True))
         if is_piece
     ]
-    if text.is_conversation:
-        return pieces[:1] if fits[0] else []
+    if text.trained is not None:
+        return [piece for piece in pieces[:1] if fits[0] and np.any(piece.trained)]
     return pieces
 
 
@@ -199,7 +199,8 @@ class Aligner(Protocol):
         Raises:
             TokenizerError: A text that a tokenizer cannot take.
             ConfigError: A conversation, and a tokenizer without a prompt format.
-            ConversationError: A conversation that is malformed, or does not fit a format.
+            ConversationError: A conversation that is malformed, or does not fit a format, or of
+                which nothing is trained (``UntrainedError``).
         """
         ...
 
@@ -232,7 +233,7 @@ class ContentAligner:
         ]
 
     def _conversation(self, record: ConversationRecord) -> AlignedText:
-        student = _encoded(self._student, record)
+        student = _encoded(self._student, record, for_training=True)
         return AlignedText(
             student.ids.astype(np.int32),
             np.diff(student.byte_ends, prepend=0).astype(np.int32),
@@ -325,7 +326,11 @@ def teacher_tokens(
     return TeacherTokens(ids, student_marks, teacher_marks, teacher.trained)
 
 
-def _encoded(tokenizer: MegatronTokenizerText, record: ConversationRecord) -> EncodedConversation:
+def _encoded(
+    tokenizer: MegatronTokenizerText, record: ConversationRecord, *, for_training: bool = False
+) -> EncodedConversation:
     return tokenizer.encode_conversation(
-        record.messages, template_variables=record.template_variables
+        record.messages,
+        template_variables=record.template_variables,
+        for_training=for_training,
     )

@@ -22,11 +22,15 @@ from megatron_ext.data.aligner import AlignedText, Content, PackedSample, cut
 from megatron_ext.data.collator import CrossTokenizerCollator
 from megatron_ext.data.reading_order import BlockOrder
 from megatron_ext.documents.documents import Documents
-from megatron_ext.errors import ConversationError, MegatronExtError, TokenizerError
+from megatron_ext.errors import ConversationError, MegatronExtError, TokenizerError, UntrainedError
+
+_CUT: Final = (
+    "nothing of the conversation is trained once it is cut to the models' sequence lengths"
+)
 
 
 class RefusedDocument(NamedTuple):
-    """A document that a tokenizer or a template refuses."""
+    """A document that a tokenizer or a template refuses, or of which nothing is trained."""
 
     place: str
     """``file:row``."""
@@ -71,7 +75,7 @@ class PackedTextDataset(Dataset[PackedBlock]):
         run_documents: Neighbouring documents that are read together.
         pack: Fill rows with several texts; otherwise each text, or piece of one, has its own row.
         refuse_bad: Raise the error of a document that cannot be read; otherwise leave it out and
-            list it in the block's ``refused``.
+            list it in the block's ``refused``, as conversations are of which nothing is trained.
 
     Raises:
         ConfigError: A value that cannot be used.
@@ -128,7 +132,16 @@ class PackedTextDataset(Dataset[PackedBlock]):
             TokenizerError: A document that a tokenizer cannot take, with file and row.
         """
         aligned, refused = self.aligned_texts(*key)
-        pieces = [piece for text in aligned.values() for piece in self.pieces(text)]
+        pieces_of = {number: self.pieces(text) for number, text in aligned.items()}
+        pieces = [piece for own in pieces_of.values() for piece in own]
+        refused = [
+            *refused,
+            *(
+                RefusedDocument(self.documents.place(number), _CUT)
+                for number, own in pieces_of.items()
+                if not own and aligned[number].is_conversation
+            ),
+        ]
         rows = self._rows(pieces)
         if self.order.shuffle:
             # Packing begins with the longest pieces.
@@ -208,7 +221,8 @@ class PackedTextDataset(Dataset[PackedBlock]):
 
     def _refused(self, number: int, error: MegatronExtError) -> RefusedDocument:
         place = self.documents.place(number)
-        if self._refuse_bad:
+        # Data in which messages have weights may have such records, which nothing is wrong with.
+        if self._refuse_bad and not isinstance(error, UntrainedError):
             raise type(error)(str(error), where=place) from error
         return RefusedDocument(place, str(error))
 

@@ -201,10 +201,20 @@ class RowStreams:
         if block.samples:
             self._last_full[stream] = start.epoch
         elif start.epoch - self._last_full[stream] > _EMPTY_EPOCHS:
-            raise self.nothing_fits()
+            raise self.nothing_fits(block.refused)
 
-    def nothing_fits(self) -> DataError:
-        """The error of a corpus in which no document fits a row."""
+    def nothing_fits(self, refused: Sequence[RefusedDocument] = ()) -> DataError:
+        """The error of a corpus in which no document fits a row, or all are left out.
+
+        Args:
+            refused: Some of those that are left out.
+        """
+        if refused:
+            first = refused[0]
+            return DataError(
+                "no document of the data can be used",
+                got=f"{first.place}: {first.reason}" + (", and so on" if refused[1:] else ""),
+            )
         return DataError(
             "no text fits the models' sequence lengths",
             got=f"{self.dataset.documents.report.bytes} bytes of text",

@@ -16,6 +16,7 @@ from megatron_ext.conversation import (
     prompt_config_of,
     tokenize_conversation,
 )
+from megatron_ext.conversation.conversation_tokenizer import encode_for_training
 from megatron_ext.conversation.message import (
     DEFAULT_TEMPLATE,
     TOOL_TEMPLATE,
@@ -182,14 +183,22 @@ class ChatTokenizer(ChatTemplates, SpecialIds):
         *,
         add_generation_prompt: bool = False,
         template_variables: Mapping[str, Any] | None = None,
+        for_training: bool = False,
     ) -> EncodedConversation:
         """A conversation as text and tokens, with provenance and training mask.
+
+        Args:
+            conversation: The messages; not changed.
+            add_generation_prompt: End with the header of an answer.
+            template_variables: Variables of the template for this conversation, such as ``tools``.
+            for_training: Refuse what ``tokenize_conversation`` refuses for a target.
 
         Raises:
             ConfigError: The tokenizer has no prompt format.
             ConversationError: The conversation is malformed, or does not fit the format.
         """
-        return encode_conversation(
+        encode = encode_for_training if for_training else encode_conversation
+        return encode(
             self,
             conversation,
             self.required_prompt_config(),

@@ -21,7 +21,7 @@ from megatron_ext.errors import refused_input
 from megatron_ext.files import append_lines, parse_json, whole_lines, write_bytes, write_text
 from megatron_ext.imports import missing_package
 from megatron_ext.training.configuration.config import TrainingConfig
-from megatron_ext.training.run_folder import METRICS_FILE
+from megatron_ext.training.run_folder import METRICS_FILE, QUARANTINE_FILE
 from megatron_ext.training.run_plan import RunPlan
 
 if TYPE_CHECKING:
@@ -252,11 +252,17 @@ def _rows(run_dir: Path) -> Iterator[dict[str, Any]]:
 
 
 def result_lines(run_dir: Path, *, done: int) -> list[str]:
-    """Lines on a finished run: its folder, its held-out bits per byte, and the next command."""
+    """Lines on a finished run: its folder, what was left out, its held-out bits per byte, and the
+    next command."""
     lines = [f"the run in {run_dir} is finished: {done} iterations are done"]
-    measured = [row for row in _rows(run_dir) if row.get(_OF_STUDENT) is not None]
-    if measured:
-        row = measured[-1]
+    row: dict[str, Any] = {}
+    refused = 0
+    for each in _rows(run_dir):
+        row = each if each.get(_OF_STUDENT) is not None else row
+        refused = each.get("refused_documents", refused)
+    if refused:
+        lines.append(f"left out, as often as read: {refused:,} documents, see {QUARANTINE_FILE}")
+    if row:
         teachers = "".join(
             f", {name.replace(_OF_TEACHER, 'teacher').replace('/', ' ')} {value:.3f}"
             for name, value in row.items()

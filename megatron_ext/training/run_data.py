@@ -99,10 +99,11 @@ class HeldOut:
         self.dropped_bytes = sum(block.dropped_bytes for block in blocks)
         self.refused = [document for block in blocks for document in block.refused]
         if not self.samples:
+            reasons = [f"; {first.place}: {first.reason}" for first in self.refused[:1]]
             raise DataError(
                 "no held-out text fits the models' sequence lengths",
-                got=f"{self.dropped_bytes} bytes dropped",
-                fix="raise seq_length",
+                got=f"{self.dropped_bytes} bytes dropped{''.join(reasons)}",
+                fix=None if reasons else "raise seq_length",
             )
         self._rows = global_batch_size
 

@@ -380,7 +380,8 @@ class Trainer:
         for document in faults.refused if self.groups.is_replica_main else ():
             log_refused(self.run_dir, document, iteration=reader.iteration)
         data = self.plan.data
-        if data.num_workers or data.bad_documents == "skip" or self.data.has_student_ids:
+        skips = data.bad_documents == "skip" or data.conversations
+        if data.num_workers or skips or self.data.has_student_ids:
             self.counts.add_data_faults(
                 refused=len(faults.refused) * self.groups.is_replica_main,
                 retokenized=faults.retokenized * self.groups.is_replica_main,

@@ -145,7 +145,8 @@ def test_a_verb_without_a_teacher_is_distill_by_next_token(folder, verb, convers
     file = alone(folder, f"plan-{verb}", data={"conversations": conversations})
     words = (f"--config={file}", "--tokenizer-prompt-format=identity", "--dry-run")
     if conversations:
-        lines = [{"messages": [{"role": "user", "content": "a"}]}] * 8
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "日本語。"}]
+        lines = [{"messages": turns}] * 8
         path = folder / "turns.jsonl"
         path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
         words += ("--data-train", str(path), "--data-validation", str(path))

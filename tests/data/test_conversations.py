@@ -1,15 +1,18 @@
 """Conversations in batches: each model's own template, its mask, and chunks of what is trained."""
 
+import json
 import pickle
 from functools import cache
 
 import pytest
 
-from megatron_ext import CrossTokenizerCollator, TeacherCTSpec
+from megatron_ext import ArrowTextDataset, CrossTokenizerCollator, TeacherCTSpec
 from megatron_ext.alignment import align_conversation
 from megatron_ext.constants import IGNORE_INDEX, NO_CHUNK
 from megatron_ext.conversation.records import ConversationRecord
-from megatron_ext.errors import ConfigError, ConversationError
+from megatron_ext.data.packed_batches import PackedBatches
+from megatron_ext.data.packed_dataset import PackedTextDataset
+from megatron_ext.errors import ConfigError, ConversationError, DataError
 from megatron_ext.tokenizers import MegatronTokenizerText
 from tests.alignment.test_conversation_alignment import BRACKETS, NAMES
 from tests.data.readers import student_tokenizer, teacher_tokenizer
@@ -149,9 +152,37 @@ def test_what_is_kept_in_memory_is_bounded_and_not_sent():
     assert len(pickle.dumps(reader.aligner)) == len(pickle.dumps(bare.aligner))
 
 
+def test_conversations_of_which_nothing_is_trained_are_left_out_with_their_reasons(tmp_path):
+    silent = [turn | {"weight": 0} for turn in TURNS]
+    late = [{"role": "user", "content": "x " * 200}, TURNS[1]]
+    file = tmp_path / "chat.jsonl"
+
+    def block(*conversations, **settings):
+        file.write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in conversations))
+        return PackedTextDataset(
+            ArrowTextDataset(file, conversations=True), collator(), shuffle=False, **settings
+        )
+
+    read = block(TURNS, silent, late, TURNS)[0, 0]
+    assert [int(piece.trained.sum()) > 0 for s in read.samples for piece in s.pieces] == [True] * 2
+    assert {document.place: document.reason[:44] for document in read.refused} == {
+        f"{file}:2": "there is nothing to train on; got the roles ",
+        f"{file}:3": "nothing of the conversation is trained once ",
+    }
+    for conversations in ([silent], [late]):
+        with pytest.raises(DataError, match=rf"no document of the data can be used; got {file}:1"):
+            next(iter(PackedBatches(block(*conversations), 1)))
+    # An answer that is empty is a mistake, which ends a run unless bad documents are skipped.
+    empty = [TURNS[0], {"role": "assistant", "content": ""}]
+    with pytest.raises(ConversationError, match=rf"{file}:1: .*the assistant says nothing"):
+        block(empty)[0, 0]
+    assert len(block(empty, refuse_bad=False)[0, 0].refused) == 1
+
+
 def test_a_conversation_needs_templates_and_has_to_be_one():
     spec = TeacherCTSpec(name="bare", tokenizer=teacher_tokenizer())
     with pytest.raises(ConfigError, match="no prompt format"):
         CrossTokenizerCollator(student_tokenizer(), 50, [spec])([{"messages": TURNS}])
-    with pytest.raises(ConversationError):
-        collator()([{"messages": [{"role": "user"}]}])
+    for turns in ([{"role": "user"}], TURNS[:1], [{**TURNS[1], "role": "user"}]):
+        with pytest.raises(ConversationError):
+            collator()([{"messages": turns}])

@@ -154,6 +154,15 @@ def test_a_finished_run_says_what_it_came_to(tmp_path, row, line):
         assert measured[0].startswith(f"held-out bits per byte: student {line}")
 
 
+def test_a_finished_run_says_how_much_was_left_out(tmp_path):
+    with MetricsLog(tmp_path, last_iteration=0) as log:
+        log.write(iteration=1, refused_documents=1)
+        log.write(iteration=2, refused_documents=1200)
+    assert "left out, as often as read: 1,200 documents, see quarantine.jsonl" in (
+        result_lines(tmp_path, done=2)
+    )
+
+
 def test_a_folder_without_metrics_has_no_rows(tmp_path):
     assert read_metrics(tmp_path) == []
 
