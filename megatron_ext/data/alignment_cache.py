@@ -163,7 +163,7 @@ def _write_all(descriptor: int, content: bytes) -> None:
         content = content[os.write(descriptor, content) :]
 
 
-_FORMAT: Final = 3
+_FORMAT: Final = 4
 """Version of the record format; raising it invalidates every cache."""
 
 

@@ -26,7 +26,7 @@ from megatron_ext.documents.worker_pool import WorkerPool
 from megatron_ext.errors import ConversationError, DataError, TokenizerError
 from megatron_ext.tokenizers.identity import tokenizer_identity
 
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 """Version of the arrays; raising it rebuilds every survey."""
 _WITHOUT_INFLUENCE: Final = ("packing", "shuffle", "conversation_schema", "workers")
 """Settings that do not change a survey. The detected schema is in the records' identity."""
