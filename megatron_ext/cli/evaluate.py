@@ -129,7 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Read the files, load the model, print a table and write the results."""
     task = _task(arguments)
-    model = load_models(arguments)
+    model = load_models(arguments, shows_progress=True)
     result = task.run(model)
     from megatron_ext.training.inputs import write_warnings
 

@@ -160,7 +160,7 @@ def run(arguments: argparse.Namespace) -> None:
     prompts = [arguments.prompt]
     if arguments.prompts is not None:
         prompts = texts_of(arguments.prompts, arguments.text_field)
-    model = load_models(arguments)
+    model = load_models(arguments, shows_progress=True)
     completions = model.generate(prompts, options)
 
     def write() -> None:

@@ -136,16 +136,24 @@ def ensemble_values(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(arguments, name) for name in _OF_ENSEMBLE}
 
 
-def load_models(arguments: argparse.Namespace) -> MegatronLanguageModel | ByteEnsemble:
-    """Load what ``arguments.checkpoint`` names; collectives: those of ``load_ensemble``."""
+def load_models(
+    arguments: argparse.Namespace, *, shows_progress: bool = False
+) -> MegatronLanguageModel | ByteEnsemble:
+    """Load what ``arguments.checkpoint`` names; collectives: those of ``load_ensemble``.
+
+    Args:
+        shows_progress: Whether long work shows on standard error how far it is.
+    """
     quiet_libraries()
     # Imported after all other checks: megatron-core and torch take seconds to load.
     with large_imports():
         from megatron_ext.evaluation.ensemble import load_ensemble
         from megatron_ext.evaluation.megatron_language_model import ModelOptions
 
-    names = (field for field in ModelOptions.__dataclass_fields__)
-    options = ModelOptions(**{name: getattr(arguments, name) for name in names})
+    names = ModelOptions.__dataclass_fields__.keys() - {"shows_progress"}
+    options = ModelOptions(
+        **{name: getattr(arguments, name) for name in names}, shows_progress=shows_progress
+    )
     return load_ensemble(arguments.checkpoint, options, _ensemble(arguments))
 
 

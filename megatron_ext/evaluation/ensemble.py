@@ -8,7 +8,7 @@ its last bytes, which may belong to tokens that go beyond it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.evaluation.byte_tree import END, ByteTree, ByteVocabulary
-from megatron_ext.evaluation.generation import next_tokens
+from megatron_ext.evaluation.generation import SECONDS_UNTIL_PROGRESS, next_tokens
 from megatron_ext.evaluation.language_model import (
     EnsembleOptions,
     GenerationOptions,
@@ -38,6 +38,7 @@ from megatron_ext.evaluation.megatron_language_model import (
 from megatron_ext.evaluation.token_mixture import NextTokens
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.token_bytes import TokenBytes
+from megatron_ext.training.metrics import progress_bar
 
 Result = TypeVar("Result")
 
@@ -197,13 +198,12 @@ class ByteEnsemble:
                 got="--mode byte",
                 fix="leave the template out, or take --mode common",
             )
-        places = self._first.local(len(requests))
-        scored = [self._scored(requests[i]) for i in places]
+        scored = [self._scored(requests[i]) for i in self._local("score", "text", len(requests))]
         return self._first.gathered(scored, len(requests))
 
     def generate(self, prompts: Sequence[str], options: GenerationOptions) -> list[str]:
         """Completion of each prompt, in order; collectives as of ``log_likelihoods``."""
-        places = self._first.local(len(prompts))
+        places = self._local("generate", "prompt", len(prompts))
         texts = [self._completion(prompts[i], i, options) for i in places]
         return self._first.gathered(texts, len(prompts))
 
@@ -214,6 +214,20 @@ class ByteEnsemble:
     def once(self, work: Callable[[], Result]) -> Result:
         """See ``MegatronLanguageModel.once``."""
         return self._first.once(work)
+
+    def _local(self, what: str, unit: str, count: int) -> Iterator[int]:
+        """Indices of the requests of this replica, whose progress the first rank shows."""
+        generator, places = self._first.generator, self._first.local(count)
+        with progress_bar(
+            what,
+            total=len(places),
+            unit=unit,
+            is_shown=generator.shows_progress and generator.groups.is_main,
+            delay=SECONDS_UNTIL_PROGRESS,
+        ) as bar:
+            for place in places:
+                yield place
+                bar.update()
 
     def _scored(self, request: TokenRequest) -> LogLikelihood:
         first = self.models[0]

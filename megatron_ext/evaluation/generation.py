@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from megatron_ext.evaluation.token_mixture import CACHE_STEP, TokenMixture, last
 from megatron_ext.losses import TeacherTargets
 from megatron_ext.teachers.base import InputRows
 from megatron_ext.teachers.megatron_teacher import MegatronTeacher
+from megatron_ext.training.metrics import progress_bar
 
 
 class ChosenTokens(NamedTuple):
@@ -92,6 +93,9 @@ _CHECK_EVERY: Final = 16
 IsDone = Callable[[Sequence[int]], bool]
 """Whether the generated ids, without the prompt, contain the end of the text."""
 
+SECONDS_UNTIL_PROGRESS: Final = 5.0
+"""Seconds of generation or scoring before which no progress is shown."""
+
 
 @dataclass(slots=True)
 class CutTexts:
@@ -120,6 +124,8 @@ class Generator:
     micro_batch_size: int
     max_length: int
     cut_texts: CutTexts = field(default_factory=CutTexts)
+    shows_progress: bool = False
+    """Whether the first rank shows on standard error how many prompts are completed."""
 
     def generate(
         self,
@@ -155,11 +161,22 @@ class Generator:
         cut = [prompt[-room:] for prompt in prompts]
         order = sorted(range(len(cut)), key=lambda i: -len(cut[i]))
         completions = [Completion([], [])] * len(cut)
-        for start in range(0, len(order), self.micro_batch_size):
-            part = order[start : start + self.micro_batch_size]
-            new = self._batch([cut[i] for i in part], [places[i] for i in part], options, is_done)
-            for i, completion in zip(part, new, strict=True):
-                completions[i] = completion
+        with progress_bar(
+            "generate",
+            total=len(order),
+            unit="prompt",
+            is_shown=self.shows_progress and self.groups.is_main,
+            delay=SECONDS_UNTIL_PROGRESS,
+        ) as bar:
+            for start in range(0, len(order), self.micro_batch_size):
+                part = order[start : start + self.micro_batch_size]
+                new = self._batch(
+                    [cut[i] for i in part], [places[i] for i in part], options, is_done, bar
+                )
+                for i, completion in zip(part, new, strict=True):
+                    completions[i] = completion
+                bar.set_postfix_str("", refresh=False)
+                bar.update(len(part))
         return completions
 
     @torch.no_grad()
@@ -169,6 +186,7 @@ class Generator:
         places: Sequence[int],
         options: Sampling,
         is_done: IsDone,
+        bar: Any,
     ) -> list[Completion]:
         device, lengths = self.groups.device, [len(prompt) for prompt in prompts]
         total = max(lengths) + options.max_new_tokens
@@ -189,6 +207,8 @@ class Generator:
             tokens[:, end] = torch.where(prompt_ends > end, tokens[:, end], chosen.ids)
             chosen_from[0, :, end], chosen_from[1, :, end] = chosen.log_probs, chosen.entropies
             begin, end = end, end + 1
+            bar.set_postfix_str(f"{end - min(lengths)} tokens of the next", refresh=False)
+            bar.update(0)
             if (end - min(lengths)) % _CHECK_EVERY == 0 and _all_done(
                 tokens[:, :end], lengths, options, is_done
             ):
@@ -247,6 +267,8 @@ class TokenScorer:
     micro_batch_size: int
     max_length: int
     cut_texts: CutTexts = field(default_factory=CutTexts)
+    shows_progress: bool = False
+    """Whether the first rank shows on standard error how many requests are scored."""
 
     def log_likelihoods(self, requests: Sequence[TokenRequest]) -> list[LogLikelihood]:
         """Log-likelihood of each request, in order; the same on every rank of a replica.
@@ -259,10 +281,18 @@ class TokenScorer:
         # By length, the longest first, so that running out of memory shows at once.
         order = sorted(range(len(requests)), key=lambda i: -sum(map(len, requests[i])))
         size = self.micro_batch_size * self.groups.pp.size()
-        scored: list[torch.Tensor] = [
-            self._scores([requests[i] for i in order[start : start + size]])
-            for start in range(0, len(order), size)
-        ]
+        scored: list[torch.Tensor] = []
+        with progress_bar(
+            "score",
+            total=len(order),
+            unit="text",
+            is_shown=self.shows_progress and self.groups.is_main,
+            delay=SECONDS_UNTIL_PROGRESS,
+        ) as bar:
+            for start in range(0, len(order), size):
+                part = order[start : start + size]
+                scored.append(self._scores([requests[i] for i in part]))
+                bar.update(len(part))
         results: list[LogLikelihood] = [LogLikelihood(0.0, True)] * len(requests)
         # One wait for the device, at the end.
         for i, (nats, misses) in zip(order, _rows(scored), strict=True):

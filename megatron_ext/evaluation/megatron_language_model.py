@@ -210,6 +210,9 @@ class ModelOptions:
     applies_chat_template: bool = False
     """Whether contexts and prompts are messages of a user in the tokenizer's chat template."""
 
+    shows_progress: bool = False
+    """Whether long work shows on standard error how far it is."""
+
 
 class OpenedModel(NamedTuple):
     """A checkpoint that was found, before its model is built."""
@@ -327,6 +330,7 @@ def load_mixture(
         "groups": groups,
         "micro_batch_size": options.micro_batch_size,
         "max_length": min(each.model.seq_length for each in opened),
+        "shows_progress": options.shows_progress,
     }
     return MegatronLanguageModel(
         tokenizer=first.tokenizer,

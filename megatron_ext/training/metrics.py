@@ -277,18 +277,39 @@ def without_measurements(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if not name.startswith(_MEASURED)}
 
 
-def progress_bar(description: str, *, total: int, done: int) -> tqdm[Any]:
-    """A line with the share done, the time left and the last numbers."""
+_SECONDS_BETWEEN_LOG_LINES: Final = 10.0
+
+
+def progress_bar(
+    description: str,
+    *,
+    total: int,
+    done: int = 0,
+    unit: str = "it",
+    is_shown: bool = True,
+    delay: float = 0.0,
+) -> tqdm[Any]:
+    """A line with the share done, the time left and the last numbers.
+
+    It is drawn in place on a terminal; in a log it writes a line every 10 seconds.
+
+    Args:
+        delay: Seconds before which nothing is written.
+    """
     from tqdm import tqdm
 
     return tqdm(
         total=total,
         initial=done,
         desc=description,
-        unit="it",
+        unit=unit,
+        disable=not is_shown,
+        delay=delay,
         dynamic_ncols=True,
         smoothing=0.1,
-        mininterval=0.5,
+        mininterval=0.5 if sys.stderr.isatty() else _SECONDS_BETWEEN_LOG_LINES,
+        # Asked for the time at each update, of which some take minutes.
+        miniters=0,
     )
 
 

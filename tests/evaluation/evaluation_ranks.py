@@ -3,7 +3,7 @@
 import io
 import os
 import sys
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from datetime import timedelta
 
@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 
 from megatron_ext.cli.main import main
 from megatron_ext.distributed import process_groups
+from megatron_ext.evaluation import generation
 from megatron_ext.evaluation.language_model import (
     GenerationOptions,
     TokenRequest,
@@ -91,13 +92,17 @@ def _without_cache(model, prompt):
 
 
 def evaluate(rank, arguments, verb="evaluate"):
-    """The verb as a program of one process would run it."""
+    """Run the verb as a program of one process; what it writes on standard error."""
+    generation.SECONDS_UNTIL_PROGRESS = 0.0
     dist.destroy_process_group()
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         del os.environ[name]
-    main([verb, *arguments])
+    written = io.StringIO()
+    with redirect_stderr(written):
+        main([verb, *arguments])
     # What the caller takes leave of.
     process_groups.join(timedelta(minutes=1))
+    return written.getvalue()
 
 
 def chat(rank, folder, messages):

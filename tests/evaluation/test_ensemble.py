@@ -152,7 +152,8 @@ def test_the_verb_writes_what_models_generate_together(folders, tmp_path):
     options |= {"mode": "byte", "max-new-tokens": 3, "beam": 1}
     arguments = [f"--{name}={value}" for name, value in options.items()]
     arguments += [f"--model={folders[0]}", f"--model={folders[2]}"]
-    run_ranks(1, evaluate, arguments, "generate")
+    (said,) = run_ranks(1, evaluate, arguments, "generate")
+    assert "generate: 100%" in said
     written = [json.loads(line) for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
     assert [record["prompt"] for record in written] == ["the", "a"]
     assert all(isinstance(record["completion"], str) for record in written)

@@ -101,7 +101,10 @@ def test_the_verb_measures_a_huggingface_folder(folder, model, tmp_path):
     written(tmp_path / "texts.jsonl", json.dumps({"text": text}))
     options = {"checkpoint": folder, "task": "bits_per_byte", "data": tmp_path / "texts.jsonl"}
     options |= {"output": tmp_path / "results.json", "samples": tmp_path / "samples.jsonl"}
-    run_ranks(1, evaluate, [f"--{name}={value}" for name, value in options.items()])
+    (written_errors,) = run_ranks(
+        1, evaluate, [f"--{name}={value}" for name, value in options.items()]
+    )
+    assert "score: 100%" in written_errors
     results = json.loads((tmp_path / "results.json").read_text())
     ids = AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False)["input_ids"]
     nats, _ = _score(model, [1], ids)

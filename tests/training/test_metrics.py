@@ -192,6 +192,16 @@ def test_the_progress_line_starts_where_the_run_stands(capsys):
     assert "5/10" in shown
 
 
+def test_a_log_has_a_line_of_progress_every_few_seconds_and_a_silent_one_none(capsys):
+    for is_shown, delay, lines in ((True, 0.0, 2), (True, 60.0, 0), (False, 0.0, 0)):
+        with progress_bar("score", total=100, is_shown=is_shown, delay=delay) as bar:
+            for _ in range(100):
+                bar.update()
+        shown = capsys.readouterr().err
+        assert shown.count("score") == lines
+        assert ("100/100" in shown) == bool(lines)
+
+
 ROW = {"iteration": 4, "loss": 1.5, "kd/kl": 0.25, "teacher_bits_per_byte": None, "tokens": 7}
 
 
