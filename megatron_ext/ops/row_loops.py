@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import torch
 from numba import njit
-from numba.core.caching import FunctionCache
+from numba.core.caching import FunctionCache, NullCache
 from numba.extending import overload
 from numpy import float32, int32, uint16, uint32, uintp
 
@@ -58,6 +59,8 @@ class _CacheOfFolder(FunctionCache):
             found = super().load_overload(sig, target_context)
             if found is not None:
                 self._unlock()
+        if found is None:
+            _tell_of_compiling("once on this machine")
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
@@ -68,6 +71,20 @@ class _CacheOfFolder(FunctionCache):
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+
+class _NoCache(NullCache):
+    """No folder can be written to: every process compiles."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> None:
+        _tell_of_compiling("in every process: set NUMBA_CACHE_DIR to a folder that can keep them")
+
+
+@cache
+def _tell_of_compiling(how_often: str) -> None:
+    """Say on standard error that compiling begins, once a process."""
+    # Behind a bar that may be drawn.
+    sys.stderr.write(f"\nmegatron-ext compiles loops for this processor: seconds, {how_often}\n")
 
 
 def _locked(path: Path) -> IO[bytes]:
@@ -93,9 +110,10 @@ def _digest() -> str:
 def entry_point(function: Callable[..., None]) -> Callable[..., None]:
     """``function`` as machine code, which lets other threads run, kept for the next process."""
     compiled = njit(nogil=True, fastmath=SUMS)(function)
-    # Where no folder can be written to, it is compiled in every process.
-    with contextlib.suppress(RuntimeError):
+    try:
         compiled._cache = _CacheOfFolder(function)
+    except RuntimeError:
+        compiled._cache = _NoCache()
     return compiled
 
 

@@ -1,6 +1,7 @@
 """Peaks, sums and largest columns against their definition, by kernel and by torch."""
 
 import importlib
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -135,10 +136,12 @@ def test_loops_in_threads_and_in_strided_rows_say_the_same():
     assert all(torch.equal(got, expected) for got, expected in zip(out, alone, strict=True))
 
 
-def test_machine_code_is_stale_when_any_file_of_loops_has_changed(tmp_path, monkeypatch):
-    """numba alone would look at the file of the entry point only."""
+def test_machine_code_is_stale_when_any_file_of_loops_has_changed(tmp_path, monkeypatch, capsys):
+    """numba alone would look at the file of the entry point only. What compiles says so, once."""
     (tmp_path / "doubled.py").write_text("def doubled(values):\n    values[0] *= 2\n")
     monkeypatch.syspath_prepend(tmp_path)
+
+    row_loops._tell_of_compiling.cache_clear()
 
     def hits():
         compiled = row_loops.entry_point(importlib.import_module("doubled").doubled)
@@ -148,5 +151,13 @@ def test_machine_code_is_stale_when_any_file_of_loops_has_changed(tmp_path, monk
         return sum(compiled.stats.cache_hits.values())
 
     assert [hits(), hits()] == [0, 1]
+    assert capsys.readouterr().err.count("compiles loops") == 1
     monkeypatch.setattr(row_loops, "_digest", lambda: "another")
     assert [hits(), hits()] == [0, 1]
+    assert "compiles loops" not in capsys.readouterr().err
+    row_loops._tell_of_compiling.cache_clear()
+    assert hits() == 1
+    assert "compiles loops" not in capsys.readouterr().err
+    monkeypatch.setattr(row_loops, "_CacheOfFolder", Mock(side_effect=RuntimeError))
+    assert [hits(), hits()] == [0, 0]
+    assert capsys.readouterr().err.count("in every process") == 1
