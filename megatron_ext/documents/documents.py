@@ -19,6 +19,7 @@ from megatron_ext.tokenizers.token_ids import IdArray
 _PLACES_SHOWN: Final = 10
 
 Report = TypeVar("Report", bound="ReadReport")
+Place = TypeVar("Place")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,6 +48,8 @@ class CorpusReport(ReadReport):
     """Rows that hold no text or cannot be read; left out."""
     places: list[str] = field(default_factory=list)
     """``file:row: reason`` of the first few empty and bad rows."""
+    bad: list[list[str]] = field(default_factory=list)
+    """``file:row`` and reason of the first few bad rows."""
 
     def __str__(self) -> str:
         read = f"{counted(self.documents, 'document')} of {counted(self.bytes, 'byte')}"
@@ -56,7 +59,7 @@ class CorpusReport(ReadReport):
         return "\n".join([*lines, *self.places])
 
 
-def add_place(places: list[str], place: str) -> None:
+def add_place(places: list[Place], place: Place) -> None:
     """Append ``place`` in place, up to the number of places that a report shows."""
     if len(places) < _PLACES_SHOWN:
         places.append(place)

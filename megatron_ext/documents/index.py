@@ -122,7 +122,7 @@ def _write(place: Path, arrays: Arrays, notes: Notes) -> None:
             part.rename(place)
 
 
-_FORMAT: Final = 2
+_FORMAT: Final = 3
 """Version of the arrays; raising it rebuilds every index."""
 
 _EMPTY: Final = "the text is empty"
@@ -225,8 +225,7 @@ def _check_report(
     if strict and report.places:
         raise DataError(report.places[0], fix="correct the row, or leave strict unset")
     if refuse_bad and report.bad_rows:
-        bad = [place for place in report.places if not place.endswith(_EMPTY)]
-        raise DataError(bad[0] if bad else f"{report.bad_rows} bad rows", fix="correct the row")
+        raise DataError(": ".join(report.bad[0]), fix="correct the row")
     if not report.documents:
         raise DataError(
             "the corpus holds no text",
@@ -322,6 +321,7 @@ class _IndexBuilder:
             raise bad.error(file.path)
         self._leave_out(bad, file)
         self.report.bad_rows += bad.rows
+        add_place(self.report.bad, [bad.place(file.path), bad.problem])
 
     def _leave_out(self, bad: BadRecord, file: SourceFile) -> None:
         if self._strict:

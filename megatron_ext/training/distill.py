@@ -24,7 +24,7 @@ from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training import watchdog
 from megatron_ext.training.checkpoints.folder import find_checkpoint, latest_checkpoint
 from megatron_ext.training.configuration.config import DistillConfig
-from megatron_ext.training.faults import StopRequest
+from megatron_ext.training.faults import StopRequest, log_left_out
 from megatron_ext.training.inputs import Inputs
 from megatron_ext.training.learning_step import learning_step
 from megatron_ext.training.megatron_models.first_weights import (
@@ -245,6 +245,7 @@ def build_trainer_around(
     student = make_student(chunks, run, rows=laid_out and laid_out.student_rows, averages=averages)
     replica = Replica(groups.dp_rank, groups.dp_size, run.training.micro_batch_size)
     groups.on_main(lambda: record_run(config, inputs.data.summary()))
+    groups.on_main(lambda: log_left_out(run.run_dir, inputs.data.left_out()))
     groups.on_main(
         lambda: tokenizer.save_pretrained(run.run_dir / TOKENIZER_FOLDER, overwrite=True)
     )

@@ -13,7 +13,7 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -28,7 +28,7 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.losses.diagnostics import ONE_TEACHER, FiniteCheck
 from megatron_ext.training.configuration.config import TrainingConfig
-from megatron_ext.training.run_folder import QUARANTINE_FILE
+from megatron_ext.training.run_folder import QUARANTINE_FILE, replace_first_lines
 
 
 @dataclass(slots=True, kw_only=True)
@@ -242,6 +242,15 @@ def finite_only(metrics: dict[str, Any]) -> dict[str, Any]:
 
 def log_refused(run_dir: Path, document: RefusedDocument, *, iteration: int) -> None:
     """Append a document to ``quarantine.jsonl``, in one write since ranks share the file."""
-    line = json.dumps({"iteration": iteration, **document._asdict()}, ensure_ascii=False)
     with (run_dir / QUARANTINE_FILE).open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
+        file.write(_line(document, iteration) + "\n")
+
+
+def log_left_out(run_dir: Path, documents: Sequence[RefusedDocument]) -> None:
+    """Write what was left out before the first iteration; the main rank calls it at each start."""
+    lines = [_line(document, 0) for document in documents]
+    replace_first_lines(run_dir / QUARANTINE_FILE, lines)
+
+
+def _line(document: RefusedDocument, iteration: int) -> str:
+    return json.dumps({"iteration": iteration, **document._asdict()}, ensure_ascii=False)

@@ -14,9 +14,9 @@ from typing import Any
 from megatron_ext.data.aligner import PackedSample
 from megatron_ext.data.collator import CrossTokenizerCollator, TeacherCTSpec
 from megatron_ext.data.global_batches import GlobalBatches, Replica, WeightedDataset
-from megatron_ext.data.packed_dataset import PackedTextDataset
+from megatron_ext.data.packed_dataset import PackedTextDataset, RefusedDocument
 from megatron_ext.data.sampled_text import SampledTexts
-from megatron_ext.documents.documents import CorpusReport
+from megatron_ext.documents.documents import CorpusReport, Documents
 from megatron_ext.documents.id_tokenizers import IdTokenizers
 from megatron_ext.errors import DataError
 from megatron_ext.tokenizers import MegatronTokenizerText
@@ -60,10 +60,8 @@ def make_collator(
 
 def summary(datasets: Sequence[PackedTextDataset]) -> dict[str, Any]:
     """Hash, sizes and faults of the data, as plain values for the user and the run's record."""
-    # Prompts may be of the same documents.
-    corpora = list({id(dataset.documents): dataset.documents for dataset in datasets}.values())
-    report = sum((documents.report for documents in corpora), CorpusReport())
-    hashes = [documents.sha256 for documents in corpora]
+    report = _report(datasets)
+    hashes = [documents.sha256 for documents in _corpora(datasets)]
     return {
         "sha256": hashes[0] if len(hashes) == 1 else sha256("".join(hashes).encode()).hexdigest(),
         "documents": report.documents,
@@ -72,6 +70,24 @@ def summary(datasets: Sequence[PackedTextDataset]) -> dict[str, Any]:
         "bad_rows": report.bad_rows,
         "left_out": report.places,
     }
+
+
+def _corpora(datasets: Sequence[PackedTextDataset]) -> list[Documents]:
+    # Prompts may be of the same documents.
+    return list({id(dataset.documents): dataset.documents for dataset in datasets}.values())
+
+
+def _report(datasets: Sequence[PackedTextDataset]) -> CorpusReport:
+    return sum((documents.report for documents in _corpora(datasets)), CorpusReport())
+
+
+def _bad_rows(datasets: Sequence[PackedTextDataset], key: str) -> Iterator[RefusedDocument]:
+    """The first rows that are no documents, and how many more there are."""
+    report = _report(datasets)
+    yield from (RefusedDocument(place, reason) for place, reason in report.bad)
+    if report.bad_rows > len(report.bad):
+        more = f"{report.bad_rows - len(report.bad):,} more rows cannot be read"
+        yield RefusedDocument(key, more)
 
 
 _BLANK = PackedSample(())
@@ -202,6 +218,14 @@ class RunData:
             seed=self.config.training.seed,
             **options,
         )
+
+    def left_out(self) -> list[RefusedDocument]:
+        """What the run left out before it began, which ``data.bad_documents: skip`` allows."""
+        found = list(_bad_rows([source.dataset for source in self.sources], "data.train"))
+        if self.held_out:
+            found += _bad_rows([self.held_out.dataset], "data.validation")
+            found += self.held_out.refused
+        return found
 
     def summary(self) -> dict[str, Any]:
         """Summaries of training and held-out text, as plain values."""

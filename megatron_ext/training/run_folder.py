@@ -7,7 +7,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -246,15 +246,33 @@ def forget_later_lines(log: Path, *, last_iteration: int) -> None:
     Raises:
         DataError: A line names no iteration.
     """
-    lines = []
+    lines = [line for iteration, line in _lines(log) if iteration <= last_iteration]
+    _replace(log, lines)
+
+
+def replace_first_lines(log: Path, lines: Sequence[str]) -> None:
+    """Put a start's lines, of iteration 0, in place of those of an earlier start.
+
+    Raises:
+        DataError: A line names no iteration.
+    """
+    later = [line for iteration, line in _lines(log) if iteration > 0]
+    _replace(log, [*(line.encode() for line in lines), *later])
+
+
+def _lines(log: Path) -> Iterator[tuple[int, bytes]]:
+    """The whole lines of a log, each with its iteration."""
     for number, line in enumerate(whole_lines(log), 1):
         with refused_input(
             "the line names no iteration", where=f"{log}:{number}", fix="remove the line"
         ):
-            if parse_json(line)["iteration"] <= last_iteration:
-                lines.append(line)
+            iteration = int(parse_json(line)["iteration"])
+        yield iteration, line
+
+
+def _replace(log: Path, lines: Sequence[bytes]) -> None:
     content = b"".join(line + b"\n" for line in lines)
-    if log.exists() and content != log.read_bytes():
+    if content != (log.read_bytes() if log.exists() else b""):
         write_bytes(log, content)
 
 

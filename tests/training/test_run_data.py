@@ -10,11 +10,14 @@ from megatron_ext import ArrowTextDataset
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.data.aligner import PackedSample
 from megatron_ext.data.global_batches import Replica
+from megatron_ext.data.packed_dataset import RefusedDocument
 from megatron_ext.distributed.context_parallel import ContextRank
 from megatron_ext.errors import TokenizerError
 from megatron_ext.training.configuration.config import DataConfig
+from megatron_ext.training.faults import log_left_out, log_refused
 from megatron_ext.training.microbatch import Microbatch
 from megatron_ext.training.run_data import RunData, summary
+from megatron_ext.training.run_folder import QUARANTINE_FILE
 from tests.data.readers import student_tokenizer, teacher_tokenizer
 from tests.training.tiny_run import changed, student_run, write_corpus
 
@@ -218,3 +221,31 @@ def test_the_record_of_the_data_has_the_places_of_what_was_left_out(tmp_path):
     found = summary([SimpleNamespace(documents=ArrowTextDataset(path))])
     assert (found["documents"], found["empty_rows"], found["bad_rows"]) == (1, 1, 1)
     assert [place.split(": ")[0] for place in found["left_out"]] == [f"{path}:2", f"{path}:3"]
+
+
+def test_bad_rows_are_in_the_quarantine_once_however_often_a_run_starts(tmp_path):
+    path, log = tmp_path / "some.jsonl", tmp_path / QUARANTINE_FILE
+    # Empty rows are not bad, and take no place of those that are.
+    path.write_text('{"text": "good"}\n' + '{"text": ""}\n' * 12 + "broken\n" * 12)
+    dataset = SimpleNamespace(documents=ArrowTextDataset(path))
+    refused = RefusedDocument("held_out.jsonl:3", "too long")
+    held_out = SimpleNamespace(dataset=dataset, refused=[refused])
+    sources = [SimpleNamespace(dataset=dataset)]
+    data = RunData(collator=None, sources=sources, held_out=held_out, config=None)
+    log_left_out(tmp_path, data.left_out())
+    at_start = log.read_text()
+    assert [json.loads(line)["place"] for line in at_start.splitlines()] == [
+        *(f"{path}:{row}" for row in range(14, 24)),
+        "data.train",
+        *(f"{path}:{row}" for row in range(14, 24)),
+        "data.validation",
+        "held_out.jsonl:3",
+    ]
+    assert '"reason": "2 more rows cannot be read"' in at_start
+    log_refused(tmp_path, RefusedDocument("a:1", "é"), iteration=3)
+    both = log.read_text()
+    for _ in range(2):
+        log_left_out(tmp_path, data.left_out())
+        assert log.read_text() == both
+    log_left_out(tmp_path, [])
+    assert log.read_text() == both.removeprefix(at_start)
