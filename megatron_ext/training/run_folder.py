@@ -313,6 +313,15 @@ def _plain(value: Any) -> Any:
 
 
 def _check_same_run(stored: Mapping[str, Any], values: Mapping[str, Any], path: Path) -> None:
+    if (began := _teachers(stored)) != (named := _teachers(values)):
+        raise ConfigError(
+            "a run keeps the teachers that it began with",
+            where=path,
+            got=", ".join(named) or "no teacher",
+            expected=", ".join(began) or "no teacher",
+            fix="use another run_dir, whose initial_checkpoint may be this run, or the "
+            "configuration the run was started with",
+        )
     before, now = dict(config_leaves(stored)), dict(config_leaves(values))
     for leaves in (before, now):
         for key, value in leaves.items():
@@ -340,6 +349,13 @@ def _check_same_run(stored: Mapping[str, Any], values: Mapping[str, Any], path: 
             expected=repr(before.get(key)),
             fix="use another run_dir, or the configuration the run was started with",
         )
+
+
+def _teachers(values: Mapping[str, Any]) -> list[str]:
+    """Keys of the sections of teachers."""
+    several = values.get("teachers")
+    keys = [f"teachers.{name}" for name in several] if isinstance(several, Mapping) else []
+    return sorted([*keys, *(["teacher"] if values.get("teacher") else [])])
 
 
 def _of_any_teacher(key: str) -> str:

@@ -1,6 +1,7 @@
 import multiprocessing
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from socket import gethostname
 
@@ -150,6 +151,19 @@ def test_what_makes_another_experiment_is_refused_by_name(config, started, keys,
         check_run_folder(with_leaf(config, keys, value))
     assert f"another {keys}; got {value!r}; expected " in str(caught.value)
     assert str(started / CONFIG_FILE) in str(caught.value)
+
+
+def test_a_run_gets_and_loses_no_teacher(config, started):
+    alone = replace(config, teacher=None, loss=replace(config.loss, objective="next_token"))
+    with pytest.raises(ConfigError, match="began with; got no teacher; expected teacher; use"):
+        check_run_folder(alone)
+    record_run(alone, TEXT)
+    with pytest.raises(ConfigError, match="began with; got teacher; expected no teacher; use"):
+        check_run_folder(config)
+    several = replace(config, teacher=None, teachers={"a": config.teacher, "b": config.teacher})
+    record_run(config, TEXT)
+    with pytest.raises(ConfigError, match=r"got teachers\.a, teachers\.b; expected teacher; use"):
+        check_run_folder(several)
 
 
 def test_where_a_teacher_runs_may_change_and_what_it_sends_may_not(config, started):
