@@ -29,7 +29,7 @@ from megatron_ext.alignment.conversation_alignment import shown_contents, stop_t
 from megatron_ext.alignment.spelling import stream_bytes
 from megatron_ext.alignment.token_aligner import TokenAligner
 from megatron_ext.constants import NO_CHUNK
-from megatron_ext.conversation import EncodedConversation
+from megatron_ext.conversation import EncodedConversation, PromptConfig, encode_conversation
 from megatron_ext.conversation.records import ConversationRecord
 from megatron_ext.conversation.rendering.provenance import TEMPLATE, Provenance, Span
 from megatron_ext.data.aligner import AlignedText, Content, TeacherTokens, teacher_tokens
@@ -130,7 +130,7 @@ class SampledTexts:
     @cached_property
     def _template_stop(self) -> int | None:
         """The token that ends an answer of the student's prompt format."""
-        return _template_stop(self._student)
+        return template_stop(self._student, self._student.prompt_config)
 
     def prompt(self, content: Content) -> Prompt:
         """The prompt of a document.
@@ -373,15 +373,15 @@ def _is_blank(table: TokenBytes, ids: NDArray[np.int32]) -> NDArray[np.bool_]:
 
 def stop_tokens_of(tokenizer: MegatronTokenizerText) -> frozenset[int]:
     """Ids that end a text by a tokenizer: EOS, end of document, and what its template writes."""
-    stops = (tokenizer.eos_id, tokenizer.eod, _template_stop(tokenizer))
+    stops = (tokenizer.eos_id, tokenizer.eod, template_stop(tokenizer, tokenizer.prompt_config))
     return frozenset(stop for stop in stops if stop is not None)
 
 
-def _template_stop(tokenizer: MegatronTokenizerText) -> int | None:
-    """The control token that the prompt format writes behind an answer; None without one."""
-    if tokenizer.prompt_config is None:
+def template_stop(tokenizer: MegatronTokenizerText, config: PromptConfig | None) -> int | None:
+    """The control token that a prompt format writes behind an answer; None without one."""
+    if config is None:
         return None
-    encoded = tokenizer.encode_conversation(_PROBE)
+    encoded = encode_conversation(tokenizer, _PROBE, config)
     stop = stop_tokens(encoded, shown_contents(encoded), tokenizer.is_control).get(1)
     return None if stop is None else int(encoded.ids[stop])
 
@@ -428,7 +428,7 @@ def _of_empty_answer(
     asked = tokenizer.encode_conversation(
         record.messages, add_generation_prompt=True, template_variables=record.template_variables
     )
-    stop = None if sample.stop is None else _template_stop(tokenizer)
+    stop = None if sample.stop is None else template_stop(tokenizer, tokenizer.prompt_config)
     ids = _around(None, asked.ids.astype(np.int32), stop)
     student_marks, teacher_marks = (
         np.full(len(side), OUTSIDE, np.uint8) for side in (student.ids, ids)

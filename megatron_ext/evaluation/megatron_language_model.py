@@ -6,6 +6,7 @@ Requests are divided over replicas.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -14,12 +15,14 @@ from typing import Any, Final, Literal, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from megatron_ext.conversation import prompt_config_of
 from megatron_ext.conversation.records import ConversationRecord
+from megatron_ext.data.sampled_text import template_stop
 from megatron_ext.distributed import process_groups
 from megatron_ext.distributed.layout import Layout
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.engines.chat_endpoint import Answer
-from megatron_ext.errors import CheckpointError, ConfigError, DataError
+from megatron_ext.errors import CheckpointError, ConfigError, ConversationError, DataError
 from megatron_ext.evaluation.generation import Generator, TokenScorer
 from megatron_ext.evaluation.language_model import (
     GenerationOptions,
@@ -32,6 +35,7 @@ from megatron_ext.evaluation.language_model import (
 from megatron_ext.evaluation.token_mixture import TokenMixture
 from megatron_ext.huggingface.checkpoint_files import (
     CheckpointFiles,
+    generation_stops,
     is_checkpoint_folder,
     kept_folder,
 )
@@ -61,6 +65,9 @@ class MegatronLanguageModel:
     generator: Generator
     groups: ProcessGroups
     applies_chat_template: bool = False
+
+    stops: frozenset[int] = frozenset()
+    """Ids that end a text besides EOS and end of document."""
 
     @property
     def max_length(self) -> int:
@@ -154,8 +161,8 @@ class MegatronLanguageModel:
 
     def ends(self) -> set[int]:
         """Ids that end a text."""
-        ends = (self.tokenizer.eos_id, self.tokenizer.eod)
-        return {end for end in ends if end is not None}
+        ends = {self.tokenizer.eos_id, self.tokenizer.eod, *self.stops}
+        return {end for end in ends if end is not None and end < self.tokenizer.vocab_size}
 
     def _text(self, prompt: list[int], new: list[int], stops: Sequence[str]) -> str:
         """A completion up to its end."""
@@ -339,7 +346,21 @@ def load_mixture(
         scorer=TokenScorer(**shared),
         generator=Generator(**shared),
         groups=groups,
+        stops=frozenset[int]().union(*(stops_of(each, options) for each in opened)),
     )
+
+
+def stops_of(opened: OpenedModel, options: ModelOptions) -> frozenset[int]:
+    """Ids of the generation configuration, and in a chat template the one behind an answer."""
+    stops = generation_stops(opened.checkpoint)
+    if options.applies_chat_template:
+        tokenizer = opened.tokenizer
+        # A template that writes no answer, or none that can be told from the rest, has no stop.
+        with suppress(ConversationError):
+            config = tokenizer.prompt_config or prompt_config_of("auto", tokenizer)
+            stop = template_stop(tokenizer, config)
+            return stops if stop is None else stops | {stop}
+    return stops
 
 
 def _model(checkpoint: Path, options: ModelOptions) -> ModelConfig:

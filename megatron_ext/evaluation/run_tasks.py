@@ -108,6 +108,7 @@ def _language_model(student: StudentToEvaluate, micro_batch_size: int) -> Megatr
         scorer=TokenScorer(**shared),
         generator=Generator(**shared),
         groups=student.groups,
+        stops=student.stops,
     )
 
 

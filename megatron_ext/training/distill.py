@@ -19,7 +19,7 @@ from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.engines.engine import Engine
 from megatron_ext.errors import ConfigError
-from megatron_ext.huggingface.checkpoint_files import SIDE_FOLDER, copy_side_files
+from megatron_ext.huggingface.checkpoint_files import SIDE_FOLDER, copy_side_files, generation_stops
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.training import watchdog
 from megatron_ext.training.checkpoints.folder import find_checkpoint, latest_checkpoint
@@ -65,6 +65,9 @@ class StudentToEvaluate:
 
     max_length: int
     """Longest sequence, in tokens."""
+
+    stops: frozenset[int] = frozenset()
+    """Ids that end a text besides those of the tokenizer."""
 
 
 EngineOf = Callable[[StudentToEvaluate], Engine]
@@ -140,6 +143,7 @@ def _between_steps(trainer: Trainer, tokenizer: MegatronTokenizerText) -> Studen
         tokenizer=tokenizer,
         groups=trainer.groups,
         max_length=trainer.plan.student.seq_length,
+        stops=generation_stops(trainer.run_dir),
     )
 
 

@@ -16,7 +16,7 @@ from megatron_ext.losses import LearnedProjection, Objective, StopSet
 from megatron_ext.losses.objective import ModelPair
 from megatron_ext.projection import SparseProjection
 from megatron_ext.teachers.megatron_teacher import head_weight
-from megatron_ext.training.checkpoints.folder import latest_checkpoint
+from megatron_ext.training.checkpoints.folder import latest_checkpoint, newest_checkpoint
 from megatron_ext.training.configuration.config import TEACHER
 from megatron_ext.training.configuration.rollouts import RolloutConfig
 from megatron_ext.training.forward_step import StudentStep
@@ -161,10 +161,10 @@ def _constants(run: StudentParts, teacher: LoadedTeacher, objective: Objective) 
         table = same_tokens(*tokenizers, layout=layout, device=device)
         constants = dataclasses.replace(constants, same_tokens=table)
     if run.inputs.data.texts is not None:
-        of_model = teacher.plan.config.checkpoint or run.plan.initial_checkpoint
+        # The average of a student's weights has the student's files.
+        of_model = teacher.plan.config.checkpoint or run.plan.run_dir
         stops = stop_tokens_of(tokenizers[1])
-        if of_model is not None:
-            stops |= generation_stops(of_model)
+        stops |= generation_stops(newest_checkpoint(of_model) or of_model)
         if layout is not None:
             known = [token for token in stops if token < len(layout.teacher.places)]
             stops = frozenset(layout.teacher.places[known].tolist())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any, Final
 
 from megatron_ext.data.collator import CrossTokenizerCollator
@@ -19,6 +20,11 @@ from megatron_ext.documents.indexed_file import indexed_prefixes
 from megatron_ext.documents.indexed_texts import IndexedTexts
 from megatron_ext.errors import ConfigError
 from megatron_ext.huggingface.checkpoint_files import generation_stops
+from megatron_ext.training.checkpoints.folder import (
+    CHECKPOINTS,
+    latest_checkpoint,
+    newest_checkpoint,
+)
 from megatron_ext.training.configuration.config import DataConfig, DistillConfig
 
 Routes = Mapping[str, frozenset[int]]
@@ -41,8 +47,16 @@ def sampled_texts(config: DistillConfig, collator: CrossTokenizerCollator) -> Sa
         most_ids=config.student.seq_length - rollouts.max_new_tokens,
         prompt_characters=rollouts.prompt_characters,
         trains_whitespace=rollouts.train_whitespace,
-        stops=generation_stops(config.initial_checkpoint) if config.initial_checkpoint else (),
+        stops=own_stops(config),
     )
+
+
+def own_stops(config: DistillConfig) -> frozenset[int]:
+    """Ids of the student's generation configuration, which a run keeps for when it is resumed."""
+    run_dir, start = Path(config.run_dir), config.initial_checkpoint
+    if latest_checkpoint(run_dir / CHECKPOINTS) is not None:
+        return generation_stops(run_dir)
+    return frozenset() if start is None else generation_stops(newest_checkpoint(start) or start)
 
 
 def _dataset(

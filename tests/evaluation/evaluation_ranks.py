@@ -57,12 +57,14 @@ def _answers(model):
 
 def _answers_alone(model):
     ids = [prompt_ids(prompt, model) for prompt in PROMPTS]
+    new = model.generator.generate(ids, GREEDY, places=range(len(ids)), is_done=lambda new: False)
+    stopping = replace(model, stops=frozenset({new[0].ids[2]}))
     return {
         "greedy": model.generate(PROMPTS, GREEDY),
         "others": model.generate(PROMPTS, _with_seed(4)),
-        "greedy_ids": _ids(
-            model.generator.generate(ids, GREEDY, places=range(len(ids)), is_done=lambda new: False)
-        ),
+        "greedy_ids": _ids(new),
+        "ended": stopping.generate(PROMPTS[:1], GREEDY),
+        "stops": model.stops,
         "slow_ids": _without_cache(_by_large_batches(model), ids[0]),
     }
 

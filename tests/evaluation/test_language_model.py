@@ -8,10 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatron_ext.evaluation.megatron_language_model import ModelOptions, OpenedModel, stops_of
+from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from tests.evaluation.evaluation_ranks import NEW_TOKENS, ask, ask_families, chat, evaluate
 from tests.evaluation.stand_in_model import written
 from tests.evaluation.tiny_language_model import PROMPTS, save_tiny_model
-from tests.huggingface.tiny_models import save_model
+from tests.huggingface.tiny_models import save_model, save_tokenizer
 from tests.process_group import run_ranks
 
 ALONE = {"adds_bos": False, "micro_batch_size": 3}
@@ -70,6 +72,25 @@ def test_greedy_generation_is_that_of_transformers_and_of_no_cache(answers, fold
             expected = expected[: expected.index(2)]
         assert text == tokenizer.decode(expected, skip_special_tokens=True)
     assert found["slow_ids"] == found["greedy_ids"][0][:2]
+
+
+def test_a_text_ends_with_the_stops_of_the_generation_configuration(answers, folder):
+    (found,) = answers["alone"]
+    assert found["stops"] == {2}
+    ids = found["greedy_ids"][0]
+    whole = AutoTokenizer.from_pretrained(folder).decode(ids[: ids.index(ids[2])])
+    assert found["ended"] == [whole]
+
+
+def test_an_answer_ends_where_the_chat_template_writes_an_end(tmp_path):
+    template = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}<pad>{% endfor %}"
+    save_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+    tokenizer = build_tokenizer(TokenizerConfig(model=str(tmp_path)))
+    opened = OpenedModel(tmp_path, None, tokenizer)
+    assert stops_of(opened, ModelOptions()) == {2, 7}
+    assert stops_of(opened, ModelOptions(applies_chat_template=True)) == {0, 2, 7}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

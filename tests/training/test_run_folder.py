@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from megatron_ext.errors import CheckpointError, ConfigError, DataError
+from megatron_ext.huggingface.checkpoint_files import GENERATION_FILE, SIDE_FOLDER
 from megatron_ext.training.configuration.config import DistillConfig
 from megatron_ext.training.configuration.model import OF_EXPERTS
 from megatron_ext.training.configuration.yaml_file import read_config_file
@@ -23,6 +24,7 @@ from megatron_ext.training.run_folder import (
     own_run_folder,
     record_run,
 )
+from megatron_ext.training.run_sources import own_stops
 from megatron_ext.typed_mapping import build_config
 from tests.training.tiny_run import changed, student_run
 
@@ -164,6 +166,19 @@ def test_a_run_gets_and_loses_no_teacher(config, started):
     record_run(config, TEXT)
     with pytest.raises(ConfigError, match=r"got teachers\.a, teachers\.b; expected teacher; use"):
         check_run_folder(several)
+
+
+def test_a_resumed_run_stops_where_it_did_though_its_first_folder_is_gone(config, started):
+    first = started.parent / "first"
+    for folder in (first, started / SIDE_FOLDER):
+        folder.mkdir()
+        (folder / GENERATION_FILE).write_text('{"eos_token_id": [2, 7]}')
+    config = replace(config, initial_checkpoint=str(first))
+    assert own_stops(config) == {2, 7}
+    shutil.rmtree(first)
+    assert own_stops(config) == {2, 7}
+    shutil.rmtree(started / "checkpoints")
+    assert own_stops(config) == set()
 
 
 def test_where_a_teacher_runs_may_change_and_what_it_sends_may_not(config, started):

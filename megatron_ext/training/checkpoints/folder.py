@@ -151,13 +151,13 @@ def find_checkpoint(path: str, *, where: str) -> Path:
     return checkpoint
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
+def newest_checkpoint(folder: str | Path) -> Path | None:
     """The latest complete checkpoint of a run, by its folder or by its ``checkpoints``, or None.
 
     Raises:
         CheckpointError: As ``latest_checkpoint``.
     """
-    return latest_checkpoint(folder) or latest_checkpoint(folder / CHECKPOINTS)
+    return latest_checkpoint(Path(folder)) or latest_checkpoint(Path(folder, CHECKPOINTS))
 
 
 def _described(path: Path) -> str:
