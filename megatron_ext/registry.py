@@ -76,7 +76,8 @@ def with_near_path(fix: str | None, path: str | os.PathLike[str]) -> str | None:
     folder, name = os.path.split(os.fspath(path).rstrip("/"))
     try:
         with os.scandir(folder or ".") as entries:
-            names = [entry.name for entry in islice(entries, _MOST_NAMES)]
+            # One of that very name is there, and of another kind than what was looked for.
+            names = [entry.name for entry in islice(entries, _MOST_NAMES) if entry.name != name]
     except (OSError, ValueError):
         return fix
     near = nearest(name, names, least=_ALMOST_A_PATH)

@@ -298,7 +298,11 @@ def extend(arguments: argparse.Namespace) -> None:
     with TemporaryDirectory() as made:
         tokenizer = Path(made)
         if arguments.merges is None:
-            extend_tokenizer(model, tokenizer, tokens)
+            new = set(extend_tokenizer(model, tokenizer, tokens))
+            old = [repr(token) for token in tokens if token not in new]
+            if old:
+                shown = ", ".join(old[:_SHOWN]) + (", ..." if len(old) > _SHOWN else "")
+                sys.stdout.write(f"tokens already, which stay as they are: {len(old):,}: {shown}\n")
         else:
             learnt = learn_merges(model, tokenizer, texts, arguments.merges)
             sys.stdout.write(

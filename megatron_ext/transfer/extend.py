@@ -16,7 +16,9 @@ from megatron_ext.errors import DataError, TokenizerError
 from megatron_ext.files import copy_files, write_text
 from megatron_ext.huggingface.checkpoint_files import read_json, tokenizer_files
 from megatron_ext.registry import with_near_path
+from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.tokenizers.libraries.huggingface_file import PINNED_KEY
+from megatron_ext.tokenizers.token_bytes import TokenBytes
 
 TOKENIZER_FILE: Final = "tokenizer.json"
 CONFIG_FILE: Final = "tokenizer_config.json"
@@ -72,10 +74,11 @@ def extend_tokenizer(folder: Path, target: Path, tokens: Sequence[str]) -> list[
         tokens: Texts that become tokens, with the next ids in this order.
 
     Returns:
-        Tokens that have new ids; the others were in the vocabulary already.
+        Tokens that have new ids; the others are tokens already, which stay as they are.
 
     Raises:
-        TokenizerError: There is no ``tokenizer.json`` of a BPE, or a text is a control token of it.
+        TokenizerError: There is no ``tokenizer.json`` of a BPE, or a text is a control token of it,
+            or spelled as the file writes another token.
     """
     values = bpe_file(folder)
     special = {entry["content"] for entry in values["added_tokens"] if entry["special"]}
@@ -87,9 +90,21 @@ def extend_tokenizer(folder: Path, target: Path, tokens: Sequence[str]) -> list[
             got=", ".join(taken[:_SHOWN]),
             fix="leave it out: text never becomes a control token",
         )
-    added = add_to_bpe(values, tokens)
+    # By bytes: `` the`` is ``Ġthe`` in the file, and another would end the use of its row.
+    tokenizer = build_tokenizer(TokenizerConfig(model=str(folder)))
+    known = set(TokenBytes.of(tokenizer).tokens())
+    new = [token for token in tokens if token.encode() not in known]
+    other = [token for token in new if token in values["model"]["vocab"]]
+    if other:
+        raise TokenizerError(
+            "a text is the spelling of another token in the file",
+            where=folder / TOKENIZER_FILE,
+            got=", ".join(other[:_SHOWN]),
+            fix="write tokens as the text that they stand for, with a space for Ġ or ▁",
+        )
+    add_to_bpe(values, new)
     copy_tokenizer(folder, target, values)
-    return added
+    return new
 
 
 def bpe_file(folder: Path) -> dict[str, Any]:
@@ -111,22 +126,19 @@ def bpe_file(folder: Path) -> dict[str, Any]:
     return values
 
 
-def add_to_bpe(values: dict[str, Any], tokens: Sequence[str]) -> list[str]:
-    """Add tokens to the contents of a ``tokenizer.json``; returns those with new ids."""
+def add_to_bpe(values: dict[str, Any], tokens: Sequence[str]) -> None:
+    """Have tokens read first by a ``tokenizer.json``, with the next ids where it lacks them."""
     vocabulary, added = values["model"]["vocab"], values["added_tokens"]
     following = next_id(values)
     known = {entry["content"] for entry in added}
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
-    new = []
     for token in tokens:
         if token in known:
             continue
         if token not in vocabulary:
             vocabulary[token] = following
             following += 1
-            new.append(token)
         added.append({"id": vocabulary[token], "content": token, **plain})
-    return new
 
 
 def next_id(values: dict[str, Any]) -> int:

@@ -129,6 +129,24 @@ def test_control_tokens_and_other_kinds_of_tokenizers_are_refused(tmp_path, unti
     assert not (tmp_path / "new").exists()
 
 
+def test_what_is_a_token_already_keeps_its_id_and_its_row(tmp_path, untied, capsys):
+    old = _tokenizer(untied)
+    spelled = next(i for i in range(old.vocab_size) if old.token_bytes(i) == b" the")
+    (tmp_path / "words.txt").write_text(" the\nweather\n \n")
+    words = ["transfer", "extend", str(untied), "--tokens", str(tmp_path / "words.txt")]
+    main([*words, "--output", str(tmp_path / "new")])
+    assert "tokens already, which stay as they are: 2: ' the', ' '" in capsys.readouterr().out
+    new = _tokenizer(tmp_path / "new")
+    assert new.vocab_size == old.vocab_size + 1
+    assert new.text_to_ids("a the")[-1] == spelled
+    before, after = tensors_of(untied)[EMBEDDING], tensors_of(tmp_path / "new")[EMBEDDING]
+    assert torch.equal(after[: len(before)][: old.vocab_size], before[: old.vocab_size])
+    with pytest.raises(
+        TokenizerError, match=r"spelling of another token.*got Ġthe; .*with a space"
+    ):
+        extend_tokenizer(untied, tmp_path, ["Ġthe"])
+
+
 def test_a_grown_tokenizer_with_tokens_that_no_text_spells_is_not_warned_of(tmp_path):
     tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     tokenizer.add_tokens(["<think>"])
