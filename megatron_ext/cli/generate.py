@@ -37,17 +37,16 @@ from megatron_ext.cli.model_arguments import (
     finish,
     load_models,
 )
-from megatron_ext.cli.output import check_new_file, check_output
+from megatron_ext.cli.output import check_new_file, check_output, write_output
 from megatron_ext.conversation import Message
 from megatron_ext.conversation.records import ConversationRecord
 from megatron_ext.distributed.layout import launched_processes
 from megatron_ext.engines.chat_endpoint import Answer, ChatEndpoint
 from megatron_ext.engines.engine import EngineConfig
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, counted
 from megatron_ext.evaluation.language_model import GenerationOptions
 from megatron_ext.evaluation.tasks.task import texts_of
 from megatron_ext.evaluation.teacher_texts import Answers, TeacherTexts, asked_conversations
-from megatron_ext.files import write_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -168,7 +167,12 @@ def run(arguments: argparse.Namespace) -> None:
         records = [{"prompt": prompt, "completion": text} for prompt, text in pairs]
         lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         if arguments.output is not None:
-            write_text(arguments.output, lines)
+            try:
+                write_output(arguments.output, lines, "--output")
+            except ConfigError:
+                # What was generated is not lost with the file.
+                sys.stdout.write(lines)
+                raise
         elif arguments.prompt is not None:
             sys.stdout.write(f"{completions[0]}\n")
         else:
@@ -222,7 +226,7 @@ def _answer_conversations(arguments: argparse.Namespace, options: GenerationOpti
     """Write answered conversations, by a model or an endpoint."""
     if not arguments.conversations or arguments.prompts is None or arguments.output is None:
         raise ConfigError(
-            "an endpoint answers conversations of a file, which are written to another",
+            "conversations of a file are answered into another, also by an endpoint",
             got="a flag is missing",
             expected="--conversations, --prompts and --output",
         )
@@ -255,7 +259,7 @@ def _answer_conversations(arguments: argparse.Namespace, options: GenerationOpti
         answers, once = partial(_of_model, model, options), model.once
     kept, left_out = texts.write(records, answers, once)
     cut = f", {left_out} that were cut are left out" if left_out else ""
-    once(lambda: sys.stdout.write(f"{kept} answers in {arguments.output}{cut}\n"))
+    once(lambda: sys.stdout.write(f"{counted(kept, 'answer')} in {arguments.output}{cut}\n"))
     if arguments.endpoint is None:
         finish(model)
 

@@ -1,16 +1,21 @@
 """Tasks read published files, ask what they should, and count right."""
 
+import errno
 import gzip
 import json
 import math
+import os
+from unittest.mock import Mock
 
 import pytest
 
+from megatron_ext.cli import generate, output
 from megatron_ext.cli.main import main
 from megatron_ext.errors import DataError, MegatronExtError
 from megatron_ext.evaluation.run_tasks import results_table, write_results, write_samples
 from megatron_ext.evaluation.tasks import TASKS, TaskOptions
 from megatron_ext.evaluation.tasks.gsm8k import flexible_number, normalised, strict_number
+from megatron_ext.evaluation.tasks.task import texts_of
 from tests.evaluation.stand_in_model import StandInModel, written
 
 ROWS = [
@@ -204,3 +209,24 @@ def test_texts_are_no_messages_of_a_user(tmp_path, capsys):
         main([*words, "--apply-chat-template"])
     assert exit.value.code == 2
     assert "--apply-chat-template" in capsys.readouterr().err
+
+
+def test_completions_are_printed_where_their_file_cannot_be_written(tmp_path, monkeypatch, capsys):
+    model = StandInModel(complete=lambda prompt: f"{prompt} and more")
+    monkeypatch.setattr(generate, "load_models", lambda arguments, **options: model)
+    monkeypatch.setattr(generate, "finish", lambda model: None)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(output, "write_text", Mock(side_effect=full))
+    prompts = written(tmp_path / "prompts.jsonl", '{"prompt": "é"}\n')
+    words = ["generate", "--model=m", f"--prompts={prompts}", f"--output={tmp_path / 'new.jsonl'}"]
+    with pytest.raises(SystemExit):
+        main(words)
+    said = capsys.readouterr()
+    assert json.loads(said.out) == {"prompt": "é", "completion": "é and more"}
+    assert "new.jsonl: cannot write the file; got No space left" in said.err
+
+
+def test_a_prompt_that_is_no_text_is_shown(tmp_path):
+    path = written(tmp_path / "prompts.jsonl", '{"prompt": 5}\n')
+    with pytest.raises(DataError, match="no text in prompt; got prompt 5; "):
+        texts_of(path, "prompt")

@@ -158,4 +158,4 @@ def test_an_endpoint_answers_from_the_command_line(tmp_path, capsys):
     (record,) = lines(output)
     assert record["messages"][-1]["content"] == "said"
     assert record["generated_by"]["model"] == "big"
-    assert "1 answers" in capsys.readouterr().out
+    assert "1 answer in" in capsys.readouterr().out

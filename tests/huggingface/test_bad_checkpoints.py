@@ -22,7 +22,7 @@ from megatron_ext.huggingface.rotary import LLAMA3
 from megatron_ext.huggingface.tensor_files import TensorPlan, shards, write_checkpoint
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.training.checkpoints.folder import find_checkpoint
-from megatron_ext.training.checkpoints.huggingface_export import family_config
+from megatron_ext.training.checkpoints.huggingface_export import export_huggingface, family_config
 from megatron_ext.training.checkpoints.model_check import checked, full_settings
 from megatron_ext.training.checkpoints.tokenizer import KeptTokenizer
 from megatron_ext.training.configuration.config import ModelConfig
@@ -434,6 +434,11 @@ def test_a_folder_without_an_architecture_is_no_checkpoint(folder, tmp_path):
     assert find_checkpoint(str(folder), where="here") == folder
     (tmp_path / "config.json").write_text("{}")
     assert not is_checkpoint_folder(tmp_path)
+
+
+def test_a_folder_that_is_exported_already_is_told_what_it_is(folder, tmp_path):
+    with pytest.raises(CheckpointError, match=r"llama: this is a HuggingFace folder; .* as it is"):
+        export_huggingface(folder, tmp_path / "again")
 
 
 def test_files_are_cut_by_size_and_appear_together(tmp_path):

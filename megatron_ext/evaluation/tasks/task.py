@@ -117,6 +117,7 @@ def first_of(items: Sequence[Any], limit: int | None, *, where: object) -> list[
 
 
 Row = dict[str, Any]
+_MOST_SHOWN: Final = 80
 _PUBLISHED: Final = "give the file in its published format"
 
 
@@ -185,7 +186,9 @@ def text_of(record: Row, field: str, *, where: object, fix: str = _PUBLISHED) ->
         raise DataError(
             f"a record has no text in {field}",
             where=where,
-            got=f"the fields {', '.join(map(str, record))}",
+            got=f"{field} {text!r}"[:_MOST_SHOWN]
+            if field in record
+            else f"the fields {', '.join(map(str, record))}",
             fix=fix,
         )
     return text

@@ -18,6 +18,7 @@ from typing import IO, Any, Final
 
 from megatron_ext.errors import CheckpointError
 from megatron_ext.files import write_text
+from megatron_ext.huggingface.checkpoint_files import is_checkpoint_folder
 
 MANIFEST_FILE: Final = "manifest.json"
 _SUM_SUFFIX: Final = ".crc32"
@@ -256,6 +257,13 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _missing(path: Path) -> CheckpointError:
+    if is_checkpoint_folder(path.parent):
+        return CheckpointError(
+            "this is a HuggingFace folder",
+            where=path.parent,
+            expected="a run, its checkpoints or one of these",
+            fix="use it as it is, or make a checkpoint of it with megatron-ext import-hf",
+        )
     return CheckpointError(
         "a file of the checkpoint is missing", where=path, got=f"no {path.name}", fix=DAMAGE_FIX
     )
