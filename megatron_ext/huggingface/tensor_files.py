@@ -133,9 +133,9 @@ class TensorReader:
         assert stored.scales is not None
         numbers = self._numbers(stored, place, stored.bits, axis=-1)
         if stored.zeros is not None:
-            numbers = numbers - self._of_blocks(stored, stored.zeros, place)
-        factors = self._of_blocks(stored, stored.scales, place)
-        return (numbers * factors).to(_ROUNDED[stored.read_as])
+            numbers -= self._of_blocks(stored, stored.zeros, place)
+        numbers *= self._of_blocks(stored, stored.scales, place)
+        return numbers.to(_ROUNDED[stored.read_as])
 
     def _of_blocks(
         self, stored: StoredTensor, parts: StoredTensor, place: tuple[Any, ...]
@@ -174,7 +174,10 @@ class TensorReader:
         of_words[axis] = words
         packed = self._read(stored, stored.name, tuple(of_words)).movedim(axis, -1)
         shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-        numbers = (packed.unsqueeze(-1) >> shifts & (1 << bits) - 1) - (1 << bits - 1)
+        numbers = packed.unsqueeze(-1) >> shifts
+        # In place: there are as many bytes as in the fp32 of the result.
+        numbers &= (1 << bits) - 1
+        numbers -= 1 << bits - 1
         begin = part.start - words.start * count
         whole = numbers.flatten(-2)[..., begin : begin + part.stop - part.start]
         return whole.movedim(-1, axis).float()

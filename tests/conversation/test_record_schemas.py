@@ -166,7 +166,7 @@ def test_tool_calls_answer_a_query() -> None:
         {"role": "user", "content": "q"},
         {
             "role": "assistant",
-            "content": "",
+            "content": None,
             "tool_calls": [{"type": "function", "function": call}] * 2,
         },
     ]

@@ -62,7 +62,7 @@ def test_each_name_of_a_speaker_is_one_role(name: str, role: str) -> None:
 @pytest.mark.parametrize("name", ["function_call", "tool_call"])
 @pytest.mark.parametrize("value", [SPELLED, f"[{SPELLED}]", f" {SPELLED}\n", json.loads(SPELLED)])
 def test_a_turn_that_calls_a_tool_is_the_assistants(name: str, value: Any) -> None:
-    called = [{"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    called = [{"role": "assistant", "content": None, "tool_calls": [CALL]}]
     assert shared((name, value)) == called
     assert messages_of({"role": name, "content": value}) == called
 
@@ -89,7 +89,7 @@ def test_a_turn_may_call_several_tools() -> None:
 def test_calls_have_one_form(given: dict[str, Any], content: dict[str, Any]) -> None:
     message = {"role": "assistant", **content, **given}
     assert messages_of(USER, message)[1:] == [
-        {"role": "assistant", "content": "", "tool_calls": [CALL]}
+        {"role": "assistant", "content": content.get("content"), "tool_calls": [CALL]}
     ]
 
 

@@ -219,6 +219,25 @@ def test_a_message_has_the_fields_that_transformers_gives_it() -> None:
     assert json.dumps(conversation) == before
 
 
+def test_a_call_without_content_is_written_by_templates_that_ask_for_none_and_others() -> None:
+    # As DeepSeek-R1's template, which adds the arguments to a text.
+    source = (
+        "{% for m in messages %}{% if m['content'] is none %}{% set call = m.tool_calls[0] %}"
+        "{{ '<call>' + call.name + ':' + call.arguments + '</call>' }}{% endif %}"
+        "{% if m['content'] is not none %}<a>{{ m.content }}</a>{% endif %}{% endfor %}"
+    )
+    for given in ({}, {"content": None}):
+        for arguments in ('{"x": "é"}', {"x": "é"}):
+            calls = [{"name": "f", "arguments": arguments}]
+            message = {"role": "assistant", "tool_calls": calls, **given}
+            result = rendered(source, [message])
+            assert result.text == '<call>f:{"x": "é"}</call>'
+            assert rendered("{{ messages[0].content + '' }}", [message]).text == ""
+    # An empty content is one.
+    message = {"role": "assistant", "content": "", "tool_calls": calls}
+    assert rendered(source, [message]).text == "<a></a>"
+
+
 def test_fields_of_a_message_are_found_by_any_name() -> None:
     message = {"role": "user", "index": "i", "progress": "p", "provenance": "q"}
     fields = "{{ m.index }}{{ m.progress }}{{ m.provenance }}{{ m.x }}"

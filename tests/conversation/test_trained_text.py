@@ -227,6 +227,9 @@ def corpora() -> dict[str, list[Conversation]]:
 def plain_text(path: Path, conversation: Conversation, **more: Any) -> str | Exception:
     messages, variables = conversation
     shown = [{k: v for k, v in message.items() if k != "train"} for message in messages]
+    # A null content is none for templates that ask for it, and empty for others.
+    absent = None if "is none" in path.read_text(encoding="utf-8") else ""
+    shown = [{**m, "content": absent} if m["content"] is None else m for m in shown]
     # transformers gives thinking to templates by both names.
     shown = [
         {"thinking": m["reasoning_content"], **m} if "reasoning_content" in m else m for m in shown

@@ -87,7 +87,7 @@ def read_tool_calls(record: Mapping[str, Any], key: str | None) -> ConversationR
         )
     messages: list[Message] = [
         {"role": "user", "content": question},
-        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "assistant", "content": None, "tool_calls": calls},
     ]
     return ConversationRecord(with_system(messages, record), template_variables(record))
 

@@ -1,11 +1,10 @@
 """Reading of records with a list of turns: OpenAI's messages, ShareGPT's conversations.
 
-Tools and their calls become OpenAI's form, with two changes. OpenAI has the arguments of a call as
-JSON in a string, and null for the content beside calls. Most templates want neither: one that
-writes ``arguments | tojson`` quotes a string once more, one that iterates over the arguments fails
-on it, and ``'</think>' in content`` fails on null. Templates that want a string test for it, and
-write a mapping as JSON themselves. So arguments are a mapping here, in the order of the record, and
-the content is an empty text; only white space within a JSON string is lost.
+Tools and their calls become OpenAI's form, but for the arguments of a call, which OpenAI has as
+JSON in a string: a template that writes ``arguments | tojson`` quotes a string once more, and one
+that iterates over the arguments fails on it. Templates that want a string test for it, or add the
+arguments to a text, which writes their JSON here. So arguments are a mapping, in the order of the
+record; only white space within a JSON string is lost.
 """
 
 from __future__ import annotations
@@ -246,11 +245,9 @@ def message_of(turn: object, where: str, *, role_key: str, content_key: str) -> 
         rest["train"] = train
     if name in _CALL_NAMES:
         calls = tool_calls(_content(turn, content_key, where), f"{where}.{content_key}")
-        return {"role": "assistant", "content": "", **rest, "tool_calls": calls}
+        return {"role": "assistant", "content": None, **rest, "tool_calls": calls}
     rest = _with_calls(rest, where)
     content = turn.get(content_key) if "tool_calls" in rest else _content(turn, content_key, where)
-    if content is None and "tool_calls" in rest:
-        content = ""
     if _ROLE_OF_NAME[name] in TOOL_ROLES:
         content = _result(content)
     message = {"role": _ROLE_OF_NAME[name], "content": content, **rest}

@@ -50,11 +50,14 @@ from megatron_ext.conversation.rendering.template_limits import (
     template_time,
 )
 from megatron_ext.conversation.rendering.tracked_data import (
+    NO_CONTENT,
+    JsonStyle,
     TrackedDict,
     TrackedMessage,
     provenance_of,
     settled,
     text_of,
+    to_json,
 )
 from megatron_ext.conversation.rendering.tracked_text import (
     EMPTY,
@@ -136,6 +139,7 @@ class ProvenanceEnvironment(ImmutableSandboxedEnvironment):
         filters = {**self.filters, **FILTERS}
         self.filters.update({name: paid_filter(name, run) for name, run in filters.items()})
         tests: dict[str, Any] = self.tests
+        tests["none"] = _is_none
         tests.update({name: paid_test(name, run) for name, run in tests.items()})
         self.binop_table.update({"-": subtract, "*": multiply, "**": power, "%": remainder})
         self.globals["raise_exception"] = _raise_exception
@@ -201,6 +205,9 @@ class ProvenanceEnvironment(ImmutableSandboxedEnvironment):
             return join(values)
         total, *rest = values
         for value in rest:
+            if isinstance(total, str) and isinstance(value, TrackedDict):
+                # Arguments of a call, for a template that takes them as JSON in a text.
+                value = to_json(value, JsonStyle(), TEMPLATE)
             total = add(total, value)
         return total
 
@@ -344,6 +351,10 @@ class ProvenanceEnvironment(ImmutableSandboxedEnvironment):
             return format_braces(form, args, kwargs, SandboxedFormatter(self))
 
         return format_tracked
+
+
+def _is_none(value: object) -> bool:
+    return value is None or value is NO_CONTENT
 
 
 def _printed(value: object) -> str:

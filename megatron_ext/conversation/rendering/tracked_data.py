@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Any, Final
 
 from megatron_ext.conversation.message import CALL_FIELDS, THINKING_FIELDS
 from megatron_ext.conversation.message import place as place_of
@@ -43,6 +43,11 @@ class TrackedMessage(TrackedDict):
     __slots__ = ()
 
 
+NO_CONTENT: Final = TrackedText("", ())
+"""Content of a call without one: an empty text that templates find to be none, since some print it
+or search it, and others (DeepSeek-R1) write calls beside none alone."""
+
+
 def provenance_of(container: TrackedDict | TrackedList) -> Provenance:
     """Provenance of a container as a whole."""
     return container._provenance
@@ -55,7 +60,7 @@ def tracked_messages(
 
     They have the fields that transformers gives to templates: none that is None, and thinking by
     each name that templates read, with the source of the field that it came in. The content of a
-    call without one is empty, where many templates would fail.
+    call without one is ``NO_CONTENT``.
 
     Raises:
         ConversationError: A message is nested too deeply, or holds itself.
@@ -70,7 +75,7 @@ def tracked_messages(
         for name in [name for name, value in copy.items() if value is None]:
             del copy[name]
         if copy.get("role") == "assistant" and any(copy.get(name) for name in CALL_FIELDS):
-            copy.setdefault("content", track("", Provenance("message", index, "content")))
+            copy.setdefault("content", NO_CONTENT)
         tracked.append(_with_thinking(copy))
     return tracked
 
