@@ -291,7 +291,7 @@ def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
         new_folder(final) as part,
     ):
         write(part)
-        flush(*part.iterdir(), part)
+        flush(*part.rglob("*"), part)
         # Replaces an empty folder, and fails on any other.
         part.rename(final)
         flush(final.parent)

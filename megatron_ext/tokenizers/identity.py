@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.conversation.message import DEFAULT_TEMPLATE
+from megatron_ext.conversation.message import TOOL_TEMPLATE
 from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.tokenizer_files import file_kind
@@ -35,12 +35,9 @@ def tokenizer_identity(tokenizer: MegatronTokenizerText) -> dict[str, str]:
         identity["file"] = _by_content(tokenizer.path)
     if tokenizer.prompt_config is not None:
         identity["prompt"] = _sha256(_written(tokenizer.prompt_config).encode())
-        others = {**tokenizer.chat_templates}
-        default = others.pop(DEFAULT_TEMPLATE, None)
-        # A single template has the identity that it had before there were others.
-        identity["template"] = _sha256(
-            (str(default) + (_written(others) if others else "")).encode()
-        )
+        # Others than these two are written by nothing.
+        for_tools = tokenizer.chat_templates.get(TOOL_TEMPLATE, "")
+        identity["template"] = _sha256((str(tokenizer.chat_template) + for_tools).encode())
     return identity
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.conversation.chat_output import ChatOutput
-from megatron_ext.conversation.message import DEFAULT_TEMPLATE
+from megatron_ext.conversation.message import TOOL_TEMPLATE
 from megatron_ext.errors import TokenizerError
 from megatron_ext.files import parse_json
 from megatron_ext.imports import needed_packages
@@ -386,7 +386,6 @@ class MegatronTokenizerText(ChatTokenizer, MegatronTokenizerBase):
         if self.identify_by_content:
             identifiers["vocabulary"] = self.fingerprint()
             identifiers["chat_template"] = str(self.chat_template)
-            others = sorted(self.chat_templates.keys() - {DEFAULT_TEMPLATE})
-            for name in others:
-                identifiers[f"chat_template {name}"] = self.chat_templates[name]
+            if TOOL_TEMPLATE in self.chat_templates:
+                identifiers[f"chat_template {TOOL_TEMPLATE}"] = self.chat_templates[TOOL_TEMPLATE]
         return identifiers

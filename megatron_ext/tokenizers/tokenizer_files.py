@@ -25,6 +25,8 @@ TEMPLATE_FILE: Final = "chat_template.jinja"
 """Name of the file with the default chat template of a HuggingFace tokenizer."""
 TEMPLATE_FOLDER: Final = "additional_chat_templates"
 """Folder beside it with the other ones."""
+TEMPLATE_NAME: Final = re.compile(r"[\w. -]{1,100}")
+"""Form of the name of a template, which is printed, and names its file."""
 _BESIDE = (_CONFIG, "special_tokens_map.json", TEMPLATE_FILE, f"{TEMPLATE_FOLDER}/*.jinja")
 _SECONDS_TO_ANSWER = 5.0
 _JINJA = re.compile(r"\{[{%]")
@@ -231,7 +233,7 @@ def read_template(file: Path) -> str:
 def template_files(folder: Path) -> list[Path]:
     """Files of the chat templates beside a HuggingFace tokenizer that are not the default."""
     files = (folder / TEMPLATE_FOLDER).glob("*.jinja")
-    return sorted(file for file in files if file.is_file())
+    return sorted(file for file in files if TEMPLATE_NAME.fullmatch(file.stem) and file.is_file())
 
 
 def names_template(text: object) -> TypeGuard[str]:

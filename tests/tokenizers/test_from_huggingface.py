@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from megatron_ext import MegatronTokenizer, from_huggingface
 from megatron_ext.errors import ConfigError, TokenizerError
+from megatron_ext.tokenizers.identity import tokenizer_identity
 from tests.training.small_models import TEXTS, huggingface_tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
@@ -118,10 +119,25 @@ def test_the_mask_is_that_of_the_template_in_force_and_the_choice_is_saved(named
     assert saved.chat_template == NAMED
 
 
+def test_a_template_that_is_only_taken_by_name_is_no_part_of_the_identity():
+    # Caches from before there were several templates go on with tokenizers such as Command R's.
+    def identity(**templates):
+        theirs = copy.deepcopy(huggingface_tokenizer())
+        theirs.chat_template = templates
+        return tokenizer_identity(from_huggingface(theirs, prompt_format="auto"))["template"]
+
+    one = identity(default=TEMPLATE)
+    assert one == identity(default=TEMPLATE, rag=NAMED["rag"])
+    assert one != identity(default=TEMPLATE, tool_use=NAMED["tool_use"])
+
+
 @pytest.mark.parametrize(
     "templates",
-    [["{{ 1 }}"], [{"template": "{{ 1 }}"}], [{"name": "../x", "template": "{{ 1 }}"}], 3],
-    ids=["text", "no name", "path", "number"],
+    [
+        *(["{{ 1 }}"], [{"template": "{{ 1 }}"}], [{"name": "../x", "template": "{{ 1 }}"}], 3),
+        [{"name": "x\n\x1b[2J", "template": "{{ 1 }}"}],
+    ],
+    ids=["text", "no name", "path", "number", "control characters"],
 )
 def test_chat_templates_of_another_form_are_refused(named, templates):
     _, folder = named

@@ -23,6 +23,7 @@ from megatron_ext.tokenizers.token_bytes import DummyPrefix, byte_of_character
 from megatron_ext.tokenizers.tokenizer_files import (
     TEMPLATE_FILE,
     TEMPLATE_FOLDER,
+    TEMPLATE_NAME,
     names_template,
     parse_json,
     path_inside,
@@ -513,8 +514,7 @@ class HuggingFaceSource:
             is_named = all(isinstance(row, dict) and "name" in row for row in given)
             rows = {str(row["name"]): row.get("template") for row in given} if is_named else None
         if not isinstance(rows, dict) or not all(
-            # A name becomes that of a file where the tokenizer is exported.
-            isinstance(source, str) and name == Path(name).name != ""
+            isinstance(source, str) and TEMPLATE_NAME.fullmatch(name)
             for name, source in rows.items()
         ):
             raise TokenizerError(

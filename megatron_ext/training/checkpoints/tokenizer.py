@@ -98,8 +98,9 @@ class KeptTokenizer:
             if Path(name).parent.name != TEMPLATE_FOLDER
         }
         if not names or not {*names.values()} <= {*TOKENIZER_FILES}:
-            saved = (self._checkpoint / TOKENIZER_FOLDER).iterdir()
-            return {file.name: file.read_bytes() for file in saved}
+            folder = self._checkpoint / TOKENIZER_FOLDER
+            saved = [path for path in folder.rglob("*") if path.is_file()]
+            return {path.relative_to(folder).as_posix(): path.read_bytes() for path in saved}
         files = {name: file.read_bytes() for file, name in names.items()}
         for name, source in self.tokenizer.chat_templates.items():
             is_default = name == DEFAULT_TEMPLATE
