@@ -41,8 +41,19 @@ def rotary_settings(config: Mapping[str, Any], *, where: object) -> dict[str, An
     """Rotary settings of a configuration, for both kinds of layers if there are two.
 
     Raises:
-        CheckpointError: megatron-core does not support the embeddings.
+        CheckpointError: megatron-core does not support the embeddings, or values are malformed.
     """
+    try:
+        return _rotary_settings(config, where=where)
+    except (TypeError, ValueError, KeyError, ArithmeticError) as error:
+        keys = ("rope_theta", "rope_scaling", "rope_parameters", LENGTH, "max_position_embeddings")
+        given = ", ".join(f"{key} {config[key]}" for key in keys if config.get(key) is not None)
+        raise CheckpointError(
+            "the rotary embeddings are malformed", where=where, got=f"{given:.200}"
+        ) from error
+
+
+def _rotary_settings(config: Mapping[str, Any], *, where: object) -> dict[str, Any]:
     parameters = dict(config.get("rope_parameters") or {})
     local, length = config.get("rope_local_base_freq"), config.get(LENGTH)
     if "full_attention" in parameters:

@@ -278,6 +278,8 @@ def _scaled(
         if 32 % bits:
             return None
         columns = columns * 32 // bits
+    if not (rows and columns):
+        return None
     high, wide = min(scheme.block[0] or rows, rows), min(scheme.block[1] or columns, columns)
     factors = (*others, -(-rows // high), -(-columns // wide))
     if not _are_alike(scales.shape, factors) or scheme.has_zeros != (zeros is not None):

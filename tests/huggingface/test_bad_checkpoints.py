@@ -156,6 +156,10 @@ FAULTS = {
         _edit("config.json", rope_parameters={"rope_type": "proportional", "rope_theta": 1e4}),
         r"scaled in a way that megatron-core has not; got .*proportional",
     ),
+    "rotary embeddings of a form that is unknown": (
+        _edit("config.json", rope_parameters={"rope_type": ["yarn"], "rope_theta": 1e4}),
+        r"config.json: the rotary embeddings are malformed; got .*rope_parameters .*\['yarn'\]",
+    ),
     "a missing key": (
         _edit("config.json", intermediate_size=None),
         r"config.json: a key is missing; expected intermediate_size",

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from megatron_ext.errors import CheckpointError
 from megatron_ext.huggingface.checkpoint_files import CheckpointFiles
@@ -190,6 +191,15 @@ REFUSED = {
     "schemes as a list": ({"format": "x", "config_groups": []}, r"got config_groups \[\]; exp"),
     "no scheme": ({"format": "x"}, "got BF16 .*; expected .* of no scheme"),
 }
+
+
+def test_a_quantised_tensor_of_no_number_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    configure(tmp_path, quant_method="compressed-tensors", **scheme_of())
+    parts = {f"{DOWN}_packed": torch.zeros(32, 0, dtype=torch.int32)}
+    save_file(parts | {f"{DOWN}_scale": torch.zeros(32, 0)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"factors of {DOWN} do not fit it; got F32 \[32, 0"):
+        _ = CheckpointFiles(tmp_path).tensors
 
 
 @pytest.mark.parametrize("fault", REFUSED)
