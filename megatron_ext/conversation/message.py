@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, Protocol
@@ -164,7 +165,7 @@ def _check_content(message: Message, where: str | None) -> None:
         if not isinstance(kind, str) or (kind == "text" and not isinstance(part.get("text"), str)):
             raise ConversationError(
                 "this is not a part of a content",
-                got=repr(part)[:60],
+                got=reprlib.repr(part)[:60],
                 expected='{"type": "text", "text": "..."} or another type',
                 where=f"{where}.content[{number}]",
             )

@@ -184,6 +184,7 @@ def test_of_a_prompt_and_its_completion_the_completion_is_trained() -> None:
     assert [tool["function"]["name"] for tool in record.template_variables["tools"]] == ["f"]
     texts = {"prompt": "q", "completion": "a"}
     assert sniff_record_schema([texts]) == "alpaca"
+    assert sniff_record_schema([{**PAIR, **MESSAGES}]) == "messages"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.conversation import check_conversation
 from megatron_ext.conversation.records import conversation_record
 from megatron_ext.errors import ConversationError
 
@@ -149,6 +150,15 @@ def test_a_result_that_is_neither_text_nor_parts_is_its_json(content: Any, shown
     assert turn == {"role": "tool", "content": shown}
     (question,) = messages_of({"role": "user", "content": content})
     assert question["content"] == content
+
+
+def test_a_result_that_is_nested_too_deeply_is_no_content() -> None:
+    deep: list[Any] = []
+    for _ in range(10_000):
+        deep = [deep]
+    turns = [USER, {"role": "tool", "content": deep}]
+    with pytest.raises(ConversationError, match="this is not a part of a content"):
+        check_conversation(conversation_record({"messages": turns}).messages)
 
 
 def test_parts_with_values_go_where_templates_look_for_them() -> None:

@@ -93,8 +93,9 @@ def read_tool_calls(record: Mapping[str, Any], key: str | None) -> ConversationR
 
 
 def is_prompt_completion(record: Mapping[str, Any], key: str | None) -> bool:
-    """Whether the record has lists of messages as its prompt and as its completion."""
-    return key is None and all(_MESSAGES.fits(record, part) for part in (PROMPT, COMPLETION))
+    """Whether the record has lists of messages as its prompt and as its completion alone."""
+    is_in_two = key is None and all(_MESSAGES.fits(record, part) for part in (PROMPT, COMPLETION))
+    return is_in_two and not _MESSAGES.fits(record, None)
 
 
 def read_prompt_completion(record: Mapping[str, Any], key: str | None) -> ConversationRecord:

@@ -264,7 +264,7 @@ def _result(content: Any) -> Any:
         return content
     try:
         return json.dumps(content, ensure_ascii=False)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         # A date of a Parquet file, say: whoever checks the message refuses it.
         return content
 
