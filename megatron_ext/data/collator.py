@@ -33,7 +33,7 @@ from megatron_ext.data.batch import (
     side_batch,
 )
 from megatron_ext.data.side import Segment, Side
-from megatron_ext.errors import ConfigError, DataError, arguments_elsewhere
+from megatron_ext.errors import ConfigError, DataError, UntrainedError, arguments_elsewhere
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.identity import tokenizer_identity
 from megatron_ext.tokenizers.token_bytes import utf8
@@ -252,7 +252,7 @@ class CrossTokenizerCollator:
             tokenizer.prepare_engine()
 
     def __call__(self, records: Sequence[Record]) -> CrossTokenizerBatch:
-        """Collate B records.
+        """Collate B records; the row of a conversation of which nothing is trained is empty.
 
         Raises:
             DataError: A record has no text, or the batch is one text.
@@ -313,7 +313,7 @@ class CrossTokenizerCollator:
         """The pieces of each row, and the bytes that are in none."""
         contents = [self._content(r) for r in records if not isinstance(r, PackedSample)]
         capacities = [side.capacity for side in self.sides]
-        aligned = zip(contents, self.aligner.align(contents), strict=True)
+        aligned = zip(contents, self._aligned(contents), strict=True)
         rows: list[Sequence[AlignedText]] = []
         dropped_bytes = 0
         for record in records:
@@ -321,11 +321,23 @@ class CrossTokenizerCollator:
                 rows.append(record.pieces)
                 continue
             content, text = next(aligned)
+            if text is None:
+                rows.append([])
+                continue
             pieces = cut(text, capacities)[:1]
             whole = len(utf8(content)) if isinstance(content, str) else text.byte_count
             dropped_bytes += whole - sum(piece.byte_count for piece in pieces)
             rows.append(pieces)
         return rows, dropped_bytes
+
+    def _aligned(self, contents: Sequence[Content]) -> Sequence[AlignedText | None]:
+        """The aligned texts; None for conversations of which nothing is trained."""
+        try:
+            return self.aligner.align(contents)
+        except UntrainedError:
+            if len(contents) == 1:
+                return [None]
+            return [text for content in contents for text in self._aligned([content])]
 
     def _content(self, record: str | Mapping[str, Any] | ConversationRecord) -> Content:
         if isinstance(record, str | ConversationRecord):

@@ -207,17 +207,18 @@ class PackedTextDataset(Dataset[PackedBlock]):
         self, contents: dict[int, Content]
     ) -> tuple[dict[int, AlignedText], list[RefusedDocument]]:
         """Aligned texts by document number, and the refused documents."""
-        try:
-            texts = self.collator.aligner.align(list(contents.values()))
-            return dict(zip(contents, texts, strict=True)), []
-        except MegatronExtError:
-            aligned, refused = {}, []
-            for number, content in contents.items():
-                try:
-                    (aligned[number],) = self.collator.aligner.align([content])
-                except MegatronExtError as error:
-                    refused.append(self._refused(number, error))
-            return aligned, refused
+        align = self.collator.aligner.align
+        # Conversations are rendered one at a time: one that is refused repeats no other.
+        if all(isinstance(content, str) for content in contents.values()):
+            with suppress(MegatronExtError):
+                return dict(zip(contents, align(list(contents.values())), strict=True)), []
+        aligned, refused = {}, []
+        for number, content in contents.items():
+            try:
+                (aligned[number],) = align([content])
+            except MegatronExtError as error:
+                refused.append(self._refused(number, error))
+        return aligned, refused
 
     def _refused(self, number: int, error: MegatronExtError) -> RefusedDocument:
         place = self.documents.place(number)

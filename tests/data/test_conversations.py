@@ -183,6 +183,13 @@ def test_a_conversation_needs_templates_and_has_to_be_one():
     spec = TeacherCTSpec(name="bare", tokenizer=teacher_tokenizer())
     with pytest.raises(ConfigError, match="no prompt format"):
         CrossTokenizerCollator(student_tokenizer(), 50, [spec])([{"messages": TURNS}])
-    for turns in ([{"role": "user"}], TURNS[:1], [{**TURNS[1], "role": "user"}]):
-        with pytest.raises(ConversationError):
-            collator()([{"messages": turns}])
+    with pytest.raises(ConversationError):
+        collator()([{"messages": [{"role": "user"}]}])
+
+
+def test_the_row_of_a_conversation_of_which_nothing_is_trained_is_empty():
+    silent = [turn | {"weight": 0} for turn in TURNS]
+    batch = collator()([{"messages": turns} for turns in (TURNS[:1], TURNS, silent)])
+    alone = collator()([{"messages": TURNS}])
+    assert batch.student.loss_mask.sum(1).tolist() == [0, alone.token_count, 0]
+    assert batch.student.labels[1].tolist() == alone.student.labels[0].tolist()
