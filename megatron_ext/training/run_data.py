@@ -102,7 +102,8 @@ class HeldOut:
         global_batch_size: G
 
     Attributes:
-        refused: Documents that were left out, which ``data.bad_documents: skip`` allows.
+        refused: Documents that were left out: bad ones, which ``data.bad_documents: skip`` allows,
+            and conversations of which nothing is trained.
 
     Raises:
         DataError: No row fits the models.
@@ -117,7 +118,9 @@ class HeldOut:
         if not self.samples:
             reasons = [f"; {first.place}: {first.reason}" for first in self.refused[:1]]
             raise DataError(
-                "no held-out text fits the models' sequence lengths",
+                "no held-out document can be used"
+                if reasons
+                else "no held-out text fits the models' sequence lengths",
                 got=f"{self.dropped_bytes} bytes dropped{''.join(reasons)}",
                 fix=None if reasons else "raise seq_length",
             )

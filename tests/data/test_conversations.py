@@ -14,6 +14,7 @@ from megatron_ext.data.packed_batches import PackedBatches
 from megatron_ext.data.packed_dataset import PackedTextDataset
 from megatron_ext.errors import ConfigError, ConversationError, DataError
 from megatron_ext.tokenizers import MegatronTokenizerText
+from megatron_ext.training.run_data import HeldOut
 from tests.alignment.test_conversation_alignment import BRACKETS, NAMES
 from tests.data.readers import student_tokenizer, teacher_tokenizer
 from tests.training.tiny_run import vocabulary
@@ -172,6 +173,8 @@ def test_conversations_of_which_nothing_is_trained_are_left_out_with_their_reaso
     for conversations in ([silent], [late]):
         with pytest.raises(DataError, match=rf"no document of the data can be used; got {file}:1"):
             next(iter(PackedBatches(block(*conversations), 1)))
+        with pytest.raises(DataError, match=rf"no held-out document can be used; .*; {file}:1: "):
+            HeldOut(block(*conversations, pack=False), global_batch_size=1)
     # An answer that is empty is a mistake, which ends a run unless bad documents are skipped.
     empty = [TURNS[0], {"role": "assistant", "content": ""}]
     with pytest.raises(ConversationError, match=rf"{file}:1: .*the assistant says nothing"):
