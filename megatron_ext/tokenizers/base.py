@@ -23,7 +23,7 @@ from megatron_ext.errors import TokenizerError
 from megatron_ext.tokenizers.special_tokens import CONVENTIONAL_NAMES, RoleIds
 from megatron_ext.tokenizers.text_offsets import text_offsets
 from megatron_ext.tokenizers.token_ids import ByteEnds, IdArray
-from megatron_ext.tokenizers.tokenizer_files import template_source
+from megatron_ext.tokenizers.tokenizer_files import given_template
 
 
 class Vocabulary(list[str]):
@@ -197,7 +197,7 @@ class MegatronTokenizerTextAbstract(ChatTemplates, RoleIds):
         template = (
             required_template(own, options.get("tools"))
             if chat_template is None
-            else template_source(chat_template, own)
+            else given_template(chat_template, own)
         )
         return apply_chat_template(self, conversation, template, **options)
 

@@ -29,7 +29,7 @@ from megatron_ext.tokenizers.config import ConversationOptions
 from megatron_ext.tokenizers.libraries import library_of
 from megatron_ext.tokenizers.special_ids import SpecialIds
 from megatron_ext.tokenizers.token_ids import ByteEnds, IdArray
-from megatron_ext.tokenizers.tokenizer_files import template_source
+from megatron_ext.tokenizers.tokenizer_files import given_template
 
 
 class ChatTokenizer(ChatTemplates, SpecialIds):
@@ -77,7 +77,7 @@ class ChatTokenizer(ChatTemplates, SpecialIds):
         # Only a path that the user gives is followed anywhere; others were read in their folder.
         template = next((t for t in (given, named) if t is not None), None)
         self.chat_templates = (
-            dict(own) if template is None else {DEFAULT_TEMPLATE: template_source(template, own)}
+            dict(own) if template is None else {DEFAULT_TEMPLATE: given_template(template, own)}
         )
         self._tokenizer.served_by = self
 
@@ -265,7 +265,7 @@ class ChatTokenizer(ChatTemplates, SpecialIds):
 
     def _template(self, given: str | None, tools: object) -> str:
         if given is not None:
-            return template_source(given, self.own_chat_templates)
+            return given_template(given, self.own_chat_templates)
         return required_template(self.chat_templates, tools)
 
     # The protocol ConversationTokenizer.

@@ -241,7 +241,7 @@ def names_template(text: object) -> TypeGuard[str]:
     return isinstance(text, str) and text.endswith(".jinja") and "\n" not in text
 
 
-def template_source(template: object, own: Mapping[str, str]) -> str:
+def given_template(template: object, own: Mapping[str, str]) -> str:
     """Jinja source of a chat template that a user gives.
 
     Args:
