@@ -206,15 +206,17 @@ ANSWER_SHAPES: dict[str, AnswerShape] = {
         calls=TOOL_CALL,
     ),
     "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": AnswerShape(
-        after=("<｜Assistant｜>", "<｜tool▁outputs▁end｜>"),
-        ends=f"(?<!<｜tool▁calls▁end｜>){DEEPSEEK_END}",
-        calls="<｜tool▁calls▁begin｜>.*<｜Assistant｜>",
+        # Of a message with one call the template leaves out the end, of the second one the header.
+        after=("<｜Assistant｜>", "<｜tool▁outputs▁end｜>", "\n<｜tool▁call▁begin｜>"),
+        ends=f"<｜tool▁call▁end｜>(?=<｜tool▁outputs▁begin｜>)|{DEEPSEEK_END}",
+        calls="(?:<｜tool▁calls▁begin｜>|function<｜tool▁sep｜>).*",
     ),
     "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": AnswerShape(
         # Of its second message with calls the template leaves out the header.
         after=("<｜Assistant｜>", "<｜tool▁outputs▁end｜>", "\n<｜tool▁call▁begin｜>"),
-        ends=f"(?<!<｜tool▁calls▁end｜>){DEEPSEEK_END}",
-        calls="(?:<｜tool▁calls▁begin｜>|function<｜tool▁sep｜>).*<｜Assistant｜>",
+        # Behind calls beside a content that is not null, which may be empty, that follows.
+        ends=f"(?<!<｜tool▁calls▁end｜>){DEEPSEEK_END}|{DEEPSEEK_END}(?!<｜Assistant｜>)",
+        calls="(?:<｜tool▁calls▁begin｜>|function<｜tool▁sep｜>)(?:.*<｜Assistant｜>|.*)",
     ),
     "deepseek-ai-DeepSeek-V3.1": AnswerShape(
         after=("<｜Assistant｜><think></think>", "<｜tool▁output▁end｜>", DEEPSEEK_END),

@@ -227,9 +227,16 @@ def corpora() -> dict[str, list[Conversation]]:
 def plain_text(path: Path, conversation: Conversation, **more: Any) -> str | Exception:
     messages, variables = conversation
     shown = [{k: v for k, v in message.items() if k != "train"} for message in messages]
+    source = path.read_text(encoding="utf-8")
     # A null content is none for templates that ask for it, and empty for others.
-    absent = None if "is none" in path.read_text(encoding="utf-8") else ""
+    absent = None if re.search(r"\['content'\] is (not )?none", source) else ""
     shown = [{**m, "content": absent} if m["content"] is None else m for m in shown]
+    if "['arguments'] +" in source:
+        # Added to a text, arguments are their JSON.
+        shown = [
+            m | {"tool_calls": [*map(_in_text, m["tool_calls"])]} if m.get("tool_calls") else m
+            for m in shown
+        ]
     # transformers gives thinking to templates by both names.
     shown = [
         {"thinking": m["reasoning_content"], **m} if "reasoning_content" in m else m for m in shown
@@ -239,6 +246,11 @@ def plain_text(path: Path, conversation: Conversation, **more: Any) -> str | Exc
         return plain_template(path).render(messages=shown, **known)
     except Exception as error:
         return error
+
+
+def _in_text(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 def encoded(path: Path, conversation: Conversation, **policy: Any) -> EncodedConversation:
