@@ -118,9 +118,9 @@ def find_sources(
 ) -> SourceFiles:
     """The files that ``inputs`` name: files, folders (searched through) and glob patterns.
 
-    The files of a folder or pattern are sorted by name. A file that is named directly is read as
-    text where its kind is unknown; in a folder it is skipped, as are ``README.md`` and other files
-    about the data beside files of records, and hidden files are left out.
+    The files of a folder or pattern are sorted by name. ``README.md`` and other files about the
+    data are skipped there beside files of records. A file of an unknown kind is read as text, but
+    skipped in a folder, where hidden files are left out.
 
     Args:
         inputs: Paths and patterns.
@@ -134,18 +134,22 @@ def find_sources(
     named: list[tuple[Path, SourceKind]] = []
     skipped: list[str] = []
     for name in inputs:
+        if os.path.lexists(name) and not os.path.isdir(name):
+            named.append((Path(name), source_kind(name)))
+            continue
+        found: dict[Path, SourceKind | None] = {}
         for path in _expand(name, fix):
-            if not path.is_dir():
-                named.append((path, source_kind(path)))
-                continue
-            found = [file for file in _walk(path) if not is_own(file)]
-            kinds = {file: kind for file in found if (kind := _known_kind(file.name))}
-            data = {file: kind for file, kind in kinds.items() if not _is_about_data(file)}
-            if not set(data.values()) - {"text", "text-gzip"}:
-                # Texts, or nothing but such names.
-                data = kinds
-            named += data.items()
-            skipped += [str(file) for file in found if file not in data]
+            if path.is_dir():
+                found |= {file: _known_kind(file.name) for file in _walk(path) if not is_own(file)}
+            else:
+                found[path] = source_kind(path)
+        kinds = {file: kind for file, kind in found.items() if kind is not None}
+        data = {file: kind for file, kind in kinds.items() if not _is_about_data(file)}
+        if not set(data.values()) - {"text", "text-gzip"}:
+            # Texts, or nothing but such names.
+            data = kinds
+        named += data.items()
+        skipped += [str(file) for file in found if file not in data]
     files = tuple(source_file(path, kind) for path, kind in named)
     _check(inputs, files, skipped, fix)
     return SourceFiles(files, tuple(skipped))
