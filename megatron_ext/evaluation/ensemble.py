@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.evaluation.byte_tree import END, ByteTree, ByteVocabulary
-from megatron_ext.evaluation.generation import SECONDS_UNTIL_PROGRESS, next_tokens
+from megatron_ext.evaluation.generation import late_progress, next_tokens
 from megatron_ext.evaluation.language_model import (
     EnsembleOptions,
     GenerationOptions,
@@ -38,7 +38,6 @@ from megatron_ext.evaluation.megatron_language_model import (
 from megatron_ext.evaluation.token_mixture import NextTokens
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.token_bytes import TokenBytes
-from megatron_ext.training.metrics import progress_bar
 
 Result = TypeVar("Result")
 
@@ -217,14 +216,8 @@ class ByteEnsemble:
 
     def _local(self, what: str, unit: str, count: int) -> Iterator[int]:
         """Indices of the requests of this replica, whose progress the first rank shows."""
-        generator, places = self._first.generator, self._first.local(count)
-        with progress_bar(
-            what,
-            total=len(places),
-            unit=unit,
-            is_shown=generator.shows_progress and generator.groups.is_main,
-            delay=SECONDS_UNTIL_PROGRESS,
-        ) as bar:
+        places = self._first.local(count)
+        with late_progress(self._first.generator, what, total=len(places), unit=unit) as bar:
             for place in places:
                 yield place
                 bar.update()

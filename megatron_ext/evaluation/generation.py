@@ -94,7 +94,17 @@ IsDone = Callable[[Sequence[int]], bool]
 """Whether the generated ids, without the prompt, contain the end of the text."""
 
 SECONDS_UNTIL_PROGRESS: Final = 5.0
-"""Seconds of generation or scoring before which no progress is shown."""
+
+
+def late_progress(part: Generator | TokenScorer, what: str, *, total: int, unit: str) -> Any:
+    """The progress of work that takes long, on the first rank if ``part`` shows it."""
+    return progress_bar(
+        what,
+        total=total,
+        unit=unit,
+        is_shown=part.shows_progress and part.groups.is_main,
+        delay=SECONDS_UNTIL_PROGRESS,
+    )
 
 
 @dataclass(slots=True)
@@ -161,13 +171,7 @@ class Generator:
         cut = [prompt[-room:] for prompt in prompts]
         order = sorted(range(len(cut)), key=lambda i: -len(cut[i]))
         completions = [Completion([], [])] * len(cut)
-        with progress_bar(
-            "generate",
-            total=len(order),
-            unit="prompt",
-            is_shown=self.shows_progress and self.groups.is_main,
-            delay=SECONDS_UNTIL_PROGRESS,
-        ) as bar:
+        with late_progress(self, "generate", total=len(order), unit="prompt") as bar:
             for start in range(0, len(order), self.micro_batch_size):
                 part = order[start : start + self.micro_batch_size]
                 new = self._batch(
@@ -282,13 +286,7 @@ class TokenScorer:
         order = sorted(range(len(requests)), key=lambda i: -sum(map(len, requests[i])))
         size = self.micro_batch_size * self.groups.pp.size()
         scored: list[torch.Tensor] = []
-        with progress_bar(
-            "score",
-            total=len(order),
-            unit="text",
-            is_shown=self.shows_progress and self.groups.is_main,
-            delay=SECONDS_UNTIL_PROGRESS,
-        ) as bar:
+        with late_progress(self, "score", total=len(order), unit="text") as bar:
             for start in range(0, len(order), size):
                 part = order[start : start + size]
                 scored.append(self._scores([requests[i] for i in part]))
