@@ -4,6 +4,9 @@ from typing import Final
 
 __version__ = "0.1.0"
 
+DELTA_CHUNK: Final = 64
+"""Positions of a chunk of linear attention, whose corrections are solved for at a time."""
+
 IGNORE_INDEX: Final = -100
 """Label of a position that is not trained."""
 

@@ -126,6 +126,8 @@ class NextTokens:
     ) -> None:
         self._chunk, self._shard, self._groups = chunk, shard, groups
         self.max_length = max_length
+        # The states of linear attention are those behind all tokens, and cannot be taken back.
+        self._keeps_states = chunk.config.linear_attention_freq is not None
         self._context = StaticInferenceContext(1, -(-max_length // CACHE_STEP) * CACHE_STEP)
         self._read: list[int] = []
 
@@ -139,7 +141,7 @@ class NextTokens:
         same = 0
         while same < min(len(self._read), len(ids) - 1) and self._read[same] == ids[same]:
             same += 1
-        if len(ids) - same > _MOST_STEPS:
+        if len(ids) - same > _MOST_STEPS or (self._keeps_states and same < len(self._read)):
             same = 0
         pieces = [ids[same:]] if same == 0 else [[token] for token in ids[same:]]
         self._context.sequence_len_offset = same

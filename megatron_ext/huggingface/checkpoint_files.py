@@ -59,8 +59,12 @@ class CheckpointFiles:
         """
         if not self._wraps_text:
             return self._whole_config
-        has_weights = any((self.folder / name).is_file() for name in (INDEX_FILE, WEIGHTS_FILE))
-        return text_config(self._whole_config, self._all_tensors if has_weights else None)
+        return text_config(self._whole_config, self._all_tensors if self.has_weights else None)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether there are files of tensors."""
+        return any((self.folder / name).is_file() for name in (INDEX_FILE, WEIGHTS_FILE))
 
     @cached_property
     def _whole_config(self) -> Mapping[str, Any]:

@@ -36,7 +36,8 @@ from megatron_ext.huggingface.rotary import LENGTH, PART, yarn_growth
 from megatron_ext.huggingface.tensor_map import Part, Rule, Size
 
 NEXT: Final = "num_nextn_predict_layers"
-"""Key of the number of layers behind the last that predict tokens behind the next one."""
+NEXT_KEYS: Final = (NEXT, "mtp_num_hidden_layers")
+"""Keys of the number of layers behind the last that predict tokens behind the next one."""
 
 _ATTENTION: Final = "decoder.layers.self_attention"
 
@@ -301,4 +302,4 @@ _LAYER_NUMBER: Final = re.compile(r"model\.layers\.(\d+)\.")
 def predicts_more(name: str, layers: int) -> bool:
     """Whether a tensor is of a layer behind the last."""
     found = _LAYER_NUMBER.match(name)
-    return found is not None and int(found[1]) >= layers
+    return name.startswith("mtp.") or (found is not None and int(found[1]) >= layers)

@@ -32,6 +32,7 @@ from megatron_ext.huggingface.expert_families import (
     QWEN3_MOE,
 )
 from megatron_ext.huggingface.family import Family
+from megatron_ext.huggingface.hybrid_families import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 
 FAMILIES: Mapping[str, Family] = {
     family.architecture: family
@@ -40,6 +41,7 @@ FAMILIES: Mapping[str, Family] = {
         *(PHI3, OLMO2, OLMO3, SMOLLM3, GRANITE, GPT_NEOX, SEED_OSS, MINISTRAL3, EXAONE4),
         *(QWEN3_MOE, QWEN2_MOE, OLMOE, MIXTRAL, MINIMAX_M2, GPT_OSS),
         *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE),
+        *(QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT),
     )
 }
 """Families by architecture; a model that several can express is written as the first."""
@@ -71,7 +73,6 @@ UNSUPPORTED: Mapping[str, str] = {
     "PhiForCausalLM": _ONE_NORM,
     "CohereForCausalLM": _ONE_NORM,
     "Cohere2ForCausalLM": _ONE_NORM,
-    "Qwen3NextForCausalLM": "layers of linear attention (gated delta rule) are not built here",
     "RecurrentGemmaForCausalLM": "recurrent layers (RG-LRU) are not built here",
     **dict.fromkeys(
         (

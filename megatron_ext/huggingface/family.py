@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_ext.huggingface.tensor_map import Part, Rule
@@ -23,6 +23,10 @@ class Family:
 
     rules: tuple[Rule, ...]
     """Tensors, from the embedding to the head, which a model with tied embeddings lacks."""
+
+    entries: tuple[Rule, ...] = ()
+    """Rules in the place of those for single experts, of files that have the experts of a layer in
+    one tensor."""
 
     names: Mapping[str, str] = field(default_factory=dict)
     """Keys of ``config.json`` by the setting that they become, beside those of all families."""
@@ -57,6 +61,13 @@ class Family:
         """Whether layers with a window and layers without one may follow one another."""
         keys = {"sliding_window_pattern", "max_window_layers", "layer_types"}
         return bool(keys & self.defaults.keys())
+
+    def of_tensors(self, names: Container[str]) -> Family:
+        """The family with the rules for files that have tensors of these names."""
+        if not self.entries or self.entries[0].parts[0].name.format(layer=0) not in names:
+            return self
+        entries = {rule.megatron: rule for rule in self.entries}
+        return replace(self, rules=tuple(entries.get(rule.megatron, rule) for rule in self.rules))
 
     @property
     def embedding(self) -> str:

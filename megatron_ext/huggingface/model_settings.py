@@ -13,7 +13,7 @@ from typing import Any, Final
 from megatron_ext.errors import CheckpointError
 from megatron_ext.huggingface.checkpoint_files import CONFIG_FILE, CheckpointFiles
 from megatron_ext.huggingface.deepseek import (
-    NEXT,
+    NEXT_KEYS,
     expert_config,
     expert_settings,
     latent_settings,
@@ -21,6 +21,7 @@ from megatron_ext.huggingface.deepseek import (
 )
 from megatron_ext.huggingface.families import FAMILIES, TEACHER_ALONE, UNSUPPORTED
 from megatron_ext.huggingface.family import Family
+from megatron_ext.huggingface.hybrid_families import linear_config, linear_settings
 from megatron_ext.huggingface.rotary import (
     PART,
     TURNED,
@@ -108,6 +109,13 @@ COMMON: Final[Mapping[str, Any]] = {
     "qk_head_dim": None,
     "qk_pos_emb_head_dim": None,
     "v_head_dim": None,
+    "attention_output_gate": False,
+    "linear_attention_freq": None,
+    "linear_num_key_heads": None,
+    "linear_num_value_heads": None,
+    "linear_key_head_dim": None,
+    "linear_value_head_dim": None,
+    "linear_conv_kernel_dim": None,
 }
 """Settings of Llama, which families override."""
 
@@ -121,7 +129,8 @@ def family_of(files: CheckpointFiles) -> Family:
     architectures = files.config.get("architectures") or []
     for name in architectures:
         if name in FAMILIES:
-            return FAMILIES[name]
+            family = FAMILIES[name]
+            return family.of_tensors(files.tensors) if files.has_weights else family
     reasons = [UNSUPPORTED[name] for name in architectures if name in UNSUPPORTED]
     if WRAPPERS & {*architectures}:
         kind = (files.config.get("text_config") or {}).get("model_type")
@@ -200,6 +209,7 @@ def settings_of(family: Family, config: Mapping[str, Any], *, where: object) -> 
         **family.settings,
         **expert_settings(config, where=where),
         **latent_settings(config),
+        **linear_settings(family, config, where=where),
     }
 
 
@@ -257,6 +267,7 @@ def model_config(settings: Mapping[str, Any], *, max_position_embeddings: int) -
             config["no_rope_layers"] = rotated_layers(settings["num_layers"], interval)
         if "n_shared_experts" in family.defaults:
             config |= expert_config(settings)
+        config |= linear_config(family, settings)
         config |= {new: config[old] for old, new in family.synonyms.items() if old in config}
         config = {key: value for key, value in config.items() if key not in family.unread}
         if "kv_lora_rank" in family.defaults:
@@ -310,10 +321,11 @@ def check_tensors(files: CheckpointFiles, tensors: TensorMap, family: Family) ->
     # A tied head is the embedding, whether or not a file repeats it.
     known = (*family.ignored, family.head)
     extra = [name for name in files.tensors if name not in expected and not name.endswith(known)]
-    if NEXT in family.defaults and any(predicts_more(name, tensors.layers) for name in extra):
+    key = next((key for key in NEXT_KEYS if key in family.defaults), None)
+    if key is not None and any(predicts_more(name, tensors.layers) for name in extra):
         extra = [name for name in extra if not predicts_more(name, tensors.layers)]
         warnings.warn(
-            f"{files.folder}: its {NEXT} layers behind the last are left out", stacklevel=2
+            f"{files.folder}: its {key} layers behind the last are left out", stacklevel=2
         )
     if extra:
         raise CheckpointError(

@@ -5,12 +5,17 @@ tensors. ``linear_qkv`` stacks them by query group, ``r`` query heads to a group
 
     q_0 .. q_(r-1), k_0, v_0;  q_r .. q_(2r-1), k_1, v_1;  ...
 
+With output gates a group has those of its heads behind the queries. ``in_proj`` of linear attention
+has the rows of a key head after those of another: its query and key, values, gates, corrections and
+decays of the value heads that read it.
+
 ``linear_fc1`` has the rows of the gate, then those of the other half. All other tensors correspond
 one to one; a tensor of experts has an entry for each layer and expert. Parts of a rule with the
 same name are ranges of one HuggingFace tensor, in their order (Phi-3's ``qkv_proj``: all queries,
 then all keys, then all values). A HuggingFace tensor with all experts of a layer (gpt-oss's) has a
 part for each of them, which may be its columns, or every other one of these. Where layers are of
-two kinds, dense and with experts, a checkpoint's keys have the number of the layer. So any
+two kinds, dense and with experts, or with full and with linear attention, a checkpoint's keys have
+the number of the layer. So any
 rectangle of a megatron-core tensor, such as a rank's shard, is a few rectangles of HuggingFace
 tensors, and the other way round.
 """
@@ -24,6 +29,7 @@ from typing import Any, Final, Literal
 Size = Literal[
     "hidden",
     "query",
+    "gated_query",
     "key_value",
     "biased_query",
     "biased_key_value",
@@ -39,6 +45,13 @@ Size = Literal[
     "latent_key_value",
     "latent_and_rotary",
     "latent_value",
+    "linear_key",
+    "linear_value",
+    "linear_value_heads",
+    "linear_value_head",
+    "linear_convolution",
+    "linear_mixed",
+    "linear_gates",
     "experts",
     "expert_ffn",
     "shared_ffn",
@@ -46,8 +59,11 @@ Size = Literal[
 ]
 """Length of a dimension of a tensor."""
 
-Layers = Literal["all", "dense", "experts"]
-"""Kind of layers."""
+Order = Literal["stacked", "by_query_group", "gated_by_query_group", "by_linear_head"]
+"""Order of the rows of several parts."""
+
+Layers = Literal["all", "dense", "experts", "full", "linear"]
+"""Kind of layers, by their feed-forward layer or by their attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +76,8 @@ class Part:
     name: str
 
     shape: tuple[Size, ...]
-    """Rows, and columns where it is no vector, as ``GPTModel`` has them."""
+    """Rows, and columns where it is no vector, as ``GPTModel`` has them; of a convolution, whose
+    columns are one number wide, that number as well."""
 
     of_experts: Literal["rows", "columns"] | None = None
     """What an entry of a tensor with one for each expert of a layer has the rows as; None for a
@@ -85,7 +102,7 @@ class Rule:
 
     parts: tuple[Part, ...]
 
-    order: Literal["stacked", "by_query_group"] = "stacked"
+    order: Order = "stacked"
 
     layers: Layers = "all"
     """Kind of the layers that have it."""
@@ -142,8 +159,8 @@ class MegatronTensor:
     blocks: tuple[Block, ...]
     """Stacked blocks, from the first row on."""
 
-    columns: int | None
-    """Number of columns; None for a vector."""
+    columns: tuple[int, ...]
+    """Number of columns, and what each has of a convolution; none for a vector."""
 
     expert: int | None = None
     """Number of the expert; None outside of experts."""
@@ -165,7 +182,7 @@ class MegatronTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape without the padding of the vocabulary."""
-        return (self.rows,) if self.columns is None else (self.rows, self.columns)
+        return (self.rows, *self.columns)
 
     def rows_of(self, name: str) -> Iterator[tuple[Block, int]]:
         """The blocks of one HuggingFace tensor, each with its first row in this tensor."""
@@ -195,7 +212,10 @@ class TensorMap:
             if all(self._sizes[size] for part in rule.parts for size in part.shape)
         }
         self._groups = int(settings["num_query_groups"])
+        self._linear_heads = int(settings["linear_num_key_heads"] or 0)
         self._dense = int(settings["moe_first_dense_layers"])
+        self._interval = settings["linear_attention_freq"]
+        self._is_numbered = bool(self._dense or self._interval)
         self.layers = int(settings["num_layers"])
 
     def megatron_tensors(self) -> Iterator[MegatronTensor]:
@@ -205,14 +225,23 @@ class TensorMap:
         for rule in rules[: inner[0]]:
             yield self.tensor(rule.megatron)
         for layer in range(self.layers):
-            absent = "experts" if layer < self._dense else "dense"
+            kinds = self._kinds(layer)
             for rule in (rules[index] for index in inner):
-                if rule.layers == absent:
+                if rule.layers not in kinds:
                     continue
                 for expert in range(self._sizes["experts"]) if rule.is_of_experts else (None,):
                     yield self._tensor(rule, layer, expert)
         for rule in rules[inner[-1] + 1 :]:
             yield self.tensor(rule.megatron)
+
+    def _kinds(self, layer: int) -> set[Layers]:
+        """Kinds that a layer, counted from 0, is of."""
+        is_linear = self._interval is not None and (layer + 1) % self._interval > 0
+        return {
+            "all",
+            "dense" if layer < self._dense else "experts",
+            "linear" if is_linear else "full",
+        }
 
     @property
     def keys_of_checkpoint(self) -> tuple[str, ...]:
@@ -229,7 +258,7 @@ class TensorMap:
         Raises:
             KeyError: The family has no such tensor.
         """
-        if self._dense and key.startswith(_LAYERS):
+        if self._is_numbered and key.startswith(_LAYERS):
             layer, _, rest = key.removeprefix(_LAYERS).partition(".")
             return self._tensor(self._rules[_LAYERS + rest], int(layer), *place)
         return self._tensor(self._rules[key], *place)
@@ -237,8 +266,13 @@ class TensorMap:
     def _tensor(
         self, rule: Rule, layer: int | None = None, expert: int | None = None
     ) -> MegatronTensor:
-        blocks = self._by_query_group if rule.order == "by_query_group" else self._stacked
-        shape, is_numbered = rule.parts[0].shape, bool(self._dense) and layer is not None
+        blocks = {
+            "stacked": self._stacked,
+            "by_query_group": self._by_query_group,
+            "gated_by_query_group": self._gated_by_query_group,
+            "by_linear_head": self._by_linear_head,
+        }[rule.order]
+        shape, is_numbered = rule.parts[0].shape, self._is_numbered and layer is not None
         key = rule.megatron
         return MegatronTensor(
             key=f"{_LAYERS}{layer}.{key.removeprefix(_LAYERS)}" if is_numbered else key,
@@ -246,7 +280,7 @@ class TensorMap:
             expert=expert,
             is_numbered=is_numbered,
             blocks=tuple(blocks(rule, layer, expert)),
-            columns=self._sizes[shape[1]] if len(shape) > 1 else None,
+            columns=tuple(self._sizes[size] for size in shape[1:]),
         )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -254,7 +288,7 @@ class TensorMap:
         found: dict[str, tuple[int, ...]] = {}
         ends: dict[str, int] = {}
         for tensor in self.megatron_tensors():
-            columns = () if tensor.columns is None else (tensor.columns,)
+            columns = tensor.columns
             for block in tensor.blocks:
                 # A tensor ends where the last of its parts does.
                 end = ends[block.name] = max(ends.get(block.name, 0), block.stop)
@@ -268,21 +302,46 @@ class TensorMap:
         for part in rule.parts:
             name = part.name.format(layer=layer, expert=expert)
             rows = self._sizes[part.shape[0]]
-            if part.of_experts is not None:
-                stop = part.first + part.step * (rows - 1) + 1
-                is_transposed = part.of_experts == "columns"
-                yield Block(name, part.first, stop, part.step, expert, is_transposed)
-                continue
             start = ends.get(name, 0)
-            ends[name] = start + rows
-            yield Block(name, start, ends[name])
+            if part.step > 1:
+                start = part.first
+            ends[name] = start + part.step * (rows - 1) + 1
+            of_entry = None if part.of_experts is None else expert
+            is_transposed = part.of_experts == "columns"
+            yield Block(name, start, ends[name], part.step, of_entry, is_transposed)
 
     def _by_query_group(self, rule: Rule, layer: int | None, expert: int | None) -> Iterator[Block]:
-        for group in range(self._groups):
-            for whole in self._stacked(rule, layer, expert):
-                rows = whole.rows // self._groups
-                start = whole.start + group * rows
-                yield Block(whole.name, start, start + rows)
+        return _by_group(self._stacked(rule, layer, expert), self._groups)
+
+    def _by_linear_head(self, rule: Rule, layer: int | None, expert: int | None) -> Iterator[Block]:
+        return _by_group(self._stacked(rule, layer, expert), self._linear_heads)
+
+    def _gated_by_query_group(
+        self, rule: Rule, layer: int | None, expert: int | None
+    ) -> Iterator[Block]:
+        """Of each group the queries, their gates, keys and values; a head's gate is behind its
+        query in the HuggingFace tensor."""
+        head = self._sizes["head"]
+        for block in self._by_query_group(rule, layer, expert):
+            if block.rows == head:
+                yield block
+                continue
+            for first in (0, head):
+                for start in range(block.start + first, block.stop, 2 * head):
+                    yield Block(block.name, start, start + head)
+
+
+def _by_group(stacked: Iterator[Block], groups: int) -> Iterator[Block]:
+    """The next share of each block for every one of ``groups``."""
+    wholes = list(stacked)
+    for group in range(groups):
+        for whole in wholes:
+            rows = whole.rows // groups
+            start = whole.start + group * rows
+            yield Block(whole.name, start, start + rows)
+
+
+_KINDS: Final = ("key", "value")
 
 
 def _sizes(settings: Mapping[str, Any]) -> dict[Size, int]:
@@ -291,9 +350,12 @@ def _sizes(settings: Mapping[str, Any]) -> dict[Size, int]:
     latent, of_query = settings["kv_lora_rank"] or 0, settings["q_lora_rank"] or 0
     rotary, plain = settings["qk_pos_emb_head_dim"] or 0, settings["qk_head_dim"] or 0
     value = settings["v_head_dim"] or 0
+    key_heads, value_heads = (settings[f"linear_num_{kind}_heads"] or 0 for kind in _KINDS)
+    of_key, of_value = (settings[f"linear_{kind}_head_dim"] or 0 for kind in _KINDS)
     return {
         "hidden": settings["hidden_size"],
         "query": heads * head,
+        "gated_query": 2 * heads * head,
         "key_value": settings["num_query_groups"] * head,
         "head": head,
         "biased_query": heads * head * settings["add_qkv_bias"],
@@ -307,6 +369,13 @@ def _sizes(settings: Mapping[str, Any]) -> dict[Size, int]:
         "latent_key_value": heads * (plain + value),
         "latent_and_rotary": latent + rotary,
         "latent_value": heads * value,
+        "linear_key": key_heads * of_key,
+        "linear_value": value_heads * of_value,
+        "linear_value_heads": value_heads,
+        "linear_value_head": of_value,
+        "linear_convolution": settings["linear_conv_kernel_dim"] or 0,
+        "linear_mixed": 2 * (key_heads * of_key + value_heads * of_value),
+        "linear_gates": 2 * value_heads,
         "ffn": settings["ffn_hidden_size"],
         "vocabulary": settings["vocab_size"],
         "experts": settings["num_experts"] or 0,

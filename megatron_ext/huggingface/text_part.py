@@ -20,6 +20,8 @@ WRAPPERS: Final = frozenset(
         "Qwen2VLForConditionalGeneration",
         "Qwen2_5_VLForConditionalGeneration",
         "Qwen3VLForConditionalGeneration",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
     }
 )
 """Architectures that read images, whose text model is of a family."""
@@ -36,6 +38,8 @@ _TEXT_MODELS: Final[Mapping[str, tuple[str, str]]] = {
     "qwen2_5_vl": ("Qwen2ForCausalLM", "qwen2"),
     "qwen2_5_vl_text": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3_vl_text": ("Qwen3ForCausalLM", "qwen3"),
+    "qwen3_5_text": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
+    "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
 }
 """Architecture and type of the text model alone, by its type in the checkpoint."""
 

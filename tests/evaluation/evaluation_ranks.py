@@ -22,6 +22,7 @@ from megatron_ext.evaluation.language_model import (
     rolling_requests,
 )
 from megatron_ext.evaluation.megatron_language_model import ModelOptions, load_language_model
+from megatron_ext.evaluation.token_mixture import NextTokens
 from tests.evaluation.tiny_language_model import PAIRS, PROMPTS
 
 NEW_TOKENS = 5
@@ -133,12 +134,31 @@ def ask_families(rank, folders):
                     ids, GREEDY, places=range(len(ids)), is_done=lambda new: False
                 )
             ),
+            "next": _next_tokens(model),
             "chat_prompt": prompt_ids(PROMPTS[0], chat),
             "chat_request": continuation_request(PROMPTS[0], " there", chat),
             "chat": chat.generate(PROMPTS[:1], GREEDY),
             "chat_score": chat.log_likelihoods([continuation_request(PROMPTS[0], " there", chat)]),
         }
     return found
+
+
+SHARED_BEGINNINGS = [
+    [1, 5, 9, 40, 41],
+    [1, 5, 9, 40, 41, 42, 43],
+    [1, 5, 9, 44],
+    [1, 5, 9, 44],
+    [1, *range(5, 30)],
+]
+
+
+def _next_tokens(model):
+    """Probabilities behind texts that are read one after the other, by bytes that models share."""
+    generator = model.generator
+    read = NextTokens(
+        generator.models.chunks[0], generator.shard, generator.groups, max_length=model.max_length
+    )
+    return [read.after(ids) for ids in SHARED_BEGINNINGS]
 
 
 def _ids(completions):

@@ -10,10 +10,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_ext.evaluation.megatron_language_model import ModelOptions, OpenedModel, stops_of
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
-from tests.evaluation.evaluation_ranks import NEW_TOKENS, ask, ask_families, chat, evaluate
+from tests.evaluation.evaluation_ranks import (
+    NEW_TOKENS,
+    SHARED_BEGINNINGS,
+    ask,
+    ask_families,
+    chat,
+    evaluate,
+)
 from tests.evaluation.stand_in_model import written
 from tests.evaluation.tiny_language_model import PROMPTS, save_tiny_model
-from tests.huggingface.tiny_models import save_model, save_tokenizer
+from tests.huggingface.tiny_models import COMPARED, save_model, save_tokenizer
 from tests.process_group import run_ranks
 
 ALONE = {"adds_bos": False, "micro_batch_size": 3}
@@ -21,7 +28,7 @@ LAYOUTS = {
     "tp2": {**ALONE, "tensor_model_parallel_size": 2},
     "pp2": {**ALONE, "pipeline_model_parallel_size": 2, "micro_batch_size": 2},
 }
-FAMILIES = ["qwen3", "gpt-neox"]
+FAMILIES = ["qwen3", "gpt-neox", *(name for name in ("qwen3.5",) if name in COMPARED)]
 if os.environ.get("MEGATRON_EXT_ALL_TEXT"):
     LAYOUTS["dp2"] = {**ALONE, "micro_batch_size": 5}
     FAMILIES += ["gemma", "gemma3", "mistral", "phi3", "olmo2", "olmo3", "smollm3", "granite"]
@@ -155,6 +162,15 @@ def test_other_families_generate_what_transformers_does(asked, families, name):
     for prompt, ids in zip(PROMPTS, asked[name]["greedy_ids"], strict=True):
         encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
         assert ids == _first_choices(model, encoded, len(tokenizer))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_texts_with_one_beginning_are_read_as_transformers_reads_each(asked, families, name):
+    model = AutoModelForCausalLM.from_pretrained(families[name], dtype=torch.float32).eval()
+    for ids, probs in zip(SHARED_BEGINNINGS, asked[name]["next"], strict=True):
+        with torch.no_grad():
+            expected = model(torch.tensor([ids])).logits[0, -1, : len(probs)].double().softmax(0)
+        torch.testing.assert_close(torch.from_numpy(probs), expected, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

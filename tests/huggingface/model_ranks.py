@@ -113,7 +113,7 @@ def _gradients(rank, folder, parallel, groups):
     return found
 
 
-def _copy(block, shard, first, column=0):
+def _copy(block, shard, first, column=0, *_):
     """What a shard has of a block that begins in its row ``first``, into the block."""
     start, stop = max(first, 0), min(first + len(block), len(shard))
     if start < stop:

@@ -15,12 +15,16 @@ from megatron_ext.training.checkpoints.huggingface_export import export_huggingf
 from megatron_ext.training.configuration.lora import LINEAR_LAYERS
 from megatron_ext.training.metrics import read_metrics
 from tests.huggingface.run_from_folders import train_runs, write_adapter_run
-from tests.huggingface.tiny_models import save_model, some_tokens, tensors_of
+from tests.huggingface.tiny_models import COMPARED, save_model, some_tokens, tensors_of
 from tests.process_group import run_ranks
 from tests.training.run_results import weights_of
 
 MODEL, OTHER = "gemma3", "qwen2"
 """With norms behind linear layers; and with biases of a fused layer, and norms that learn, too."""
+LINEAR = "qwen3.5"
+"""With linear attention, whose first product is four layers of HuggingFace's."""
+ADAPTED = {"adapted": MODEL} | ({"linear": LINEAR} if LINEAR in COMPARED else {})
+"""Runs of adapters in dense layers, with the folder that they start from."""
 EXPERTS = "qwen2-moe"
 """With a shared expert beside the others."""
 LORA = {"rank": 3, "alpha": 6.0, "targets": ["q_proj", "v_proj", "k_proj", "o_proj", "linear_fc1"]}
@@ -32,32 +36,39 @@ ALL = bool(os.environ.get("MEGATRON_EXT_ALL_TEXT"))
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("adapters")
-    for name in (MODEL, OTHER, EXPERTS):
+    for name in {MODEL, OTHER, EXPERTS, *ADAPTED.values()}:
         save_model(name, root / name)
     norms = {"train_iters": 1, "trainable": ["norms"]}
     write_adapter_run(root, "adapted", start=MODEL, lora=LORA, **TP2)
     write_adapter_run(root, "next", start="adapted", **TP2)
     write_adapter_run(root, "mixed", start=OTHER, lora=LORA, training=norms, **TP2)
     write_adapter_run(root, "experts", start=EXPERTS, lora=OF_EXPERTS, **EP2)
-    runs = ["adapted", "next", "mixed", "experts"]
+    if "linear" in ADAPTED:
+        write_adapter_run(root, "linear", start=LINEAR, lora={"rank": 3, "alpha": 6.0}, **TP2)
+    runs = [*ADAPTED, "next", "mixed", "experts"]
     if ALL:
         write_adapter_run(root, "next-experts", start="experts", **EP2)
         write_adapter_run(root, "shared", start=EXPERTS, lora={"rank": 3}, **EP2)
         runs += ["next-experts", "shared"]
     run_ranks(2, train_runs, root, runs)
-    for run in ("adapted", *(["shared"] if ALL else [])):
+    for run in (*ADAPTED, *(["shared"] if ALL else [])):
         export_adapter(root / run, root / f"peft-{run}")
     for run in runs:
         export_huggingface(root / run, root / f"merged-{run}")
     return root
 
 
-def test_the_merged_export_is_the_start_with_the_adapters(root):
-    start, merged = tensors_of(root / MODEL), tensors_of(root / "merged-adapted")
-    adapters = load_file(root / "peft-adapted" / "adapter_model.safetensors")
+OF_LINEAR = ("out_proj", *(f"in_proj_{part}" for part in ("qkv", "z", "b", "a")))
+
+
+@pytest.mark.parametrize("run", ADAPTED)
+def test_the_merged_export_is_the_start_with_the_adapters(root, run):
+    start, merged = tensors_of(root / ADAPTED[run]), tensors_of(root / f"merged-{run}")
+    adapters = load_file(root / f"peft-{run}" / "adapter_model.safetensors")
     stems = {key.removesuffix(".lora_A.weight") for key in adapters if ".lora_A." in key}
     assert {stem.rsplit(".", 1)[-1] for stem in stems} == {
-        *(f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up"))
+        *(f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up")),
+        *(() if run == "adapted" else ("down_proj", *OF_LINEAR)),
     }
     changed = set()
     for key, weight in start.items():

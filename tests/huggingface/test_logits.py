@@ -47,6 +47,7 @@ OF_LAYER_NUMBERS = (
     "smollm3-yarn",
     "deepseek-v2",
     "deepseek-v3",
+    "qwen3.5",
     "llama",
 )
 """Models of layers that differ by their number, which two chunks a stage count otherwise, and one
@@ -68,6 +69,7 @@ OF_OWN_LAYERS = (
     "granite",
     "gpt-neox",
     "gpt-oss",
+    *(name for name in ("qwen3.5", "qwen3.5-moe", "qwen3-next") if name in MODELS),
 )
 """Models that megatron-core builds with layers, norms or hooks of ours."""
 

@@ -14,7 +14,7 @@ from megatron_ext.training.checkpoints.huggingface_import import import_huggingf
 from megatron_ext.training.configuration.yaml_file import read_config_file
 from megatron_ext.training.metrics import read_metrics
 from tests.huggingface.run_from_folders import train_runs, write_run
-from tests.huggingface.tiny_models import save_model, tensors_of
+from tests.huggingface.tiny_models import COMPARED, save_model, tensors_of
 from tests.process_group import run_ranks
 
 ALL_TEXT = os.environ.get("MEGATRON_EXT_ALL_TEXT") == "1"
@@ -32,9 +32,10 @@ PAIRS = {
     "caps": ("gemma2", "gemma2"),
     "latent": ("deepseek-v3", "qwen3-moe"),
     "residuals": ("gpt-neox", "olmo2"),
+    **({"linear": ("qwen3.5", "qwen3-next")} if "qwen3-next" in COMPARED else {}),
 }
 """Student and teacher of each run, what runs the teacher, and the objective."""
-SHARDED = ["run", "experts", "sinks", "latent", "residuals"]
+SHARDED = ["run", "experts", "sinks", "latent", "residuals", *({"linear"} & {*PAIRS})]
 """Those that two ranks run, too; all of them with MEGATRON_EXT_ALL_TEXT."""
 if ALL_TEXT:
     PAIRS |= {

@@ -15,7 +15,7 @@ from megatron_ext.huggingface.text_part import text_config
 from megatron_ext.teachers.causal_lm import load_causal_lm
 from tests.huggingface.model_ranks import logits_of
 from tests.huggingface.round_trips import round_trips
-from tests.huggingface.tiny_models import SIZES, save_tokenizer, some_tokens, tensors_of
+from tests.huggingface.tiny_models import LINEAR, SIZES, save_tokenizer, some_tokens, tensors_of
 from tests.process_group import run_ranks
 
 MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e6}}
@@ -41,6 +41,7 @@ EVERY_MODEL = {
         {"head_dim": 8, **MROPE},
         {"hidden_size": 16, **QWEN_VISION, "deepstack_visual_indexes": [0]},
     ),
+    "qwen3.5": ("Qwen3_5", LINEAR, {"hidden_size": 16, **QWEN_VISION}),
     "mistral3": (
         "Mistral3",
         {"model_type": "mistral", "sliding_window": None, "head_dim": 8},
@@ -53,7 +54,8 @@ EVERY_MODEL = {
 MODELS = {
     name: model
     for name, model in EVERY_MODEL.items()
-    if name in ("gemma3", "qwen2.5-vl", "qwen3-vl") or os.environ.get("MEGATRON_EXT_ALL_TEXT")
+    if name in ("gemma3", "qwen2.5-vl", "qwen3-vl", "qwen3.5")
+    or os.environ.get("MEGATRON_EXT_ALL_TEXT")
 }
 
 

@@ -54,6 +54,29 @@ OF_EXPERTS = (
 )
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "tie_word_embeddings": False}
 
+LINEAR = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 3,
+    "tie_word_embeddings": False,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e5,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+    },
+}
+OF_LINEAR_EXPERTS = {
+    **LINEAR,
+    **EXPERTS,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+
 MODELS = {
     "llama": ("Llama", {"tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True, "head_dim": 16}),
@@ -162,6 +185,9 @@ YARN = {
     "original_max_position_embeddings": 8,
 }
 MORE_MODELS = {
+    "qwen3.5": ("Qwen3_5", LINEAR),
+    "qwen3.5-moe": ("Qwen3_5Moe", OF_LINEAR_EXPERTS),
+    "qwen3-next": ("Qwen3Next", OF_LINEAR_EXPERTS),
     "minimax-m2": (
         "MiniMaxM2",
         {
@@ -282,7 +308,7 @@ OF_ALL_TEXT = (
     *("olmo2", "olmoe", "seed-oss", "ministral3"),
 )
 """Models whose parts others have, too, which are compared with MEGATRON_EXT_ALL_TEXT=1 alone."""
-SINCE_5 = ("minimax-m2", "ministral3")
+SINCE_5 = ("minimax-m2", "ministral3", "qwen3.5", "qwen3.5-moe", "qwen3-next")
 """Models that transformers 4 does not have."""
 COMPARED = {
     name: model
@@ -300,6 +326,7 @@ _BY_SEED = (
     *("gpt-oss", "deepseek-v3", "deepseek-v2", "gemma2"),
     *("glm4-moe", "qwen3-yarn", "olmo3", "smollm3-yarn"),
     *("olmoe", "seed-oss", "exaone4", "minimax-m2", "ministral3"),
+    *("qwen3.5", "qwen3.5-moe", "qwen3-next"),
 )
 """Models by the seed of their weights; one that is added at the end changes no other."""
 
@@ -325,6 +352,9 @@ def hf_model(name, **sizes):
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name or parameter_name.endswith("bias"):
                 parameter.add_(0.3 * torch.randn_like(parameter))
+            if parameter_name.endswith("A_log"):
+                # Linear attention that remembers more than the last tokens.
+                parameter.sub_(4)
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.add_(0.3 * torch.randn_like(buffer))
@@ -344,7 +374,11 @@ def in_words_of_release(options):
     return {**words, "rope_theta": rope["rope_theta"], "rope_scaling": scaling}
 
 
-_CONFIGS = {"Gemma3": "Gemma3Text"}
+_CONFIGS = {
+    "Gemma3": "Gemma3Text",
+    "Qwen3_5": "Qwen3_5Text",
+    "Qwen3_5Moe": "Qwen3_5MoeText",
+}
 
 
 def save_model(name, folder, *, dtype=torch.float32, **sizes):

@@ -27,6 +27,15 @@ NEEDED = {
 
 ENGINE = {"kind": "vllm", "url": ["http://localhost:8000"]}
 
+LINEAR_ATTENTION = {
+    "linear_attention_freq": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 4,
+}
+
 ON = {
     "teachers": {"teachers": {"a": {}}},
     "projection": {"projection": "p"},
@@ -92,6 +101,11 @@ ON = {
     "num_experts of a teacher on the student's ranks": {
         "teacher": {"model": MODEL | {"num_layers": 4, "num_experts": 4}}
     },
+    "linear_attention_freq of a teacher on the student's ranks": {
+        "teacher": {"model": MODEL | {"num_layers": 4} | LINEAR_ATTENTION}
+    },
+    "student.linear_attention_freq": {"student": LINEAR_ATTENTION},
+    "student.attention_output_gate": {"student": {"attention_output_gate": True}},
     "student.num_experts": {"student": {"num_experts": 4}},
     "a student's experts shared by replicas": {
         "student": {"num_experts": 4},

@@ -19,7 +19,7 @@ from megatron_ext.huggingface.checkpoint_files import (
     kept_folder,
     side_files,
 )
-from megatron_ext.huggingface.deepseek import NEXT
+from megatron_ext.huggingface.deepseek import NEXT_KEYS
 from megatron_ext.huggingface.families import FAMILIES
 from megatron_ext.huggingface.family import Family
 from megatron_ext.huggingface.model_settings import model_config, settings_of, tensor_map
@@ -170,9 +170,8 @@ def family_config(
     config.pop("dtype", None)
     # Weights are written without groups and exponents.
     config.pop("quantization_config", None)
-    if config.get(NEXT):
-        # These layers were left out.
-        config[NEXT] = 0
+    # These layers were left out.
+    config |= {key: 0 for key in NEXT_KEYS if config.get(key)}
     return config | {"vocab_size": settings["vocab_size"]}, family
 
 

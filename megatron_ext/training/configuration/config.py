@@ -503,6 +503,9 @@ def _check_model(
     _check_layout(name, "attention heads", model.query_groups, tp, axes[0])
     if model.num_experts is None or model.moe_first_dense_layers:
         _check_layout(name, "ffn_hidden_size", model.ffn_width, tp, axes[0])
+    if model.is_hybrid:
+        heads = model.linear_num_key_heads or 0
+        _check_layout(name, "linear_num_key_heads", heads, tp, axes[0])
     if model.is_latent:
         # megatron-core makes them cut before they are replaced by whole ones.
         narrow = (model.kv_lora_rank or 0) + model.rotary_width

@@ -48,7 +48,8 @@ class LoraConfig:
 
     targets: tuple[str, ...] = DENSE_LAYERS
     """Linear layers with adapters: ``linear_qkv``, ``linear_proj``, ``linear_fc1`` and
-    ``linear_fc2``, or HuggingFace's names; of names that are one layer here, give all. In a student
+    ``linear_fc2``, or HuggingFace's names; of names that are one layer here, give all. In layers of
+    linear attention the first two are its products before and behind the state. In a student
     with experts the last two are of shared experts; ``experts.linear_fc1`` and
     ``experts.linear_fc2`` give every expert adapters of its own."""
 

@@ -54,6 +54,28 @@ class ModelConfig:
     v_head_dim: int | None = None
     """Width of a value in latent attention."""
 
+    linear_attention_freq: int | None = None
+    """Interval of layers with full attention among those with linear attention, a gated delta net
+    (Qwen3-Next, Qwen3.5); no layer has linear attention when not given."""
+
+    linear_num_key_heads: int | None = None
+    """Key heads of linear attention."""
+
+    linear_num_value_heads: int | None = None
+    """Value heads of linear attention, a multiple of its key heads."""
+
+    linear_key_head_dim: int | None = None
+    """Width of a query and of a key in linear attention."""
+
+    linear_value_head_dim: int | None = None
+    """Width of a value in linear attention."""
+
+    linear_conv_kernel_dim: int | None = None
+    """Positions of the causal convolution in linear attention."""
+
+    attention_output_gate: bool = False
+    """Multiply the output of full attention by a sigmoid of the token (Qwen3-Next)."""
+
     ffn_hidden_size: int | None = None
     """Inner width of the feed-forward layers; 4 x hidden_size when not given."""
 
@@ -247,6 +269,7 @@ class ModelConfig:
         check_not_negative(self, *_OR_ZERO)
         _check_experts(self)
         _check_latent(self)
+        _check_linear(self)
         if self.kv_channels is None and not self.is_latent:
             check_divides(self, "hidden_size", "num_attention_heads")
         if self.local_rotary_base is not None and self.full_attention_interval is None:
@@ -276,6 +299,15 @@ class ModelConfig:
     def is_latent(self) -> bool:
         """Whether attention is latent."""
         return self.kv_lora_rank is not None
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether some layers have linear attention."""
+        return self.linear_attention_freq is not None
+
+    def has_linear_attention(self, layer: int) -> bool:
+        """Whether a layer, counted from 1, has linear attention."""
+        return self.linear_attention_freq is not None and layer % self.linear_attention_freq > 0
 
     @property
     def has_expert_bias(self) -> bool:
@@ -417,10 +449,55 @@ def _check_latent(model: ModelConfig) -> None:
         ("layernorm_zero_centered_gamma", (False,)),
         *((name, (False,)) for name in ("qk_layernorm", "attention_sinks", "add_qkv_bias")),
         *((name, (False,)) for name in ("add_bias_linear", "post_layernorms")),
+        ("attention_output_gate", (False,)),
         ("pre_layernorms", (True,)),
     ):
         if getattr(model, name) not in off:
             raise ConfigError(f"latent attention does not go with {name}", got=getattr(model, name))
+
+
+OF_LINEAR: Final = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
+"""Sizes of linear attention."""
+
+
+def _check_linear(model: ModelConfig) -> None:
+    """Refuse linear attention that is not whole, and what does not go with it."""
+    given = {name: getattr(model, name) for name in OF_LINEAR}
+    if not model.is_hybrid:
+        for name, value in given.items():
+            if value is not None:
+                raise ConfigError(
+                    f"{name} is of linear attention", got=value, fix="set linear_attention_freq"
+                )
+        return
+    for name, value in given.items():
+        if value is None:
+            raise ConfigError(f"linear attention needs {name}", got="none")
+    if model.linear_attention_freq == 1:
+        raise ConfigError(
+            "every layer would have full attention",
+            got="linear_attention_freq 1",
+            fix="leave it out, or set it to 2 or more",
+        )
+    check_divides(model, "linear_num_value_heads", "linear_num_key_heads")
+    for name, off in (
+        ("kv_lora_rank", None),
+        ("window_size", None),
+        ("unrotated_interval", None),
+        ("local_rotary_base", None),
+        ("parallel_residual", False),
+        ("post_layernorms", False),
+        ("add_bias_linear", False),
+        ("moe_first_dense_layers", 0),
+    ):
+        if getattr(model, name) != off:
+            raise ConfigError(f"linear attention does not go with {name}", got=getattr(model, name))
 
 
 _OR_ZERO: Final = (

@@ -15,6 +15,7 @@ rank's attention width ``q``, its heads ``a`` of width ``d``, its feed-forward w
     rotary      4 e T d                      sines and cosines
     MLP         5 e n f, with GELU 2 e n f   both halves, one of them shifted, the gate, the product
                 e n f, e n f                 the sigmoid of quick GELU; a gate that has a limit
+    gate        3 e n q                      of attention's output: it, its sigmoid, the product
     sinks       e B (T + 1) (a + 2 g / d)    one more number a head of query, key, value and context
                 e B T q                      the context without it
 
@@ -25,6 +26,10 @@ values that its two slices of queries, of ``s = T / 2c`` positions, are compared
                 2 e n q more                 without rotary embeddings and as many key-value heads
     gathered    2 e B (T + s) q + e n q      keys and values of every head; each slice's context
                 4 a n + e s (T + s)          normalisers; the masks, of every row where it has one
+
+Norms of queries and keys are left out. Linear attention keeps the input and the result of what is
+computed again between its two products; every stage of a model with it is taken to have both kinds
+of layers in the same parts.
 
 Latent attention is taken to keep queries, keys and values of its heads at the width of a query, and
 its dense layers as those of experts, without a measurement.
@@ -49,10 +54,15 @@ from megatron_ext.training.dry_run.plan import FP32, ModelShape, Plan
 
 
 def layer_activations(plan: Plan, shape: ModelShape) -> int:
-    """Bytes of one layer for one microbatch of full rows."""
+    """Bytes of one layer for one microbatch of full rows, on average over kinds of attention."""
     attention = _attention(plan, shape) + _scores(plan, shape)
+    if shape.model.attention_output_gate:
+        attention += 3 * plan.element * plan.tokens(shape) * shape.heads * shape.model.head_width
     if shape.model.attention_sinks and plan.cp == 1:
         attention = _with_sinks(plan, shape)
+    if shape.model.is_hybrid:
+        linear = plan.tokens(shape) * plan.element * (shape.linear_width + shape.linear_values)
+        attention = round(attention + shape.linear_share * (linear - attention))
     return 2 * norm_activations(plan, shape) + attention + _feed_forward(plan, shape)
 
 

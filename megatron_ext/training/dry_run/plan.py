@@ -77,12 +77,12 @@ class ModelShape:
         """Weights of a layer in matrix products, on a rank; of one with experts where some are."""
         if self.model.num_experts is None:
             return self.dense_products
-        return self._attention + self._router + self._shared_expert + self.expert_products
+        return self.attention_products + self._router + self._shared_expert + self.expert_products
 
     @property
     def dense_products(self) -> int:
         """``layer_products`` of a layer without experts."""
-        return self._attention + self.model.hidden_size * self.ffn * self.matrices
+        return self.attention_products + self.model.hidden_size * self.ffn * self.matrices
 
     def dense_layers(self, stage: int) -> int:
         """Layers of a stage that are dense where others have experts."""
@@ -91,10 +91,12 @@ class ModelShape:
         return sum(min(max(self.model.moe_first_dense_layers - start, 0), each) for start in first)
 
     @property
-    def _attention(self) -> int:
+    def attention_products(self) -> int:
+        """Weights of full attention in matrix products, on a rank."""
         model, hidden = self.model, self.model.hidden_size
         if not model.is_latent:
-            return hidden * model.head_width * (2 * self.heads + 2 * self.query_groups)
+            of_heads = (2 + model.attention_output_gate) * self.heads
+            return hidden * model.head_width * (of_heads + 2 * self.query_groups)
         narrow, values = model.kv_lora_rank or 0, model.v_head_dim or 0
         keys = hidden * (narrow + model.rotary_width)
         keys += narrow * self.heads * ((model.qk_head_dim or 0) + values)
@@ -102,6 +104,49 @@ class ModelShape:
         if model.q_lora_rank is not None:
             queries = model.q_lora_rank * (hidden + self.heads * model.head_width)
         return keys + queries + self.heads * values * hidden
+
+    def linear_layers(self, stage: int) -> int:
+        """Layers of a stage that have linear attention."""
+        each = self.layers // self.chunks
+        first = [(chunk * self.pp + stage) * each for chunk in range(self.chunks)]
+        return sum(
+            self.model.has_linear_attention(start + number)
+            for start in first
+            for number in range(1, each + 1)
+        )
+
+    @property
+    def linear_share(self) -> float:
+        """Part of all layers that have linear attention."""
+        layers = self.model.num_layers
+        return sum(map(self.model.has_linear_attention, range(1, layers + 1))) / layers
+
+    @property
+    def linear_values(self) -> int:
+        """Width of the values of a rank's heads in linear attention."""
+        model = self.model
+        return (model.linear_num_value_heads or 0) * (model.linear_value_head_dim or 0) // self.tp
+
+    @property
+    def linear_width(self) -> int:
+        """Width of the first product of linear attention on a rank."""
+        model = self.model
+        keys = (model.linear_num_key_heads or 0) * (model.linear_key_head_dim or 0) // self.tp
+        heads = (model.linear_num_value_heads or 0) // self.tp
+        return 2 * (keys + self.linear_values + heads)
+
+    @property
+    def linear_products(self) -> int:
+        """Weights of linear attention in matrix products, on a rank."""
+        return self.model.hidden_size * (self.linear_width + self.linear_values)
+
+    @property
+    def _linear_attention(self) -> int:
+        """Weights of linear attention on a rank without its norm."""
+        heads = (self.model.linear_num_value_heads or 0) // self.tp
+        channels = self.linear_width - self.linear_values - 2 * heads
+        convolution = channels * (self.model.linear_conv_kernel_dim or 0)
+        return self.linear_products + convolution + 2 * heads
 
     @property
     def matrices(self) -> int:
@@ -191,8 +236,11 @@ class ModelShape:
         """Parameters of a stage on one rank that belong to ``parts`` (``training.trainable``)."""
         norm = self.model.hidden_size * (2 if self.model.normalization == "LayerNorm" else 1)
         norms = self.layers * (2 * norm * self.model.pre_layernorms + self._other_norms)
+        linear = self.linear_layers(stage)
+        norms += linear * ((self.model.linear_value_head_dim or 0) - self._other_norms)
         sinks = self.heads * self.model.attention_sinks
         layers = self.layers * (self.layer_products + self._biases + sinks) + norms
+        layers += linear * (self._linear_attention - self.attention_products)
         layers -= self.dense_layers(stage) * (self.layer_products - self.dense_products)
         vocabulary = self.head_rows * self.model.hidden_size
         total = layers
@@ -216,11 +264,21 @@ class ModelShape:
     def adapters(self, stage: int, lora: LoraConfig) -> int:
         """Parameters of a stage's adapters on one rank."""
         hidden, width = self.model.hidden_size, self.model.head_width
+        of_heads = (1 + self.model.attention_output_gate) * self.heads
         attention = {
-            "linear_qkv": hidden + width * (self.heads + 2 * self.query_groups),
+            "linear_qkv": hidden + width * (of_heads + 2 * self.query_groups),
             "linear_proj": width * self.heads + hidden,
         }
-        total = self.layers * sum(attention.get(name, 0) for name in lora.targets)
+        of_linear = {
+            "linear_qkv": hidden + self.linear_width,
+            "linear_proj": self.linear_values + hidden,
+        }
+        linear = self.linear_layers(stage)
+        total = sum(
+            count * sizes.get(name, 0)
+            for count, sizes in ((self.layers - linear, attention), (linear, of_linear))
+            for name in lora.targets
+        )
         dense = self.layers if self.model.num_experts is None else self.dense_layers(stage)
         total += dense * self._fed(lora, self.ffn, "linear_fc")
         if self.shared_ffn:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Final
 
+from megatron_ext.constants import DELTA_CHUNK as CHUNK
 from megatron_ext.training.dry_run.plan import FP32, ModelShape, Plan
 
 _FORWARD_AND_BACKWARD = 3
@@ -72,7 +73,22 @@ def _layers(shape: ModelShape) -> int:
     length = shape.model.seq_length
     attention = 4 * length * shape.heads * shape.model.head_width
     per_token = 2 * shape.token_products + shape.tp * attention
+    if shape.model.is_hybrid:
+        moved = 2 * (shape.linear_products - shape.attention_products) - attention
+        per_token += round(shape.linear_share * shape.tp * (moved + _linear_rule(shape)))
     return shape.model.num_layers * length * per_token
+
+
+def _linear_rule(shape: ModelShape) -> int:
+    """Operations of the gated delta rule for a token, of a rank's heads.
+
+    The state is read twice and written once; of a chunk, half of its pairs of positions are
+    compared twice, solved for and added up.
+    """
+    model = shape.model
+    heads = (model.linear_num_value_heads or 0) // shape.tp
+    key, value = model.linear_key_head_dim or 0, model.linear_value_head_dim or 0
+    return heads * (6 * key * value + CHUNK * (3 * key + 2 * value))
 
 
 def _head(shape: ModelShape) -> int:

@@ -29,6 +29,7 @@ from torch.nn import functional
 
 from megatron_ext.distributed.shard_collectives import copy_to_shards
 from megatron_ext.training.configuration.lora import LoraConfig
+from megatron_ext.training.megatron_models.gated_delta_net import GatedDeltaNet
 from megatron_ext.training.megatron_models.layers import ColumnLinear, RowLinear
 from megatron_ext.training.megatron_models.models import ModelChunks
 
@@ -138,9 +139,11 @@ def _linear_layers(chunk: GPTModel) -> Iterator[tuple[str, str, Any]]:
     """Linear layers of a chunk, each with its name among targets and one of its own, by the numbers
     of its layer over all stages and of its expert over all ranks."""
     for layer in chunk.decoder.layers:
-        number = layer.layer_number
-        for name in ("linear_qkv", "linear_proj"):
-            yield name, f"{number}.{name}", getattr(layer.self_attention, name)
+        number, attention = layer.layer_number, layer.self_attention
+        is_linear = isinstance(attention, GatedDeltaNet)
+        for name, of_linear in (("linear_qkv", "in_proj"), ("linear_proj", "out_proj")):
+            own = of_linear if is_linear else name
+            yield name, f"{number}.{own}", getattr(attention, own)
         has_experts = isinstance(layer.mlp, MoELayer)
         dense = layer.mlp.shared_experts if has_experts else layer.mlp
         experts = layer.mlp.experts.local_experts if has_experts else ()
@@ -152,7 +155,7 @@ def _linear_layers(chunk: GPTModel) -> Iterator[tuple[str, str, Any]]:
                 yield f"experts.{name}", own, getattr(expert, name)
 
 
-_NORM: Final = re.compile(r"layer_?norm")
+_NORM: Final = re.compile(r"layer_?norm|out_norm")
 _PARTS_OF_LAYER: Final = {".mlp.experts.": "experts", ".mlp.router.": "routers"}
 """By the place of a parameter in a layer."""
 

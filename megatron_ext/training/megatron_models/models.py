@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -30,6 +30,7 @@ from torch.nn import functional
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.teachers.megatron_teacher import LOGIT_CAP, unwrapped
 from megatron_ext.training.configuration.config import ModelConfig, ParallelConfig, TrainingConfig
+from megatron_ext.training.configuration.model import OF_LINEAR
 from megatron_ext.training.megatron_models import cpu_megatron
 from megatron_ext.training.megatron_models.attention import ContextAttention
 from megatron_ext.training.megatron_models.experts import (
@@ -38,6 +39,7 @@ from megatron_ext.training.megatron_models.experts import (
     Router,
     sum_over_replicas,
 )
+from megatron_ext.training.megatron_models.gated_delta_net import GatedDeltaNet
 from megatron_ext.training.megatron_models.latent_attention import LatentAttention
 from megatron_ext.training.megatron_models.layers import (
     ColumnLinear,
@@ -228,6 +230,9 @@ def transformer_config(
         window_size=((model.window_size or 1) - 1, 0) if model.has_window else None,
         window_attn_skip_freq=model.full_attention_interval if model.has_window else None,
         no_rope_freq=_without_rotation(model),
+        attention_output_gate=model.attention_output_gate,
+        # Keys of checkpoints then have the numbers of layers.
+        **{name: getattr(model, name) for name in _LINEAR if model.is_hybrid},
         softmax_scale=model.softmax_scale,
         gated_linear_unit=model.swiglu,
         activation_func=_ACTIVATIONS[model.gate_activation] if model.swiglu else functional.gelu,
@@ -277,6 +282,9 @@ def transformer_config(
     # What megatron-core would refuse, and ``ExpertRowLinear`` can.
     config.add_bias_linear = model.add_bias_linear
     return config
+
+
+_LINEAR: Final = ("linear_attention_freq", *OF_LINEAR)
 
 
 def _latent_settings(model: ModelConfig) -> dict[str, Any]:
@@ -411,18 +419,21 @@ def _layer_spec(
     count = model.num_layers // (
         parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
     )
-    dense = min(max(model.moe_first_dense_layers - stage * count, 0), count)
+    first = stage * count
     layers = [
-        _local_layer(model, core_attention, has_experts=has_experts)
-        for has_experts in (False, model.num_experts is not None)
+        _local_layer(
+            model,
+            core_attention,
+            has_experts=model.num_experts is not None and layer >= model.moe_first_dense_layers,
+            is_linear=model.has_linear_attention(layer + 1),
+        )
+        for layer in range(first, first + count)
     ]
-    return TransformerBlockSubmodules(
-        layer_specs=[layers[0]] * dense + [layers[1]] * (count - dense), layer_norm=TorchNorm
-    )
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm)
 
 
 def _local_layer(
-    model: ModelConfig, core_attention: Callable[..., Any], *, has_experts: bool
+    model: ModelConfig, core_attention: Callable[..., Any], *, has_experts: bool, is_linear: bool
 ) -> ModuleSpec:
     """A layer of torch's products and norms, and of ours."""
     layer = get_gpt_layer_local_spec(
@@ -454,6 +465,8 @@ def _local_layer(
         _rotate_by_kind(layer, model)
     _have_places_of_norms(layer, model)
     _add_residuals(layer, model)
+    if is_linear:
+        layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet)
     return layer
 
 
@@ -490,6 +503,7 @@ def _has_own_layers(model: ModelConfig) -> bool:
     has_own_norms = model.post_layernorms or model.qk_layernorm_over != "head"
     has_own_experts = model.gate_limit is not None or model.moe_first_dense_layers > 0
     has_own_attention = model.attention_sinks or model.is_latent or model.attention_cap is not None
+    has_own_attention |= model.is_hybrid or model.attention_output_gate
     return has_own_norms or has_own_experts or has_own_attention
 
 
@@ -508,6 +522,7 @@ def _magnify(gpt: GPTModel, model: ModelConfig) -> None:
     unrotated, full = model.unrotated_interval, model.full_attention_interval
     for layer in gpt.decoder.layers:
         is_turned = unrotated is None or layer.layer_number % unrotated
+        is_turned = is_turned and not model.has_linear_attention(layer.layer_number)
         is_local = model.local_rotary_base is not None and full and layer.layer_number % full
         if is_turned and not is_local:
             attention = layer.self_attention

@@ -29,6 +29,22 @@ MODELS = [
     (ModelConfig(**SIZES, ffn_hidden_size=96, num_query_groups=2, window_size=5), "fp32"),
 ]
 
+HYBRID = ModelConfig(
+    **SIZES,
+    num_query_groups=2,
+    kv_channels=16,
+    qk_layernorm=True,
+    layernorm_zero_centered_gamma=True,
+    attention_output_gate=True,
+    linear_attention_freq=2,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=6,
+    linear_conv_kernel_dim=4,
+)
+"""One layer of linear attention and one of full attention."""
+
 OF_FAMILIES = {
     "gemma3": ModelConfig(**SIZES, qk_layernorm=True, post_layernorms=True),
     "olmo2": ModelConfig(
@@ -49,6 +65,7 @@ OF_FAMILIES = {
         rotary_percent=0.25,
         untie_embeddings_and_output_weights=True,
     ),
+    "qwen3.5": HYBRID,
     "biases of gates": ModelConfig(**SIZES, num_query_groups=2, add_bias_linear=True),
 }
 """Layers with other norms and biases than the first ones."""

@@ -19,6 +19,7 @@ from tests.process_group import run_ranks
 from tests.training.dry_run.planned_runs import (
     BATCH,
     EXPERTS,
+    HYBRID,
     LATENT,
     MODELS,
     OF_FAMILIES,
@@ -197,6 +198,19 @@ def test_layers_of_families_have_the_parameters_that_are_planned():
             for rank in ranks:
                 found = rank[number][index]
                 assert shape.parameters(found.stage) == found.parameters, (name, layout)
+
+
+@pytest.mark.parametrize("layout", ["alone", "tp2"])
+def test_linear_attention_keeps_the_activations_that_are_planned(layout):
+    # What norms of queries and keys keep is not planned.
+    model = replace(HYBRID, qk_layernorm=False)
+    models = [(model, precision) for precision in ("fp32", "bf16")]
+    ranks = run_ranks(2 if layout == "tp2" else 1, measure_models, LAYOUTS[layout], models)
+    for number, (model, precision) in enumerate(models):
+        plan = plan_of(planned_run(model, precision=precision, **LAYOUTS[layout]), world_size=2)
+        expected = stage_activations(plan, plan.student, stage=0)
+        for rank in ranks:
+            assert rank[number].activations == pytest.approx(expected, rel=0.03)
 
 
 def test_dense_layers_and_those_of_experts_have_the_parameters_that_are_planned():

@@ -1,0 +1,138 @@
+"""Linear attention reads what its recurrence says, and of a packed row each text alone."""
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.training.configuration.config import ModelConfig
+from megatron_ext.training.megatron_models import cpu_megatron
+from megatron_ext.training.megatron_models.gated_delta_net import GatedDeltaNet
+from megatron_ext.training.megatron_models.gated_delta_rule import (
+    Heads,
+    gated_delta_rule,
+    gated_delta_rule_reference,
+)
+from tests.process_group import run_ranks
+
+ROWS, HEADS, KEY, VALUE = 2, 3, 8, 5
+
+
+def heads_of(length):
+    """Random numbers of each kind, which a gradient is asked of."""
+    generator = torch.Generator().manual_seed(length)
+
+    def drawn(*shape):
+        return torch.randn(ROWS, length, HEADS, *shape, dtype=torch.float64, generator=generator)
+
+    query, key = (torch.nn.functional.normalize(drawn(KEY), dim=-1) for _ in range(2))
+    heads = Heads(query, key, drawn(VALUE), -drawn().abs(), drawn().sigmoid())
+    return Heads(*(part.requires_grad_() for part in heads))
+
+
+def documents_of(length, rows):
+    """Ascending numbers, of texts of other lengths in each row."""
+    texts = [torch.arange(length) // (7 + 60 * row) for row in range(rows)]
+    return torch.stack(texts)
+
+
+@pytest.mark.parametrize("rows_of_documents", [0, 1, ROWS])
+@pytest.mark.parametrize("length", [1, 5, 64, 65, 150])
+def test_chunks_compute_what_the_recurrence_does(length, rows_of_documents):
+    heads = heads_of(length)
+    documents = documents_of(length, rows_of_documents) if rows_of_documents else None
+    state = torch.randn(ROWS, HEADS, KEY, VALUE, dtype=torch.float64, requires_grad=True)
+    found = []
+    for rule in (gated_delta_rule, gated_delta_rule_reference):
+        output, last = rule(heads, state, documents)
+        weighed = (output * torch.linspace(-1, 2, output.numel()).view_as(output)).sum()
+        weighed = weighed + (last * torch.linspace(1, 3, last.numel()).view_as(last)).sum()
+        found.append((output, last, *torch.autograd.grad(weighed, [*heads, state])))
+    for own, expected in zip(*found, strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_state_is_carried_on():
+    heads = heads_of(90)
+    whole, last = gated_delta_rule(heads)
+    first, state = gated_delta_rule(Heads(*(part[:, :70] for part in heads)))
+    second, end = gated_delta_rule(Heads(*(part[:, 70:] for part in heads)), state)
+    torch.testing.assert_close(torch.cat((first, second), dim=1), whole, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(end, last, rtol=1e-10, atol=1e-12)
+
+
+LENGTHS = (5, 1, 80, 3)
+
+
+def read_packed_rows(rank):
+    """A packed row and each of its texts alone: outputs, and gradients of all weights."""
+    cpu_megatron.install()
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(3)
+    net = GatedDeltaNet(
+        TransformerConfig(
+            num_layers=1,
+            hidden_size=16,
+            num_attention_heads=2,
+            use_cpu_initialization=True,
+            init_method=lambda weight: torch.nn.init.normal_(weight, std=0.5),
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=KEY,
+            linear_value_head_dim=VALUE,
+            linear_conv_kernel_dim=4,
+        ),
+        layer_number=1,
+    )
+    with torch.no_grad():
+        net.A_log.sub_(4)
+    hidden = torch.randn(sum(LENGTHS), 2, 16)
+    text = torch.repeat_interleave(torch.tensor(LENGTHS))
+    mask = torch.ones(len(text), len(text), dtype=torch.bool).triu(1)
+    mask = (mask | (text[:, None] != text))[None, None]
+    found = []
+    for parts in ([(hidden, mask)], [(part, None) for part in hidden.split(LENGTHS)]):
+        net.zero_grad()
+        output = torch.cat([net(*part)[0] for part in parts])
+        (output * torch.linspace(-1, 1, output.numel()).view_as(output)).sum().backward()
+        found.append((output, {name: p.grad.clone() for name, p in net.named_parameters()}))
+    return found
+
+
+def test_texts_of_a_packed_row_do_not_see_each_other():
+    ((packed, gradients), (alone, expected)) = run_ranks(1, read_packed_rows)[0]
+    assert alone.std() > 0.05
+    torch.testing.assert_close(packed, alone, rtol=0, atol=1e-5)
+    assert len(gradients) == 6
+    for name, gradient in expected.items():
+        atol = 1e-4 * float(gradient.abs().max())
+        torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=atol)
+
+
+WHOLE = {
+    "linear_attention_freq": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"linear_attention_freq": None}, "linear_num_key_heads is of linear attention"),
+        ({"linear_value_head_dim": None}, "linear attention needs linear_value_head_dim"),
+        ({"linear_attention_freq": 1}, "every layer would have full attention"),
+        ({"linear_num_value_heads": 3}, "linear_num_value_heads is not a multiple"),
+        ({"window_size": 8}, "linear attention does not go with window_size"),
+    ],
+)
+def test_linear_attention_that_cannot_be_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig(num_layers=4, hidden_size=32, num_attention_heads=4, **WHOLE | changes)
