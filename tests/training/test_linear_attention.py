@@ -1,5 +1,8 @@
 """Linear attention reads what its recurrence says, and of a packed row each text alone."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from megatron.core import parallel_state
@@ -12,6 +15,7 @@ from megatron_ext.training.megatron_models import cpu_megatron
 from megatron_ext.training.megatron_models.gated_delta_net import GatedDeltaNet
 from megatron_ext.training.megatron_models.gated_delta_rule import (
     Heads,
+    fused_delta_rule,
     gated_delta_rule,
     gated_delta_rule_reference,
 )
@@ -61,6 +65,37 @@ def test_a_state_is_carried_on():
     second, end = gated_delta_rule(Heads(*(part[:, 70:] for part in heads)), state)
     torch.testing.assert_close(torch.cat((first, second), dim=1), whole, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(end, last, rtol=1e-10, atol=1e-12)
+
+
+def chunk_gated_delta_rule(
+    q, k, v, *, g, beta, scale, initial_state, output_final_state, cu_seqlens
+):
+    """What flash-linear-attention's function of the name computes, of its arguments."""
+    documents = None
+    if cu_seqlens is not None:
+        assert len(q) == 1
+        documents = torch.repeat_interleave(cu_seqlens.diff())[None]
+    heads = Heads(*(part.double() for part in (scale * q, k, v, g, beta)))
+    output, last = gated_delta_rule_reference(heads, initial_state, documents)
+    return output.to(q.dtype), last if output_final_state else None
+
+
+@pytest.mark.parametrize("rows_of_documents", [0, 1, ROWS])
+def test_the_fused_rule_is_asked_for_the_same(monkeypatch, rows_of_documents):
+    name = "fla.ops.gated_delta_rule"
+    stand_in = SimpleNamespace(chunk_gated_delta_rule=chunk_gated_delta_rule)
+    for module in ("fla", "fla.ops", name):
+        monkeypatch.setitem(sys.modules, module, stand_in)
+    heads = heads_of(70)
+    documents = documents_of(70, rows_of_documents) if rows_of_documents else None
+    output, last = fused_delta_rule(heads, None, documents, dtype=torch.float64)
+    expected, state = gated_delta_rule(heads, None, documents)
+    torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-12)
+    if documents is None:
+        torch.testing.assert_close(last, state, rtol=1e-10, atol=1e-12)
+    rounded, _ = fused_delta_rule(heads, None, documents, dtype=torch.bfloat16)
+    assert rounded.dtype == torch.bfloat16
+    torch.testing.assert_close(rounded.double(), expected, rtol=0.05, atol=0.05)
 
 
 LENGTHS = (5, 1, 80, 3)

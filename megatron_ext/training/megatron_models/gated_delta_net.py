@@ -23,7 +23,12 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ext.distributed.shard_collectives import copy_to_shards
-from megatron_ext.training.megatron_models.gated_delta_rule import Heads, gated_delta_rule
+from megatron_ext.training.megatron_models.gated_delta_rule import (
+    Heads,
+    fused_delta_rule,
+    gated_delta_rule,
+    has_fused_rule,
+)
 from megatron_ext.training.megatron_models.layers import ColumnLinear, RowLinear
 
 _EPSILON: Final = 1e-6
@@ -184,7 +189,10 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
         heads = self._heads(
             read.unflatten(-1, channels.shape[2:]), beta.flatten(2), decay.flatten(2)
         )
-        output, state = gated_delta_rule(heads, past.state, documents)
+        if mixed.is_cuda and has_fused_rule():
+            output, state = fused_delta_rule(heads, past.state, documents, dtype=mixed.dtype)
+        else:
+            output, state = gated_delta_rule(heads, past.state, documents)
         opened = self._opened(output.to(mixed.dtype), gate.unflatten(-1, (-1, self._value)), weight)
         kept = inputs[:, own.shape[1] :]
         return opened.transpose(0, 1), _Past(past.length + own.shape[1], kept, state)

@@ -13,6 +13,9 @@ Source: Yang, Kautz, Hatamizadeh, Gated Delta Networks (arXiv:2412.06464), equat
 
 from __future__ import annotations
 
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -89,6 +92,47 @@ def gated_delta_rule(
         update = key[:, :, chunk].transpose(-1, -2) @ correction
         state = left[:, :, chunk] * state + update
     return torch.cat(outputs, dim=2)[:, :, :positions].transpose(1, 2), state
+
+
+@cache
+def has_fused_rule() -> bool:
+    """Whether flash-linear-attention is installed."""
+    return find_spec("fla") is not None
+
+
+def fused_delta_rule(
+    heads: Heads,
+    state: torch.Tensor | None = None,
+    documents: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``gated_delta_rule`` by the kernels of flash-linear-attention, on a GPU.
+
+    Of packed rows the state is not given, and the boundaries of texts wait for the device.
+
+    Args:
+        dtype: Dtype of queries, keys and values.
+    """
+    rule = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    rows, length = heads.key.shape[:2]
+    boundaries = None
+    if documents is not None:
+        assert state is None
+        begins = functional.pad(documents.diff(dim=1) != 0, (1, 0), value=True).expand(rows, -1)
+        boundaries = functional.pad(begins.flatten().nonzero()[:, 0], (0, 1), value=rows * length)
+        heads = Heads(*(part.flatten(0, 1).unsqueeze(0) for part in heads))
+    output, last = rule(
+        *(part.to(dtype) for part in heads[:3]),
+        g=heads.log_decay,
+        beta=heads.beta,
+        # The queries have it.
+        scale=1.0,
+        initial_state=state,
+        output_final_state=documents is None,
+        cu_seqlens=boundaries,
+    )
+    return output.view(rows, length, *output.shape[2:]), last
 
 
 def gated_delta_rule_reference(
