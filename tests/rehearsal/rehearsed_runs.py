@@ -81,6 +81,15 @@ EXPERT_LAYOUTS = {
     "experts": {"expert_model_parallel_size": 2},
     "experts of ranks": SEQUENCE | {"expert_tensor_parallel_size": 1},
 }
+LINEAR_ATTENTION = {
+    "linear_attention_freq": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 4,
+    "attention_output_gate": True,
+}
 SHARDED = dict.fromkeys(
     ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"), True
 )
@@ -149,6 +158,9 @@ LAYOUT_RUNS: dict[str, Callable[[Path, str], DistillConfig]] = {
     "replicas": student_run,
     "replicas sharded": lambda folder, name: student_run(folder, name, **SHARDED),
     "sequence": lambda folder, name: _even(_one_step(folder, name), SEQUENCE),
+    "linear attention": lambda folder, name: changed(
+        _even(_one_step(folder, name), SEQUENCE, **LINEAR_ATTENTION), data={"packing": True}
+    ),
     **dict.fromkeys(EXPERT_LAYOUTS, _experts),
     "rollouts": lambda folder, name: _sampled(folder, name, TP2),
     "rollouts pipeline": lambda folder, name: _sampled(folder, name, PP2),
