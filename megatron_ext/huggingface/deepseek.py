@@ -31,6 +31,7 @@ from megatron_ext.huggingface.family import (
     QKV_BIAS,
     QUERY_NORM,
     Family,
+    only_with,
 )
 from megatron_ext.huggingface.rotary import LENGTH, PART, yarn_growth
 from megatron_ext.huggingface.tensor_map import Part, Rule, Size
@@ -38,6 +39,9 @@ from megatron_ext.huggingface.tensor_map import Part, Rule, Size
 NEXT: Final = "num_nextn_predict_layers"
 NEXT_KEYS: Final = (NEXT, "mtp_num_hidden_layers")
 """Keys of the number of layers behind the last that predict tokens behind the next one."""
+
+KINDS: Final = "mlp_layer_types"
+"""Key of the kind of each layer's feed-forward part, in GLM-4.7-Flash's files."""
 
 _ATTENTION: Final = "decoder.layers.self_attention"
 
@@ -93,12 +97,6 @@ _OF_EXPERTS: Final = (
     *("num_experts", "moe_router_topk", "moe_ffn_hidden_size"),
     *("moe_router_topk_scaling_factor", "moe_first_dense_layers"),
 )
-
-
-def _only_with(rule: Rule, *sizes: Size) -> Rule:
-    """A rule of vectors that a model may be without."""
-    parts = zip(rule.parts, sizes, strict=True)
-    return replace(rule, parts=tuple(replace(part, shape=(size,)) for part, size in parts))
 
 
 DEEPSEEK_V2 = Family(
@@ -177,6 +175,33 @@ DEEPSEEK_V3 = Family(
 )
 
 
+GLM4_MOE_LITE = Family(
+    architecture="Glm4MoeLiteForCausalLM",
+    model_type="glm4_moe_lite",
+    models="GLM-4.7-Flash",
+    rules=DEEPSEEK_V3.rules,
+    names=DEEPSEEK_V3.names,
+    settings=DEEPSEEK_V3.settings,
+    defaults={
+        **DEEPSEEK_V3.defaults,
+        "n_routed_experts": 64,
+        "moe_intermediate_size": 1536,
+        "num_experts_per_tok": 4,
+        "routed_scaling_factor": 1.8,
+        "first_k_dense_replace": 1,
+        KINDS: None,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "rms_norm_eps": 1e-5,
+    },
+    unread=DEEPSEEK_V3.unread,
+    allowed=DEEPSEEK_V3.allowed,
+)
+
+
 GLM4_MOE = Family(
     architecture="Glm4MoeForCausalLM",
     model_type="glm4_moe",
@@ -185,8 +210,8 @@ GLM4_MOE = Family(
         EMBEDDING,
         INPUT_NORM,
         QKV,
-        _only_with(QKV_BIAS, "biased_query", "biased_key_value", "biased_key_value"),
-        *(_only_with(rule, "normed_head") for rule in (QUERY_NORM, KEY_NORM)),
+        only_with(QKV_BIAS, "biased_query", "biased_key_value", "biased_key_value"),
+        *(only_with(rule, "normed_head") for rule in (QUERY_NORM, KEY_NORM)),
         ATTENTION_OUTPUT,
         replace(MLP_NORM, layers="dense"),
         *(
@@ -233,11 +258,33 @@ def expert_settings(config: Mapping[str, Any], *, where: object) -> dict[str, An
         return {}
     shared = config["n_shared_experts"]
     return {
+        **_dense_layers(config, where),
         "moe_shared_expert_intermediate_size": (
             shared * config["moe_intermediate_size"] if shared else None
         ),
         **_groups(config, where),
     }
+
+
+def _dense_layers(config: Mapping[str, Any], where: object) -> dict[str, Any]:
+    """The number of dense layers, where the kind of each layer is given."""
+    kinds = config.get(KINDS)
+    if kinds is None:
+        return {}
+    dense = kinds.index("sparse") if "sparse" in kinds else len(kinds)
+    if list(kinds) != kinds_of_layers(config["num_hidden_layers"], dense):
+        raise CheckpointError(
+            "layers are dense behind those of experts",
+            where=where,
+            got=f"{KINDS} {', '.join(map(str, kinds))}",
+            expected="dense ones, and then sparse ones, num_hidden_layers of both",
+        )
+    return {"moe_first_dense_layers": dense}
+
+
+def kinds_of_layers(layers: int, dense: int) -> list[str]:
+    """Kind of each layer's feed-forward part, in transformers' names."""
+    return ["dense"] * dense + ["sparse"] * (layers - dense)
 
 
 def latent_settings(config: Mapping[str, Any]) -> dict[str, Any]:

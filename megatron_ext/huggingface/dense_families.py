@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_ext.huggingface.family import (
     ATTENTION_OUTPUT,
     EMBEDDING,
@@ -17,6 +19,7 @@ from megatron_ext.huggingface.family import (
     QUERY_NORM,
     RULES,
     Family,
+    only_with,
 )
 from megatron_ext.huggingface.rotary import LENGTH, PART, QUERY_GROWTH
 from megatron_ext.huggingface.tensor_map import Part, Rule, Size
@@ -289,6 +292,78 @@ PHI3 = Family(
         PART: 1.0,
     },
     allowed={"hidden_act": ("silu",)},
+)
+
+
+def _paired(rule: Rule) -> Rule:
+    """A rule of queries and keys whose neighbouring rows are rotated together."""
+    return replace(rule, order="paired_by_query_group")
+
+
+GLM = Family(
+    architecture="GlmForCausalLM",
+    model_type="glm",
+    models="GLM-4 9B of 2024",
+    rules=(
+        EMBEDDING,
+        INPUT_NORM,
+        _paired(QKV),
+        _paired(only_with(QKV_BIAS, "biased_query", "biased_key_value", "biased_key_value")),
+        ATTENTION_OUTPUT,
+        MLP_NORM,
+        PHI3_MLP_INPUT,
+        MLP_OUTPUT,
+        FINAL_NORM,
+        HEAD,
+    ),
+    names={"add_qkv_bias": "attention_bias"},
+    defaults={
+        **LLAMA.defaults,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "rms_norm_eps": 1.5625e-07,
+        "attention_bias": True,
+        PART: 0.5,
+    },
+    allowed={"hidden_act": ("silu",)},
+)
+GLM4 = Family(
+    architecture="Glm4ForCausalLM",
+    model_type="glm4",
+    models="GLM-4 and Z1 of 2025, dense",
+    rules=(
+        *GLM.rules[:5],
+        Rule(
+            POST_ATTENTION_NORM.megatron,
+            (Part("model.layers.{layer}.post_self_attn_layernorm.weight", ("hidden",)),),
+        ),
+        *GLM.rules[5:8],
+        Rule(
+            POST_MLP_NORM.megatron,
+            (Part("model.layers.{layer}.post_mlp_layernorm.weight", ("hidden",)),),
+        ),
+        *GLM.rules[8:],
+    ),
+    names=GLM.names,
+    settings={"post_layernorms": True},
+    defaults=GLM.defaults,
+    allowed=GLM.allowed,
+)
+
+
+ERNIE4_5 = Family(
+    architecture="Ernie4_5ForCausalLM",
+    model_type="ernie4_5",
+    models="ERNIE 4.5, dense",
+    rules=tuple(_paired(QKV) if rule is QKV else rule for rule in RULES),
+    defaults={
+        **LLAMA.defaults,
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+    },
+    allowed={"hidden_act": ("silu",), "use_bias": (False, None)},
 )
 
 

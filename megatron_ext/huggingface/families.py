@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_ext.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE
+from megatron_ext.huggingface.deepseek import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GLM4_MOE,
+    GLM4_MOE_LITE,
+)
 from megatron_ext.huggingface.dense_families import (
+    ERNIE4_5,
     EXAONE4,
     GEMMA,
     GEMMA2,
     GEMMA3,
+    GLM,
+    GLM4,
     GPT_NEOX,
     GRANITE,
     LLAMA,
@@ -39,8 +47,9 @@ FAMILIES: Mapping[str, Family] = {
     for family in (
         *(LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA, GEMMA2, GEMMA3),
         *(PHI3, OLMO2, OLMO3, SMOLLM3, GRANITE, GPT_NEOX, SEED_OSS, MINISTRAL3, EXAONE4),
+        *(GLM, GLM4, ERNIE4_5),
         *(QWEN3_MOE, QWEN2_MOE, OLMOE, MIXTRAL, MINIMAX_M2, GPT_OSS),
-        *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE),
+        *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE),
         *(QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT),
     )
 }
@@ -61,10 +70,6 @@ UNSUPPORTED: Mapping[str, str] = {
     "Qwen3VLMoeForConditionalGeneration": "its files, with the experts of a layer in one "
     "tensor, are not read",
     "GraniteMoeForCausalLM": "its files, with the experts of a layer in one tensor, are not read",
-    **dict.fromkeys(
-        ("GlmForCausalLM", "Glm4ForCausalLM", "Ernie4_5ForCausalLM"),
-        "rotary embeddings that turn neighbouring numbers are not built here",
-    ),
     "NemotronForCausalLM": "feed-forward layers of squared ReLU are not built here",
     "ArceeForCausalLM": "feed-forward layers of squared ReLU are not built here",
     "ApertusForCausalLM": "feed-forward layers of xIELU are not built here",

@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_ext.huggingface.tensor_map import Part, Rule
+from megatron_ext.huggingface.tensor_map import Part, Rule, Size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +78,12 @@ class Family:
     def head(self) -> str:
         """Name of the tensor with a row for each token that it writes, where that is not tied."""
         return self.rules[-1].parts[0].name
+
+
+def only_with(rule: Rule, *sizes: Size) -> Rule:
+    """A rule of vectors that a model may be without."""
+    parts = zip(rule.parts, sizes, strict=True)
+    return replace(rule, parts=tuple(replace(part, shape=(size,)) for part, size in parts))
 
 
 EMBEDDING = Rule(

@@ -31,7 +31,7 @@ from megatron_ext.huggingface.family import (
 from megatron_ext.huggingface.rotary import PART
 from megatron_ext.huggingface.tensor_map import Order, Part, Rule
 
-KINDS: Final = "layer_types"
+_KINDS: Final = "layer_types"
 INTERVAL: Final = "full_attention_interval"
 """Keys for the kinds of layers, of which published files have one or both."""
 
@@ -221,11 +221,11 @@ def linear_settings(family: Family, config: Mapping[str, Any], *, where: object)
     """
     if INTERVAL not in family.defaults:
         return {}
-    layers, interval, kinds = config["num_hidden_layers"], config[INTERVAL], config.get(KINDS)
+    layers, interval, kinds = config["num_hidden_layers"], config[INTERVAL], config.get(_KINDS)
     if kinds is not None:
         full = _OF_KIND[True]
         interval = kinds.index(full) + 1 if full in kinds else layers + 1
-        if list(kinds) != kinds_of_layers(layers, interval) or interval == 1:
+        if list(kinds) != _kinds_of_layers(layers, interval) or interval == 1:
             raise CheckpointError(
                 "layers with linear attention follow no pattern",
                 where=where,
@@ -240,10 +240,10 @@ def linear_config(family: Family, settings: Mapping[str, Any]) -> dict[str, Any]
     interval = settings["linear_attention_freq"]
     if INTERVAL not in family.defaults or interval is None:
         return {}
-    kinds = kinds_of_layers(settings["num_layers"], interval)
-    return {INTERVAL: interval, KINDS: kinds, **{name: settings[name] for name in _SIZES}}
+    kinds = _kinds_of_layers(settings["num_layers"], interval)
+    return {INTERVAL: interval, _KINDS: kinds, **{name: settings[name] for name in _SIZES}}
 
 
-def kinds_of_layers(layers: int, interval: int) -> list[str]:
+def _kinds_of_layers(layers: int, interval: int) -> list[str]:
     """Kind of each layer, in transformers' names."""
     return [_OF_KIND[number % interval == 0] for number in range(1, layers + 1)]

@@ -13,9 +13,11 @@ from typing import Any, Final
 from megatron_ext.errors import CheckpointError
 from megatron_ext.huggingface.checkpoint_files import CONFIG_FILE, CheckpointFiles
 from megatron_ext.huggingface.deepseek import (
+    KINDS,
     NEXT_KEYS,
     expert_config,
     expert_settings,
+    kinds_of_layers,
     latent_settings,
     predicts_more,
 )
@@ -57,6 +59,7 @@ _OF_SOME: Final = (
     *("attn_logit_softcapping", "final_logit_softcapping", _SCALAR, _NORMALISED),
     *("no_rope_layers", "no_rope_layer_interval", "max_window_layers", "sliding_window_pattern"),
     TURNED,
+    KINDS,
 )
 """Keys that are read in the families alone that have a default for them, or limits; others ignore
 them, as transformers does."""
@@ -267,6 +270,9 @@ def model_config(settings: Mapping[str, Any], *, max_position_embeddings: int) -
             config["no_rope_layers"] = rotated_layers(settings["num_layers"], interval)
         if "n_shared_experts" in family.defaults:
             config |= expert_config(settings)
+        if KINDS in family.defaults:
+            dense = settings["moe_first_dense_layers"]
+            config[KINDS] = kinds_of_layers(settings["num_layers"], dense)
         config |= linear_config(family, settings)
         config |= {new: config[old] for old, new in family.synonyms.items() if old in config}
         config = {key: value for key, value in config.items() if key not in family.unread}

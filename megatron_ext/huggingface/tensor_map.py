@@ -5,6 +5,8 @@ tensors. ``linear_qkv`` stacks them by query group, ``r`` query heads to a group
 
     q_0 .. q_(r-1), k_0, v_0;  q_r .. q_(2r-1), k_1, v_1;  ...
 
+Where a family rotates neighbouring rows of a head (GLM, ERNIE), which megatron-core has half a head
+apart, the rows of queries and keys are in another order, which no product of the two depends on.
 With output gates a group has those of its heads behind the queries. ``in_proj`` of linear attention
 has the rows of a key head after those of another: its query and key, values, gates, corrections and
 decays of the value heads that read it.
@@ -59,7 +61,9 @@ Size = Literal[
 ]
 """Length of a dimension of a tensor."""
 
-Order = Literal["stacked", "by_query_group", "gated_by_query_group", "by_linear_head"]
+Order = Literal[
+    "stacked", "by_query_group", "paired_by_query_group", "gated_by_query_group", "by_linear_head"
+]
 """Order of the rows of several parts."""
 
 Layers = Literal["all", "dense", "experts", "full", "linear"]
@@ -212,6 +216,7 @@ class TensorMap:
             if all(self._sizes[size] for part in rule.parts for size in part.shape)
         }
         self._groups = int(settings["num_query_groups"])
+        self._turned = int(self._sizes["head"] * settings["rotary_percent"])
         self._linear_heads = int(settings["linear_num_key_heads"] or 0)
         self._dense = int(settings["moe_first_dense_layers"])
         self._interval = settings["linear_attention_freq"]
@@ -269,6 +274,7 @@ class TensorMap:
         blocks = {
             "stacked": self._stacked,
             "by_query_group": self._by_query_group,
+            "paired_by_query_group": self._paired_by_query_group,
             "gated_by_query_group": self._gated_by_query_group,
             "by_linear_head": self._by_linear_head,
         }[rule.order]
@@ -315,6 +321,23 @@ class TensorMap:
 
     def _by_linear_head(self, rule: Rule, layer: int | None, expert: int | None) -> Iterator[Block]:
         return _by_group(self._stacked(rule, layer, expert), self._linear_heads)
+
+    def _paired_by_query_group(
+        self, rule: Rule, layer: int | None, expert: int | None
+    ) -> Iterator[Block]:
+        """Of queries and keys, first the even ones of a head's rows that are rotated, then the odd
+        ones: two that are rotated together are neighbours in the HuggingFace tensor."""
+        head, parts = self._sizes["head"], len(rule.parts)
+        for number, block in enumerate(self._by_query_group(rule, layer, expert)):
+            if number % parts == parts - 1:
+                yield block
+                continue
+            for start in range(block.start, block.stop, head):
+                turned, stop = start + self._turned, start + head
+                yield Block(block.name, start, turned, 2)
+                yield Block(block.name, start + 1, turned, 2)
+                if turned < stop:
+                    yield Block(block.name, turned, stop)
 
     def _gated_by_query_group(
         self, rule: Rule, layer: int | None, expert: int | None

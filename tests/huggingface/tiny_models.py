@@ -185,6 +185,20 @@ YARN = {
     "original_max_position_embeddings": 8,
 }
 MORE_MODELS = {
+    "glm": ("Glm", {"head_dim": 12, "partial_rotary_factor": 0.5}),
+    "glm4": ("Glm4", {"head_dim": 8, "attention_bias": False, "tie_word_embeddings": True}),
+    "ernie4.5": ("Ernie4_5", {"head_dim": 12}),
+    "glm4-moe-lite": (
+        "Glm4MoeLite",
+        {
+            **{name: size for name, size in LATENT.items() if name != "first_k_dense_replace"},
+            "num_experts_per_tok": 3,
+            "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+            "n_group": 1,
+            "topk_group": 1,
+            "num_mtp_layers": 0,
+        },
+    ),
     "qwen3.5": ("Qwen3_5", LINEAR),
     "qwen3.5-moe": ("Qwen3_5Moe", OF_LINEAR_EXPERTS),
     "qwen3-next": ("Qwen3Next", OF_LINEAR_EXPERTS),
@@ -306,9 +320,10 @@ MORE_MODELS = {
 OF_ALL_TEXT = (
     *("deepseek-v2", "glm4-moe", "qwen3-yarn", "smollm3"),
     *("olmo2", "olmoe", "seed-oss", "ministral3"),
+    *("qwen3.5-moe", "glm", "ernie4.5", "glm4-moe-lite"),
 )
 """Models whose parts others have, too, which are compared with MEGATRON_EXT_ALL_TEXT=1 alone."""
-SINCE_5 = ("minimax-m2", "ministral3", "qwen3.5", "qwen3.5-moe", "qwen3-next")
+SINCE_5 = ("minimax-m2", "ministral3", "qwen3.5", "qwen3.5-moe", "qwen3-next", "glm4-moe-lite")
 """Models that transformers 4 does not have."""
 COMPARED = {
     name: model
@@ -327,6 +342,7 @@ _BY_SEED = (
     *("glm4-moe", "qwen3-yarn", "olmo3", "smollm3-yarn"),
     *("olmoe", "seed-oss", "exaone4", "minimax-m2", "ministral3"),
     *("qwen3.5", "qwen3.5-moe", "qwen3-next"),
+    *("glm", "glm4", "ernie4.5", "glm4-moe-lite"),
 )
 """Models by the seed of their weights; one that is added at the end changes no other."""
 

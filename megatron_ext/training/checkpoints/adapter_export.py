@@ -102,11 +102,13 @@ def _of(
     named = {}
     for name in dict.fromkeys(block.name for block in tensor.blocks):
         stem = _PREFIX + name.removesuffix(".weight")
-        # By their place in HuggingFace's tensor, where a fused one has them in another order.
-        places = sorted((block.start, block.stop, row) for block, row in tensor.rows_of(name))
-        rows = [b[row : row + stop - start] for start, stop, row in places]
+        # By their place in HuggingFace's tensor, which may have them in another order.
+        blocks = [*tensor.rows_of(name)]
+        whole = b.new_empty(max(block.stop for block, _ in blocks), b.shape[1])
+        for block, row in blocks:
+            block.of(whole).copy_(b[row : row + block.rows])
         named[f"{stem}.lora_A.weight"] = a.clone()
-        named[f"{stem}.lora_B.weight"] = torch.cat(rows)
+        named[f"{stem}.lora_B.weight"] = whole
     return named
 
 
