@@ -254,3 +254,9 @@ def in_order(gathered: torch.Tensor, size: int) -> torch.Tensor:
     slices = gathered.unflatten(0, (size, 2, -1))
     # First slices ascend with the rank, second ones descend.
     return torch.cat([slices[:, 0], slices[:, 1].flip(0)]).flatten(0, 1)
+
+
+def by_rank(ordered: torch.Tensor, size: int) -> torch.Tensor:
+    """The inverse of ``in_order``."""
+    halves = ordered.unflatten(0, (2, size, -1))
+    return torch.stack((halves[0], halves[1].flip(0)), dim=1).flatten(0, 2)

@@ -63,8 +63,9 @@ WIDE = {
 }
 """Runs of experts of these over four ranks."""
 
-CUT = "cut"
-"""The first run over context-parallel ranks, which share its windows and both rotary embeddings."""
+CUTS = {"cut": "run"} | ({"linear-cut": "linear"} if "linear" in PAIRS else {})
+"""Runs over context-parallel ranks, by name: of the first they share windows and both rotary
+embeddings."""
 
 OF_OTHERS = [name for name, pair in PAIRS.items() if not {STUDENT, TEACHER} & {*pair}]
 """Runs of other models than the first two."""
@@ -85,10 +86,12 @@ def root(tmp_path_factory):
     for name, (pair, sizes) in WIDE.items():
         run = dict(zip(("student", "teacher"), PAIRS[pair], strict=True))
         write_run(root, name, **run, **sizes)
-    write_run(root, CUT, student=STUDENT, teacher=TEACHER, context_parallel_size=2)
+    for name, pair in CUTS.items():
+        student, teacher = PAIRS[pair]
+        write_run(root, name, student=student, teacher=teacher, context_parallel_size=2)
     alone = [f"{name}-alone" for name in PAIRS]
     run_ranks(1, train_runs, root, alone, alone)
-    run_ranks(2, train_runs, root, [*SHARDED, CUT], [CUT, "imported", "transformers"])
+    run_ranks(2, train_runs, root, [*SHARDED, *CUTS], [*CUTS, "imported", "transformers"])
     if WIDE:
         run_ranks(4, train_runs, root, list(WIDE), timeout_s=300)
     return root
@@ -113,9 +116,9 @@ def test_the_first_loss_is_that_of_transformers_over_the_ids_alone(root, name):
         assert measured["kd"] == pytest.approx(float(divergence), rel=1e-4)
 
 
-@pytest.mark.parametrize("name", [*SHARDED, *WIDE, CUT])
+@pytest.mark.parametrize("name", [*SHARDED, *WIDE, *CUTS])
 def test_the_gradient_is_that_of_one_process(root, name):
-    of_one = root / f"{'run' if name == CUT else WIDE.get(name, (name,))[0]}-alone"
+    of_one = root / f"{CUTS.get(name) or WIDE.get(name, (name,))[0]}-alone"
     (alone,), (sharded,) = read_metrics(of_one), read_metrics(root / name)
     for number in ("kd", "grad_norm"):
         assert sharded[number] == pytest.approx(alone[number], rel=1e-4)

@@ -101,9 +101,6 @@ ON = {
     "num_experts of a teacher on the student's ranks": {
         "teacher": {"model": MODEL | {"num_layers": 4, "num_experts": 4}}
     },
-    "linear_attention_freq of a teacher on the student's ranks": {
-        "teacher": {"model": MODEL | {"num_layers": 4} | LINEAR_ATTENTION}
-    },
     "student.linear_attention_freq": {"student": LINEAR_ATTENTION},
     "student.attention_output_gate": {"student": {"attention_output_gate": True}},
     "student.num_experts": {"student": {"num_experts": 4}},

@@ -5,10 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
+from megatron_ext.distributed.context_parallel import ContextRank, in_order
 from megatron_ext.errors import ConfigError
 from megatron_ext.training.configuration.config import ModelConfig
 from megatron_ext.training.megatron_models import cpu_megatron
@@ -98,14 +100,14 @@ def test_the_fused_rule_is_asked_for_the_same(monkeypatch, rows_of_documents):
     torch.testing.assert_close(rounded.double(), expected, rtol=0.05, atol=0.05)
 
 
-LENGTHS = (5, 1, 80, 3)
+LENGTHS = (5, 1, 79, 3)
 
 
-def read_packed_rows(rank):
-    """A packed row and each of its texts alone: outputs, and gradients of all weights."""
+def net_of(layout):
+    """Random weights that remember more than the last tokens, the same in every layout."""
     cpu_megatron.install()
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel()
+    parallel_state.initialize_model_parallel(**layout)
     model_parallel_cuda_manual_seed(1)
     torch.manual_seed(3)
     net = GatedDeltaNet(
@@ -120,32 +122,78 @@ def read_packed_rows(rank):
             linear_key_head_dim=KEY,
             linear_value_head_dim=VALUE,
             linear_conv_kernel_dim=4,
+            **layout,
         ),
         layer_number=1,
     )
     with torch.no_grad():
         net.A_log.sub_(4)
-    hidden = torch.randn(sum(LENGTHS), 2, 16)
+    return net
+
+
+def packed():
+    """Hidden states [T, 2, 16], weights of their outputs, and the mask of texts of ``LENGTHS``."""
+    length = sum(LENGTHS)
+    hidden = torch.randn(length, 2, 16, generator=torch.Generator().manual_seed(5))
     text = torch.repeat_interleave(torch.tensor(LENGTHS))
-    mask = torch.ones(len(text), len(text), dtype=torch.bool).triu(1)
-    mask = (mask | (text[:, None] != text))[None, None]
+    mask = torch.ones(length, length, dtype=torch.bool).triu(1) | (text[:, None] != text)
+    return hidden, torch.linspace(-1, 1, hidden.numel()).view_as(hidden), mask[None, None]
+
+
+def read(net, parts, weights):
+    """Outputs of parts, one after the other, and the gradients of all weights."""
+    net.zero_grad()
+    output = torch.cat([net(*part)[0] for part in parts])
+    (output * weights).sum().backward()
+    return output.detach(), {name: p.grad.clone() for name, p in net.named_parameters()}
+
+
+def read_packed_rows(rank):
+    """A packed row, and each of its texts alone."""
+    net, (hidden, weights, mask) = net_of({}), packed()
+    alone = [(part, None) for part in hidden.split(LENGTHS)]
+    return read(net, [(hidden, mask)], weights), read(net, alone, weights)
+
+
+def read_cut_rows(rank):
+    """Of this rank's part of a packed row and of a whole one: outputs, and the ranks' gradients."""
+    net, (hidden, weights, mask) = net_of({"context_parallel_size": 2}), packed()
+    context = ContextRank.of(parallel_state.get_context_parallel_group())
+    own, weights = (context.cut(part.transpose(0, 1)).transpose(0, 1) for part in (hidden, weights))
     found = []
-    for parts in ([(hidden, mask)], [(part, None) for part in hidden.split(LENGTHS)]):
-        net.zero_grad()
-        output = torch.cat([net(*part)[0] for part in parts])
-        (output * torch.linspace(-1, 1, output.numel()).view_as(output)).sum().backward()
-        found.append((output, {name: p.grad.clone() for name, p in net.named_parameters()}))
+    for seen in (context.cut(mask[0])[None], None):
+        output, gradients = read(net, [(own, seen)], weights)
+        for gradient in gradients.values():
+            dist.all_reduce(gradient)
+        gathered = [torch.empty_like(output) for _ in range(2)]
+        dist.all_gather(gathered, output.contiguous())
+        found.append((in_order(torch.cat(gathered), 2), gradients))
     return found
 
 
-def test_texts_of_a_packed_row_do_not_see_each_other():
-    ((packed, gradients), (alone, expected)) = run_ranks(1, read_packed_rows)[0]
-    assert alone.std() > 0.05
-    torch.testing.assert_close(packed, alone, rtol=0, atol=1e-5)
-    assert len(gradients) == 6
-    for name, gradient in expected.items():
+@pytest.fixture(scope="module")
+def alone():
+    return run_ranks(1, read_packed_rows)[0]
+
+
+def assert_same(found, expected):
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=1e-5)
+    assert len(found[1]) == 6
+    for name, gradient in expected[1].items():
         atol = 1e-4 * float(gradient.abs().max())
-        torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=atol)
+        torch.testing.assert_close(found[1][name], gradient, rtol=0, atol=atol)
+
+
+def test_texts_of_a_packed_row_do_not_see_each_other(alone):
+    together, one_by_one = alone
+    assert one_by_one[0].std() > 0.05
+    assert_same(together, one_by_one)
+
+
+def test_context_parallel_ranks_read_what_one_does(alone):
+    for packed_row, whole_row in run_ranks(2, read_cut_rows):
+        assert_same(packed_row, alone[0])
+        assert (whole_row[0] - packed_row[0]).abs().max() > 0.01
 
 
 WHOLE = {

@@ -334,6 +334,11 @@ class DistillConfig:
             stages += " x virtual_pipeline_model_parallel_size"
         for name, model in self._models():
             _check_model(name, model, tp, pp * vp, ("tensor_model_parallel_size", stages))
+            if model.is_hybrid:
+                axis = "tensor_model_parallel_size x context_parallel_size"
+                ranks = tp * self.parallel.context_parallel_size
+                heads = model.linear_num_key_heads or 0
+                _check_layout(name, "linear_num_key_heads", heads, ranks, axis)
             if self.parallel.sequence_parallel:
                 axis = "tensor_model_parallel_size, which sequence_parallel cuts sequences by"
                 _check_layout(name, "seq_length", model.seq_length, tp, axis)

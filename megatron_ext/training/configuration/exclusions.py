@@ -306,15 +306,6 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "leave the option out, or set parallel.context_parallel_size to 1",
         "objectives",
     ),
-    *(
-        Exclusion(
-            linear,
-            features.CONTEXT,
-            "linear attention needs whole sequences, which context-parallel ranks have not",
-            "set parallel.context_parallel_size to 1",
-        )
-        for linear in (features.LINEAR_ATTENTION, features.TEACHER_LINEAR_ATTENTION)
-    ),
     *(Exclusion(features.TASKS, cut, _NOT_CUT, _ON_CHECKPOINTS) for cut in _CUTS),
     # Experts.
     Exclusion(
@@ -399,7 +390,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
             key_feature("student.attention_cap", off=None),
             features.STUDENT_CAP,
             features.LATENT,
-            features.LINEAR_ATTENTION,
+            key_feature("student.linear_attention_freq", off=None),
             key_feature("student.attention_output_gate"),
             key_feature("student.softmax_scale", off=None),
             key_feature("student.local_rotary_base", off=None),

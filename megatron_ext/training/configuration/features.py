@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from megatron_ext.training.configuration.config import (
         DistillConfig,
         LossConfig,
-        ModelConfig,
         TeacherConfig,
     )
 
@@ -229,23 +228,13 @@ def _fraction(setting: Setting) -> float | None:
     return None if factor is None or factor.is_integer() else factor
 
 
-def _teacher_here(setting: Setting) -> ModelConfig | None:
-    """The model of the teacher, if it is on the student's ranks."""
+def _teacher_experts(setting: Setting) -> int | None:
+    """Experts of the teacher, if its model is on the student's ranks."""
     teacher = setting.teacher
     if teacher is None or not setting.config.distils or teacher.cache is not None:
         return None
     is_here = teacher.library == "megatron" and not teacher.is_remote
-    return teacher.model if is_here else None
-
-
-def _teacher_experts(setting: Setting) -> int | None:
-    model = _teacher_here(setting)
-    return None if model is None else model.num_experts
-
-
-def _teacher_linear(setting: Setting) -> int | None:
-    model = _teacher_here(setting)
-    return None if model is None else model.linear_attention_freq
+    return teacher.model.num_experts if is_here else None
 
 
 def _experts_over_replicas(setting: Setting) -> str | None:
@@ -378,12 +367,6 @@ TEACHER_EXPERTS: Final = Feature(
     name="`num_experts` of a teacher on the student's ranks",
     key="{teacher}.model.num_experts",
     value=_teacher_experts,
-)
-LINEAR_ATTENTION: Final = key_feature("student.linear_attention_freq", off=None)
-TEACHER_LINEAR_ATTENTION: Final = Feature(
-    name="`linear_attention_freq` of a teacher on the student's ranks",
-    key="{teacher}.model.linear_attention_freq",
-    value=_teacher_linear,
 )
 EXPERTS_OVER_REPLICAS: Final = Feature(
     name="a student's experts shared by replicas", value=_experts_over_replicas

@@ -170,7 +170,8 @@ def _data_parallel(plan: Plan, stage: int) -> int:
 
 
 def _context_parallel(plan: Plan) -> int:
-    """An all-gather a layer forward, a reduce-scatter backward: as an all-reduce together."""
+    """An all-gather a layer forward, a reduce-scatter backward: as an all-reduce together. Layers
+    of linear attention have two all-to-alls each way."""
     recomputes = plan.run.training.recompute_granularity == "selective"
     again = plan.student.layers if recomputes else plan.student.layers * plan.recomputed_share
     halves = round((2 * plan.student.layers + again) * _keys_and_values(plan, plan.student))
@@ -180,9 +181,13 @@ def _context_parallel(plan: Plan) -> int:
 
 
 def _keys_and_values(plan: Plan, shape: ModelShape) -> int:
-    """Bytes of a microbatch's whole rows, of a rank's heads."""
-    width = 2 * shape.query_groups * shape.model.head_width
-    return plan.cp * plan.tokens(shape) * width * plan.element
+    """Bytes of a microbatch's whole rows, of a rank's heads; of linear attention, on average over
+    kinds of layers, those of this rank's positions that heads are exchanged for."""
+    width = 2 * shape.query_groups * shape.model.head_width * plan.cp
+    if shape.model.is_hybrid:
+        exchanged = shape.linear_width + shape.linear_values
+        width = round(width + shape.linear_share * (exchanged - width))
+    return plan.tokens(shape) * width * plan.element
 
 
 def _tensor_parallel(plan: Plan, stage: int) -> int:
