@@ -129,6 +129,12 @@ def _experts(folder: Path, name: str) -> DistillConfig:
     return _even(_one_step(folder, name), EXPERT_LAYOUTS[name], **EXPERTS, **ROUTER_LOSSES)
 
 
+def _linear_attention(folder: Path, name: str, parallel: Mapping[str, Any]) -> DistillConfig:
+    return changed(
+        _even(_one_step(folder, name), parallel, **LINEAR_ATTENTION), data={"packing": True}
+    )
+
+
 def _sampled(folder: Path, name: str, parallel: Mapping[str, Any]) -> DistillConfig:
     return changed(_one_step(folder, name), data={"rollouts": ROLLOUTS}, parallel=dict(parallel))
 
@@ -158,9 +164,8 @@ LAYOUT_RUNS: dict[str, Callable[[Path, str], DistillConfig]] = {
     "replicas": student_run,
     "replicas sharded": lambda folder, name: student_run(folder, name, **SHARDED),
     "sequence": lambda folder, name: _even(_one_step(folder, name), SEQUENCE),
-    "linear attention": lambda folder, name: changed(
-        _even(_one_step(folder, name), SEQUENCE, **LINEAR_ATTENTION), data={"packing": True}
-    ),
+    "linear attention": lambda folder, name: _linear_attention(folder, name, SEQUENCE),
+    "linear attention cut": lambda folder, name: _linear_attention(folder, name, CP2),
     **dict.fromkeys(EXPERT_LAYOUTS, _experts),
     "rollouts": lambda folder, name: _sampled(folder, name, TP2),
     "rollouts pipeline": lambda folder, name: _sampled(folder, name, PP2),
