@@ -1,5 +1,5 @@
-"""DeepSeek's families, GLM-4's with experts, and what is published in their format: latent
-attention, experts behind dense layers, and a choice among groups of experts.
+"""DeepSeek's families and what is published in their format: latent attention, experts behind dense
+layers, and a choice among groups of experts.
 
 Latent attention makes queries, keys and values from narrow products of the hidden states
 (arXiv:2405.04434, section 2.1). transformers and ``MLASelfAttention`` of megatron-core have its
@@ -11,29 +11,20 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Final
 
 from megatron_ext.errors import CheckpointError
 from megatron_ext.huggingface.dense_families import LLAMA
-from megatron_ext.huggingface.expert_families import EXPERTS_NORM, LAYER, expert_rules
+from megatron_ext.huggingface.expert_families import LAYER, expert_rules
 from megatron_ext.huggingface.family import (
-    ATTENTION_OUTPUT,
     EMBEDDING,
     FINAL_NORM,
     HEAD,
-    INPUT_NORM,
-    KEY_NORM,
     MLP_INPUT,
-    MLP_NORM,
     MLP_OUTPUT,
-    QKV,
-    QKV_BIAS,
-    QUERY_NORM,
     Family,
-    only_with,
 )
-from megatron_ext.huggingface.rotary import LENGTH, PART, yarn_growth
+from megatron_ext.huggingface.rotary import LENGTH, yarn_growth
 from megatron_ext.huggingface.tensor_map import Part, Rule, Size
 
 NEXT: Final = "num_nextn_predict_layers"
@@ -93,7 +84,7 @@ FEED_FORWARD = (
     ),
 )
 
-_OF_EXPERTS: Final = (
+OF_EXPERTS: Final = (
     *("num_experts", "moe_router_topk", "moe_ffn_hidden_size"),
     *("moe_router_topk_scaling_factor", "moe_first_dense_layers"),
 )
@@ -172,79 +163,6 @@ DEEPSEEK_V3 = Family(
         "moe_layer_freq": (1,),
         "rope_interleave": (True, None),
     },
-)
-
-
-GLM4_MOE_LITE = Family(
-    architecture="Glm4MoeLiteForCausalLM",
-    model_type="glm4_moe_lite",
-    models="GLM-4.7-Flash",
-    rules=DEEPSEEK_V3.rules,
-    names=DEEPSEEK_V3.names,
-    settings=DEEPSEEK_V3.settings,
-    defaults={
-        **DEEPSEEK_V3.defaults,
-        "n_routed_experts": 64,
-        "moe_intermediate_size": 1536,
-        "num_experts_per_tok": 4,
-        "routed_scaling_factor": 1.8,
-        "first_k_dense_replace": 1,
-        KINDS: None,
-        "n_group": 1,
-        "topk_group": 1,
-        "q_lora_rank": 768,
-        "qk_nope_head_dim": 192,
-        "v_head_dim": 256,
-        "rms_norm_eps": 1e-5,
-    },
-    unread=DEEPSEEK_V3.unread,
-    allowed=DEEPSEEK_V3.allowed,
-)
-
-
-GLM4_MOE = Family(
-    architecture="Glm4MoeForCausalLM",
-    model_type="glm4_moe",
-    models="GLM-4.5, 4.6 and 4.5-Air, text",
-    rules=(
-        EMBEDDING,
-        INPUT_NORM,
-        QKV,
-        only_with(QKV_BIAS, "biased_query", "biased_key_value", "biased_key_value"),
-        *(only_with(rule, "normed_head") for rule in (QUERY_NORM, KEY_NORM)),
-        ATTENTION_OUTPUT,
-        replace(MLP_NORM, layers="dense"),
-        *(
-            replace(rule, layers="experts") if rule is EXPERTS_NORM else rule
-            for rule in FEED_FORWARD
-        ),
-        EXPERT_BIAS,
-        FINAL_NORM,
-        HEAD,
-    ),
-    names={
-        **{name: DEEPSEEK_V3.names[name] for name in _OF_EXPERTS},
-        "add_qkv_bias": "attention_bias",
-        "qk_layernorm": "use_qk_norm",
-    },
-    settings=DEEPSEEK_V3.settings,
-    defaults={
-        **LLAMA.defaults,
-        **{key: DEEPSEEK_V3.defaults[key] for key in ("norm_topk_prob", NEXT)},
-        "n_routed_experts": 128,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 1408,
-        "num_experts_per_tok": 8,
-        "routed_scaling_factor": 1.0,
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "rms_norm_eps": 1e-5,
-        "attention_bias": False,
-        "use_qk_norm": False,
-        PART: 0.5,
-    },
-    allowed={"hidden_act": ("silu",), "norm_topk_prob": (True,)},
 )
 
 

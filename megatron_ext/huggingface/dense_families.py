@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from megatron_ext.huggingface.family import (
     ATTENTION_OUTPUT,
     EMBEDDING,
@@ -14,12 +12,13 @@ from megatron_ext.huggingface.family import (
     MLP_INPUT,
     MLP_NORM,
     MLP_OUTPUT,
+    POST_ATTENTION_NORM,
+    POST_MLP_NORM,
     QKV,
     QKV_BIAS,
     QUERY_NORM,
     RULES,
     Family,
-    only_with,
 )
 from megatron_ext.huggingface.rotary import LENGTH, PART, QUERY_GROWTH
 from megatron_ext.huggingface.tensor_map import Part, Rule, Size
@@ -161,101 +160,6 @@ MINISTRAL3 = Family(
 )
 
 
-GEMMA = Family(
-    architecture="GemmaForCausalLM",
-    model_type="gemma",
-    models="Gemma",
-    rules=RULES,
-    settings={
-        "layernorm_zero_centered_gamma": True,
-        "gate_activation": "gelu_tanh",
-        "scale_embeddings": True,
-    },
-    defaults={**LLAMA.defaults, "tie_word_embeddings": True, "head_dim": 256},
-    allowed={
-        # The first releases say "gelu" for its tanh form, and transformers reads it so.
-        "hidden_act": ("gelu_pytorch_tanh", "gelu"),
-        "hidden_activation": (None, "gelu_pytorch_tanh"),
-        "attention_bias": (False, None),
-        "use_bidirectional_attention": (None, False),
-    },
-    ignored=LLAMA.ignored,
-)
-
-
-POST_ATTENTION_NORM = Rule(
-    "decoder.layers.self_attention.linear_proj.post_layernorm.weight",
-    (Part("model.layers.{layer}.post_attention_layernorm.weight", ("hidden",)),),
-)
-GEMMA3_MLP_NORM = Rule(
-    "decoder.layers.mlp.linear_fc1.layer_norm_weight",
-    (Part("model.layers.{layer}.pre_feedforward_layernorm.weight", ("hidden",)),),
-)
-POST_MLP_NORM = Rule(
-    "decoder.layers.mlp.linear_fc2.post_layernorm.weight",
-    (Part("model.layers.{layer}.post_feedforward_layernorm.weight", ("hidden",)),),
-)
-
-GEMMA3 = Family(
-    architecture="Gemma3ForCausalLM",
-    model_type="gemma3_text",
-    models="Gemma 3, text",
-    rules=(
-        EMBEDDING,
-        INPUT_NORM,
-        QKV,
-        QUERY_NORM,
-        KEY_NORM,
-        ATTENTION_OUTPUT,
-        POST_ATTENTION_NORM,
-        GEMMA3_MLP_NORM,
-        MLP_INPUT,
-        MLP_OUTPUT,
-        POST_MLP_NORM,
-        FINAL_NORM,
-        HEAD,
-    ),
-    settings={**GEMMA.settings, "qk_layernorm": True, "post_layernorms": True},
-    defaults={
-        **GEMMA.defaults,
-        "query_pre_attn_scalar": 256,
-        "rope_theta": 1_000_000.0,
-        "rope_local_base_freq": 10_000.0,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 6,
-    },
-    allowed={
-        "hidden_activation": ("gelu_pytorch_tanh",),
-        "attention_bias": (False, None),
-        "attn_logit_softcapping": (None,),
-        "final_logit_softcapping": (None,),
-        "use_bidirectional_attention": (False, None),
-    },
-)
-
-
-GEMMA2 = Family(
-    architecture="Gemma2ForCausalLM",
-    model_type="gemma2",
-    models="Gemma 2",
-    rules=tuple(rule for rule in GEMMA3.rules if rule not in (QUERY_NORM, KEY_NORM)),
-    settings={**GEMMA.settings, "post_layernorms": True},
-    defaults={
-        **GEMMA.defaults,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 2,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
-    allowed={
-        "hidden_activation": ("gelu_pytorch_tanh",),
-        "attention_bias": (False, None),
-        "use_bidirectional_attention": (None, False),
-    },
-)
-
-
 PHI3_LAYER = "model.layers.{layer}"
 PHI3_QKV = Rule(
     QKV.megatron,
@@ -292,78 +196,6 @@ PHI3 = Family(
         PART: 1.0,
     },
     allowed={"hidden_act": ("silu",)},
-)
-
-
-def _paired(rule: Rule) -> Rule:
-    """A rule of queries and keys whose neighbouring rows are rotated together."""
-    return replace(rule, order="paired_by_query_group")
-
-
-GLM = Family(
-    architecture="GlmForCausalLM",
-    model_type="glm",
-    models="GLM-4 9B of 2024",
-    rules=(
-        EMBEDDING,
-        INPUT_NORM,
-        _paired(QKV),
-        _paired(only_with(QKV_BIAS, "biased_query", "biased_key_value", "biased_key_value")),
-        ATTENTION_OUTPUT,
-        MLP_NORM,
-        PHI3_MLP_INPUT,
-        MLP_OUTPUT,
-        FINAL_NORM,
-        HEAD,
-    ),
-    names={"add_qkv_bias": "attention_bias"},
-    defaults={
-        **LLAMA.defaults,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "rms_norm_eps": 1.5625e-07,
-        "attention_bias": True,
-        PART: 0.5,
-    },
-    allowed={"hidden_act": ("silu",)},
-)
-GLM4 = Family(
-    architecture="Glm4ForCausalLM",
-    model_type="glm4",
-    models="GLM-4 and Z1 of 2025, dense",
-    rules=(
-        *GLM.rules[:5],
-        Rule(
-            POST_ATTENTION_NORM.megatron,
-            (Part("model.layers.{layer}.post_self_attn_layernorm.weight", ("hidden",)),),
-        ),
-        *GLM.rules[5:8],
-        Rule(
-            POST_MLP_NORM.megatron,
-            (Part("model.layers.{layer}.post_mlp_layernorm.weight", ("hidden",)),),
-        ),
-        *GLM.rules[8:],
-    ),
-    names=GLM.names,
-    settings={"post_layernorms": True},
-    defaults=GLM.defaults,
-    allowed=GLM.allowed,
-)
-
-
-ERNIE4_5 = Family(
-    architecture="Ernie4_5ForCausalLM",
-    model_type="ernie4_5",
-    models="ERNIE 4.5, dense",
-    rules=tuple(_paired(QKV) if rule is QKV else rule for rule in RULES),
-    defaults={
-        **LLAMA.defaults,
-        "tie_word_embeddings": True,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "rms_norm_eps": 1e-5,
-    },
-    allowed={"hidden_act": ("silu",), "use_bias": (False, None)},
 )
 
 

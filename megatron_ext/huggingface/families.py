@@ -4,20 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_ext.huggingface.deepseek import (
-    DEEPSEEK_V2,
-    DEEPSEEK_V3,
-    GLM4_MOE,
-    GLM4_MOE_LITE,
-)
+from megatron_ext.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megatron_ext.huggingface.dense_families import (
-    ERNIE4_5,
     EXAONE4,
-    GEMMA,
-    GEMMA2,
-    GEMMA3,
-    GLM,
-    GLM4,
     GPT_NEOX,
     GRANITE,
     LLAMA,
@@ -40,6 +29,8 @@ from megatron_ext.huggingface.expert_families import (
     QWEN3_MOE,
 )
 from megatron_ext.huggingface.family import Family
+from megatron_ext.huggingface.gemma import GEMMA, GEMMA2, GEMMA3
+from megatron_ext.huggingface.glm import ERNIE4_5, GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE
 from megatron_ext.huggingface.hybrid_families import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 
 FAMILIES: Mapping[str, Family] = {

@@ -154,3 +154,11 @@ KEY_NORM = Rule(
     "decoder.layers.self_attention.k_layernorm.weight",
     (Part("model.layers.{layer}.self_attn.k_norm.weight", ("head",)),),
 )
+POST_ATTENTION_NORM = Rule(
+    "decoder.layers.self_attention.linear_proj.post_layernorm.weight",
+    (Part("model.layers.{layer}.post_attention_layernorm.weight", ("hidden",)),),
+)
+POST_MLP_NORM = Rule(
+    "decoder.layers.mlp.linear_fc2.post_layernorm.weight",
+    (Part("model.layers.{layer}.post_feedforward_layernorm.weight", ("hidden",)),),
+)

@@ -6,12 +6,13 @@ from megatron.core.transformer.transformer_block import HAVE_TE, TransformerBloc
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.training.configuration.config import ModelConfig, ParallelConfig
-from megatron_ext.training.megatron_models import cpu_megatron, models
+from megatron_ext.training.megatron_models import cpu_megatron
 from megatron_ext.training.megatron_models.cpu_megatron import (
     announce_device,
     in_precision_of_device,
 )
-from megatron_ext.training.megatron_models.layers import TorchNorm
+from megatron_ext.training.megatron_models.layer_specs import layer_spec
+from megatron_ext.training.megatron_models.norms import TorchNorm
 from tests.training.tiny_run import changed, student_run
 
 
@@ -20,7 +21,7 @@ def test_a_gpu_without_transformer_engine_gets_torch_layers_and_a_torch_norm(mon
     monkeypatch.setattr(cpu_megatron, "is_installed", lambda: False)
     model = ModelConfig(num_layers=4, hidden_size=8, num_attention_heads=2)
     parallel = ParallelConfig(pipeline_model_parallel_size=2)
-    spec = models._layer_spec(model, parallel, stage=0, has_adapters=False)
+    spec = layer_spec(model, parallel, stage=0, has_adapters=False)
     assert isinstance(spec, TransformerBlockSubmodules)
     assert len(spec.layer_specs) == 2
     assert spec.layer_norm is TorchNorm

@@ -22,7 +22,7 @@ from megatron_ext.training.configuration.loop import ParallelConfig as ParallelC
 from megatron_ext.training.configuration.loop import TrainingConfig as TrainingConfig
 from megatron_ext.training.configuration.lora import LoraConfig, check_experts, check_tied
 from megatron_ext.training.configuration.model import ModelConfig as ModelConfig
-from megatron_ext.training.configuration.model import check_not_negative, check_positive
+from megatron_ext.training.configuration.number_checks import check_not_negative, check_positive
 from megatron_ext.training.configuration.rollouts import RolloutConfig
 from megatron_ext.training.configuration.teachers import (
     NEW_TOKENS,

@@ -8,7 +8,7 @@ from typing import Literal
 from megatron_ext.distributed.layout import Layout
 from megatron_ext.errors import ConfigError
 from megatron_ext.training.configuration.lora import check_parts
-from megatron_ext.training.configuration.model import (
+from megatron_ext.training.configuration.number_checks import (
     check_divides,
     check_not_negative,
     check_positive,

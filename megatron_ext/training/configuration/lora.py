@@ -8,7 +8,7 @@ from typing import Final
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.registry import did_you_mean
-from megatron_ext.training.configuration.model import check_positive
+from megatron_ext.training.configuration.number_checks import check_positive
 
 PARTS: Final = ("embeddings", "layers", "norms", "experts", "routers", "head")
 """Names of ``training.trainable``."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from megatron_ext.engines.engine import EngineConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.training.configuration.model import check_positive
+from megatron_ext.training.configuration.number_checks import check_positive
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.training.configuration.model import check_not_negative, check_positive
+from megatron_ext.training.configuration.number_checks import check_not_negative, check_positive
 
 Placement = Literal["student_ranks", "own_ranks", "process", "server", "engine"]
 
