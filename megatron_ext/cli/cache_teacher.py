@@ -15,17 +15,17 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from megatron_ext.cli.output import named_teacher, quiet_libraries
+from megatron_ext.cli.output import named_teacher, on_this_device, quiet_libraries
 from megatron_ext.distributed.layout import launched_processes
 from megatron_ext.errors import ConfigError
 from megatron_ext.training.configuration.arguments import (
     add_config_arguments,
     config_from_arguments,
-    is_given,
+    given_value,
+    set_value,
 )
 from megatron_ext.training.inputs import read_inputs, write_warnings
 
@@ -107,19 +107,14 @@ def run(arguments: argparse.Namespace) -> None:
     """Record or import, and print the size of the files."""
     if not arguments.file_mib > 0:
         raise ConfigError("--file-mib must be positive", got=arguments.file_mib)
+    if given_value(arguments, "run_dir") is None:
+        # Nothing of the run is written.
+        set_value(arguments, str(arguments.output), "run_dir")
     given = config_from_arguments(arguments)
     name = named_teacher(given, arguments.teacher, what_for="cache")
     world_size = launched_processes()
     quiet_libraries()
-    from megatron_ext.training.megatron_models.cpu_megatron import (
-        announce_device,
-        in_precision_of_device,
-    )
-
-    announce_device(require_gpu=given.training.require_gpu)
-    has_precision = is_given(arguments, "training", "precision")
-    training = in_precision_of_device(given.training, is_given=has_precision)
-    given = replace(given, training=training)
+    given = on_this_device(given, arguments)
     if arguments.prompts:
         _write_prompts(arguments, given, name)
         return

@@ -14,16 +14,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
 from pathlib import Path
 
-from megatron_ext.cli.output import named_teacher, quiet_libraries
+from megatron_ext.cli.output import named_teacher, on_this_device, quiet_libraries
 from megatron_ext.errors import ConfigError
 from megatron_ext.imports import large_imports
 from megatron_ext.training.configuration.arguments import (
     add_config_arguments,
     config_from_arguments,
-    is_given,
 )
 from megatron_ext.training.inputs import read_served_teacher
 from megatron_ext.training.run_plan import TeacherPlan
@@ -67,15 +65,7 @@ def run(arguments: argparse.Namespace) -> None:
             expected="both or none",
             fix="pass both files",
         )
-    from megatron_ext.training.megatron_models.cpu_megatron import (
-        announce_device,
-        in_precision_of_device,
-    )
-
-    announce_device(require_gpu=config.training.require_gpu)
-    has_precision = is_given(arguments, "training", "precision")
-    training = in_precision_of_device(config.training, is_given=has_precision)
-    config = replace(config, training=training)
+    config = on_this_device(config, arguments)
     teacher = TeacherPlan.of(config, name)
     tokenizer = read_served_teacher(teacher)
     quiet_libraries()

@@ -249,7 +249,8 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
         else:
             output, state = gated_delta_rule(heads, past.state, documents)
         opened = self._opened(output.to(mixed.dtype), gate.unflatten(-1, (-1, self._value)), weight)
-        kept = inputs[:, own.shape[1] :]
+        # Not a view, which would keep all of the inputs.
+        kept = inputs[:, own.shape[1] :].clone()
         return opened.transpose(0, 1), _Past(past.length + own.shape[1], kept, state)
 
     def _heads(self, read: torch.Tensor, beta: torch.Tensor, decay: torch.Tensor) -> Heads:
