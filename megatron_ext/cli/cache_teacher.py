@@ -15,16 +15,18 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from megatron_ext.cli.output import named_teacher, on_this_device, quiet_libraries
+from megatron_ext.cli.output import named_teacher, quiet_libraries
 from megatron_ext.distributed.layout import launched_processes
 from megatron_ext.errors import ConfigError
 from megatron_ext.training.configuration.arguments import (
     add_config_arguments,
     config_from_arguments,
     given_value,
+    is_given,
     set_value,
 )
 from megatron_ext.training.inputs import read_inputs, write_warnings
@@ -114,7 +116,11 @@ def run(arguments: argparse.Namespace) -> None:
     name = named_teacher(given, arguments.teacher, what_for="cache")
     world_size = launched_processes()
     quiet_libraries()
-    given = on_this_device(given, arguments)
+    from megatron_ext.training.megatron_models.cpu_megatron import on_this_device
+
+    has_precision = is_given(arguments, "training", "precision")
+    training = on_this_device(given.training, has_precision=has_precision)
+    given = replace(given, training=training)
     if arguments.prompts:
         _write_prompts(arguments, given, name)
         return

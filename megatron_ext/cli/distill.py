@@ -12,11 +12,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
 
-from megatron_ext.cli.output import on_this_device, quiet_libraries
+from megatron_ext.cli.output import quiet_libraries
 from megatron_ext.distributed import layout
 from megatron_ext.distributed.layout import launched_processes
 from megatron_ext.errors import ConfigError
@@ -25,6 +26,7 @@ from megatron_ext.imports import large_imports
 from megatron_ext.training.configuration.arguments import (
     add_config_arguments,
     config_from_arguments,
+    is_given,
 )
 from megatron_ext.training.configuration.config import DistillConfig
 from megatron_ext.training.inputs import read_inputs, read_served_teacher, write_warnings
@@ -71,7 +73,11 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.world_size is not None or arguments.layers is not None:
         raise ConfigError("--world-size and --layers plan a run", fix="add --dry-run")
     # The device is the first line, so torch is loaded before inputs are checked.
-    config = on_this_device(config, arguments)
+    from megatron_ext.training.megatron_models.cpu_megatron import on_this_device
+
+    has_precision = is_given(arguments, "training", "precision")
+    training = on_this_device(config.training, has_precision=has_precision)
+    config = replace(config, training=training)
     is_shown = os.environ.get("RANK", "0") == "0"
     if is_shown and arguments.print_config:
         print(yaml.safe_dump(config_values(config), sort_keys=False), flush=True)

@@ -10,7 +10,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -36,17 +35,6 @@ def quiet_libraries() -> None:
     warnings.simplefilter("ignore")
     for name in _QUIET_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
-
-
-def on_this_device(config: DistillConfig, arguments: argparse.Namespace) -> DistillConfig:
-    """The configuration in the precision of this machine's device, which is announced."""
-    from megatron_ext.training.configuration.arguments import is_given
-    from megatron_ext.training.megatron_models import cpu_megatron
-
-    cpu_megatron.announce_device(require_gpu=config.training.require_gpu)
-    has_precision = is_given(arguments, "training", "precision")
-    training = cpu_megatron.in_precision_of_device(config.training, is_given=has_precision)
-    return replace(config, training=training)
 
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:

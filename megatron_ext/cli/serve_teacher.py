@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from megatron_ext.cli.output import named_teacher, on_this_device, quiet_libraries
+from megatron_ext.cli.output import named_teacher, quiet_libraries
 from megatron_ext.errors import ConfigError
 from megatron_ext.imports import large_imports
 from megatron_ext.training.configuration.arguments import (
     add_config_arguments,
     config_from_arguments,
+    is_given,
 )
 from megatron_ext.training.inputs import read_served_teacher
 from megatron_ext.training.run_plan import TeacherPlan
@@ -65,7 +67,11 @@ def run(arguments: argparse.Namespace) -> None:
             expected="both or none",
             fix="pass both files",
         )
-    config = on_this_device(config, arguments)
+    from megatron_ext.training.megatron_models.cpu_megatron import on_this_device
+
+    has_precision = is_given(arguments, "training", "precision")
+    training = on_this_device(config.training, has_precision=has_precision)
+    config = replace(config, training=training)
     teacher = TeacherPlan.of(config, name)
     tokenizer = read_served_teacher(teacher)
     quiet_libraries()

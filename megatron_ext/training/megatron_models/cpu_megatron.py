@@ -235,6 +235,19 @@ def _exchanged(
     return received
 
 
+def on_this_device(training: TrainingConfig, *, has_precision: bool) -> TrainingConfig:
+    """Announce the device, and give a run the precision of it.
+
+    Args:
+        has_precision: Whether its precision was given.
+
+    Raises:
+        ConfigError: As ``announce_device``.
+    """
+    announce_device(require_gpu=training.require_gpu)
+    return in_precision_of_device(training, is_given=has_precision)
+
+
 def announce_device(*, require_gpu: bool) -> None:
     """Print the device and the number of ranks of this launch, on rank 0.
 
