@@ -14,13 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from inspect import cleandoc
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Final
 
+from megatron_ext.cli.actions import Action, add_actions
 from megatron_ext.cli.output import quiet_libraries
 from megatron_ext.errors import ConfigError
 from megatron_ext.evaluation.tasks.task import texts_of
@@ -50,23 +50,12 @@ _SHOWN: Final = 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a subparser for each action."""
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    for name, (add_flags, action) in _ACTIONS.items():
-        words = cleandoc(action.__doc__ or "")
-        add_flags(
-            actions.add_parser(
-                name,
-                help=words.splitlines()[0],
-                description=words,
-                formatter_class=argparse.RawDescriptionHelpFormatter,
-                allow_abbrev=False,
-            )
-        )
+    add_actions(parser, _ACTIONS)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the action."""
-    _ACTIONS[arguments.action][1](arguments)
+    _ACTIONS[arguments.action].run(arguments)
 
 
 def add_init_flags(parser: argparse.ArgumentParser) -> None:
@@ -542,11 +531,10 @@ def train_hypernet(arguments: argparse.Namespace) -> None:
     sys.stdout.write(f"{arguments.output}\n")
 
 
-_Action = tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], None]]
-_ACTIONS: Final[dict[str, _Action]] = {
-    "init": (add_init_flags, init),
-    "extend": (add_extend_flags, extend),
-    "audit": (add_audit_flags, audit),
-    "probe": (add_probe_flags, run_probe),
-    "train-hypernet": (add_train_hypernet_flags, train_hypernet),
+_ACTIONS: Final = {
+    "init": Action(add_init_flags, init),
+    "extend": Action(add_extend_flags, extend),
+    "audit": Action(add_audit_flags, audit),
+    "probe": Action(add_probe_flags, run_probe),
+    "train-hypernet": Action(add_train_hypernet_flags, train_hypernet),
 }
