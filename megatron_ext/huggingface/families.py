@@ -47,11 +47,20 @@ FAMILIES: Mapping[str, Family] = {
 """Families by architecture; a model that several can express is written as the first."""
 
 _STATE_SPACE = "layers of state-space models (Mamba) are not built here"
+_SPARSE = "attention to tokens that an indexer chooses is not built here"
 _ONE_NORM = "attention and feed-forward layer of its layers share one norm, which is not built here"
 
 UNSUPPORTED: Mapping[str, str] = {
     "Gemma3nForConditionalGeneration": "its parallel residual streams and embeddings of each "
     "layer are not built here",
+    **dict.fromkeys(
+        ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+        "heads of two widths, values that are keys and embeddings of each layer are not built here",
+    ),
+    **dict.fromkeys(("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"), _SPARSE),
+    "KimiLinearForCausalLM": "linear attention with a decay of each channel is not built here",
+    "OlmoHybridForCausalLM": "linear attention with corrections beyond one is not built here",
+    "Lfm2ForCausalLM": "layers of short convolutions are not built here",
     "Llama4ForCausalLM": "attention within chunks, norms without weights and experts whose input "
     "is scaled are not built here",
     "Llama4ForConditionalGeneration": "attention within chunks, norms without weights and experts "
