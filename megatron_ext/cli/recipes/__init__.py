@@ -1,7 +1,7 @@
 """List the recipes, which are configurations for pairs of published models, or copy one to edit.
 
-    megatron-ext recipes ls
-    megatron-ext recipes cp qwen3_4b_to_llama3_2_1b run.yaml
+megatron-ext recipes ls
+megatron-ext recipes cp qwen3_4b_to_llama3_2_1b run.yaml
 """
 
 from __future__ import annotations
