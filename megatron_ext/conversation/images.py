@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, overload
 
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.conversation.message import Conversation, Message, content_text, place
@@ -37,15 +37,35 @@ DEFAULT_IMAGE_TOKEN_INDEX: Final = -200
 
 @dataclass(frozen=True, slots=True)
 class ImageTags:
-    """Tags before and after each image; a call puts them into a text."""
+    """Tags before and after each image; a call puts them into a text, or into every message."""
 
     before: str
     after: str
 
-    def __call__(self, text: str) -> str:
-        """``text`` with tags around each image; those that are there already stay as they are."""
+    @overload
+    def __call__(self, text: str) -> str: ...
+
+    @overload
+    def __call__(self, text: Conversation) -> list[Message]: ...
+
+    def __call__(self, text: str | Conversation) -> str | list[Message]:
+        """``text`` with tags around each image; those that are there already stay as they are.
+
+        Args:
+            text: A text, or a conversation, whose messages are copied.
+        """
+        if not isinstance(text, str):
+            return [self._in_message(message) for message in text]
         tagged = f"{self.before}{IMAGE_TOKEN}{self.after}"
         return text.replace(tagged, IMAGE_TOKEN).replace(IMAGE_TOKEN, tagged)
+
+    def _in_message(self, message: Message) -> Message:
+        content = message.get("content")
+        if not isinstance(content, str):
+            parts = content or ()
+            tagged = [{**p, "text": self(p["text"])} if "text" in p else p for p in parts]
+            return {**message, "content": tagged} if tagged else message
+        return {**message, "content": self(content)}
 
 
 IMAGE_TAGS: Final[Mapping[str, ImageTags]] = {

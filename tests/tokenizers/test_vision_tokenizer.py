@@ -152,6 +152,24 @@ def test_tagging_is_idempotent_and_maps_every_byte_back(parts):
     assert (back[0], back[-1]) == (0, len(text.encode()))
 
 
+def test_a_conversation_is_tagged_like_its_texts_and_not_changed(chat):
+    parts = [{"type": "image"}, {"type": "text", "text": IMAGE_TOKEN}]
+    conversation = [
+        {"role": "user", "content": f"{IMAGE_TOKEN}hello"},
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None, "tool_calls": []},
+    ]
+    before = copy.deepcopy(conversation)
+    tagged = chat.apply_image_tag(conversation)
+    assert tagged[0] == {"role": "user", "content": "<img><image></img>hello"}
+    assert tagged[1]["content"] == [
+        {"type": "image"},
+        {"type": "text", "text": "<img><image></img>"},
+    ]
+    assert tagged[2] == conversation[2]
+    assert conversation == before
+
+
 @pytest.mark.parametrize(
     ("image_tag_type", "shown"),
     [("nvlm", "<Image><image></Image>hi"), ("internvl", "<img><image></img>hi"), ("", "<image>hi")],
