@@ -67,10 +67,14 @@ _ALMOST: Final = 0.85
 """Least similarity of two names that differ by a slip."""
 
 _NAMES_ELSEWHERE: Final = {
-    "run-dir": "output-dir out-dir save",
-    "initial-checkpoint": "model-name-or-path student student-model load",
-    "teacher-checkpoint": "teacher teacher-model teacher-model-name-or-path",
-    "data-train": "data-path train-data-path train-file dataset-name",
+    "run-dir": "output-dir out-dir save experiment-path",
+    "initial-checkpoint": "model-name-or-path student student-model load "
+    "student-pretrained-model-name-or-path",
+    "teacher-checkpoint": "teacher teacher-model teacher-model-name-or-path "
+    "teacher-pretrained-model-name-or-path",
+    "data-train": "data-path train-data-path train-file dataset-name data-train-path",
+    "tokenizer-model": "tokenizer-name student-tokenizer-name",
+    "teacher-tokenizer-model": "teacher-tokenizer-name",
     "data-text-key": "dataset-text-field",
     "seq-length": "max-length max-seq-length max-seq-len",
     "loss-objective": "objective loss",
@@ -86,7 +90,7 @@ _NAMES_ELSEWHERE: Final = {
     "pipeline-model-parallel-size": "pp pp-size pipeline-parallel-size",
     "context-parallel-size": "cp cp-size",
 }
-"""Flag -> its names in transformers, TRL and Megatron-LM, and abbreviations."""
+"""Flag -> its names in transformers, TRL, tokenkit and Megatron-LM, and abbreviations."""
 
 _VERBS_ELSEWHERE: Final = {
     "doctor": "env info version",
@@ -289,7 +293,9 @@ class _Parser(argparse.ArgumentParser):
         """Parse as argparse does, suggesting a flag for an unknown one."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            flag = next((word for word in unknown if word.startswith("--")), "").split("=")[0]
+            # An override of Hydra is a key and a value: optimizer.lr=1e-3.
+            words = (word.lstrip("+") for word in unknown if word.startswith("--") or "=" in word)
+            flag = next(words, "").split("=")[0]
             near = _near_flag(flag, list(_flags(self)))
             self.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
         return parsed
@@ -324,7 +330,7 @@ def _near_flag(flag: str, actions: list[tuple[str, argparse.Action]]) -> str:
     flag_of_key = {key.replace(".", "-").replace("_", "-"): name for name, key in keys}
     flag_of = {name.strip("-"): name for name, _ in actions}
     told = (name for name, action in actions if words in (action.help or "").lower())
-    same = flag_of.get(_FLAG_OF.get(flag.strip("-").replace("_", "-"), ""))
+    same = flag_of.get(_FLAG_OF.get(re.sub("[_.]", "-", flag.strip("-")), ""))
     key = nearest(words.replace(" ", "-"), list(flag_of_key), least=_ALMOST)
     name = nearest(words.replace(" ", "-"), list(flag_of))
     if same is not None:

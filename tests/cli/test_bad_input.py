@@ -371,6 +371,8 @@ def test_a_run_folder_of_another_configuration_is_refused(values, refused, tmp_p
         (["distill", "--num-epochs", "2"], "--num-epochs 2; did you mean '--train-iters'?"),
         (["distill", "--tp", "2"], "did you mean '--tensor-model-parallel-size'?; see megatron-e"),
         (["distill", "--output_dir=x"], "did you mean '--run-dir'?; see megatron-ext distill --h"),
+        (["distill", "++training.train_iters=5"], "iters=5; did you mean '--train-iters'?; see"),
+        (["distill", "teacher.pretrained_model_name_or_path=m"], "mean '--teacher-checkpoint'?"),
         (["distill", "--zzz", "2"], "unrecognized arguments: --zzz 2; see megatron-ext distill -"),
         (["projection", "biuld"], "did you mean 'build'?"),
         (["hlep"], "; did you mean 'help'?; see megatron-ext --help"),
