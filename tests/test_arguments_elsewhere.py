@@ -6,6 +6,7 @@ import pickle
 import pytest
 
 from megatron_ext import (
+    ArrowTextDataset,
     CrossTokenizerCollator,
     CrossTokenizerDistillationLossFn,
     MultiTeacherLossAggregator,
@@ -40,6 +41,22 @@ from megatron_ext.losses import (
             ["loss_fns=, weights= is teachers="],
         ),
         (
+            lambda: MultiTeacherLossAggregator(teachers={}, normalize_by_vocab=True),
+            ["normalize_by_vocab= is vocab_normalisation="],
+        ),
+        (
+            lambda: ArrowTextDataset(arrow_files="*.arrow", characters_per_sample=9),
+            ["arrow_files= is data_files=", "is PackedTextDataset"],
+        ),
+        (
+            lambda: CrossTokenizerDistillationLossFn({"teacher_weights": [1.0]}),
+            ["teacher_weights= is weight= of each TeacherLossConfig"],
+        ),
+        (
+            lambda: CrossTokenizerDistillationLossFn({"kl_chunk_shift": False}),
+            ["kl_chunk_shift= is none: objectives 'partition_kl'"],
+        ),
+        (
             lambda: CrossTokenizerDistillationLossFn({}, token_aligner=None),
             ["token_aligner= is not needed"],
         ),
@@ -61,7 +78,8 @@ from megatron_ext.losses import (
         ),
     ],
     ids=[
-        *("spec", "spec-by-position", "collator", "list", "losses", "loss", "aligner"),
+        *("spec", "spec-by-position", "collator", "list", "losses"),
+        *("vocabularies", "dataset", "teachers-in-one-mapping", "later-loss", "loss", "aligner"),
         *("loss-config", "loss-mapping", "inputs"),
     ],
 )

@@ -99,6 +99,7 @@ def checked_ids(ids: Ids, vocab_size: int, *, side: str) -> IdArray:
             f"{side} ids are not a row of integers",
             got=f"shape {array.shape} of {array.dtype}",
             expected="shape [T] of int32",
+            fix="pass several samples to align_batch" if array.ndim == 2 else None,
         )
     outside = (array < 0) | (array >= vocab_size)
     if outside.any():

@@ -18,7 +18,7 @@ from megatron_ext.documents.reader import READ_IN_PLACE, RecordReader, changed
 from megatron_ext.documents.record_fields import MOST_RECORD_BYTES, RecordFields
 from megatron_ext.documents.records import check_fields
 from megatron_ext.documents.source_file import find_sources
-from megatron_ext.errors import DataError
+from megatron_ext.errors import DataError, arguments_elsewhere
 
 
 class CorpusNames(NamedTuple):
@@ -33,6 +33,18 @@ class CorpusNames(NamedTuple):
 _ARGUMENTS: Final = CorpusNames()
 
 
+@arguments_elsewhere(
+    {
+        "arrow_files": "is data_files=",
+        "characters_per_sample": "is PackedTextDataset, which packs by tokens",
+        **dict.fromkeys(("subset", "split"), "is not needed: data_files= names the files"),
+        **dict.fromkeys(
+            ("split_validation_size", "val_split", "seed"),
+            "is none: name files of validation apart, in a run data.validation",
+        ),
+    },
+    project="NeMo RL",
+)
 class ArrowTextDataset(Dataset[dict[str, Any] | ConversationRecord]):
     """Map-style data set of the documents of a corpus; none of them is held in memory.
 

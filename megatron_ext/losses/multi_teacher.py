@@ -133,7 +133,11 @@ _TEACHERS = "is teachers={name: TeacherObjective(objective=..., weight=...)}; le
 
 
 @arguments_elsewhere(
-    dict.fromkeys(("loss_fns", "teacher_loss_fns", "weights", "teacher_weights"), _TEACHERS),
+    {
+        **dict.fromkeys(("loss_fns", "teacher_loss_fns", "weights", "teacher_weights"), _TEACHERS),
+        "normalize_by_vocab": "is vocab_normalisation='log_vocab', or 'nemo' for theirs",
+        "cfg": "is not needed",
+    },
     project="NeMo RL",
     positional=_TEACHERS,
 )

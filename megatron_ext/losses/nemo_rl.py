@@ -66,7 +66,7 @@ class CrossTokenizerDistillationLossFn:
 
     Args:
         config: Options shared by all teachers, or their mapping.
-        teachers: One configuration, or mapping, a teacher.
+        teachers: One configuration, or mapping, a teacher; at least one.
         weighting: Weighting of KD against cross-entropy; None: chosen by ``config``.
 
     Raises:
@@ -78,14 +78,16 @@ class CrossTokenizerDistillationLossFn:
     def __init__(
         self,
         config: CrossTokenizerLossConfig | Mapping[str, Any],
-        teachers: Sequence[TeacherLossConfig | Mapping[str, Any]],
+        teachers: Sequence[TeacherLossConfig | Mapping[str, Any]] = (),
         *,
         weighting: LossWeighting | None = None,
     ) -> None:
         self.config = from_mapping(CrossTokenizerLossConfig, config)
         if not isinstance(teachers, Sequence) or isinstance(teachers, str):
             raise LossError(
-                "teachers are not in a list", got=repr(teachers), fix="give one a teacher"
+                "teachers are not in a list",
+                got=type(teachers).__name__,
+                fix="pass a list with a TeacherLossConfig, or its mapping, for each teacher",
             )
         self.teachers = _named([from_mapping(TeacherLossConfig, teacher) for teacher in teachers])
         self.aggregator = MultiTeacherLossAggregator(

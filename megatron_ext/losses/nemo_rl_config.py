@@ -18,10 +18,27 @@ SumWeightsMetric = Literal["ce", "entropy", "max_prob"]
 Config = TypeVar("Config", "CrossTokenizerLossConfig", "TeacherLossConfig")
 Built = TypeVar("Built")
 
+_KNOWN: Final = (
+    *("student_vocab_size", "teacher_vocab_size", "teacher_vocab_sizes"),
+    "teacher_send_full_logits",
+)
+_PREFIX_KL: Final = (
+    *("common_indices_from_subtoks", "kl_chunk_shift", "prefix_bidir_v3_loss_fn"),
+    *("prefix_bidir_v3_last_pos_loss_fn", "prefix_bidir_v3_jsd_beta"),
+    *("prefix_bidir_v3_position_0_kl", "prefix_bidir_v3_noise_filter_topk"),
+)
+"""NeMo RL's later loss, in place of ``gold_loss`` and ``xtoken_loss``."""
+
 _SHARED_ELSEWHERE: Final = {
     "loss_type": "is gold_loss= and xtoken_loss=; without them KL, projected; chunked_ce is none: "
     "objective 'alm' of a TeacherLossConfig compares likelihoods of chunks",
     "projection_matrix_path": "is projection_matrix_path= of each TeacherLossConfig",
+    "projection_matrix_paths": "is projection_matrix_path= of each TeacherLossConfig",
+    "teacher_weights": "is weight= of each TeacherLossConfig",
+    "teacher_gold_loss": "is gold_loss= of each TeacherLossConfig",
+    "teacher_xtoken_loss": "is xtoken_loss= of each TeacherLossConfig",
+    **dict.fromkeys(_KNOWN, "is not needed: each batch brings its vocabularies and targets"),
+    **dict.fromkeys(_PREFIX_KL, "is none: objectives 'partition_kl' and 'byte_prefix' are nearest"),
     "projection_matrix_multiplier": "is not needed: a factor cancels in the loss",
     "project_teacher_to_student": "is not needed: the objective mined does so by itself",
     "learnable": "is loss.learned_projection of a run, or LearnedProjection",

@@ -208,7 +208,7 @@ def test_a_batch_without_lengths_is_as_long_as_its_longest_sample(aligner):
         pytest.param([5, 131_072], [5], "student id 131072 at token 1 is outside", id="too high"),
         pytest.param([5], [-100], "teacher id -100 at token 0 is outside", id="negative"),
         pytest.param(
-            [[5]], [5], r"student ids are not a row of integers; got shape \(1, 1\)", id="2d"
+            [[5]], [5], r"got shape \(1, 1\).*pass several samples to align_batch", id="2d"
         ),
         pytest.param([0.5], [5], "student ids are not a row of integers", id="fractions"),
     ],

@@ -202,7 +202,7 @@ BAD: dict[str, tuple[Any, Any, str]] = {
     "a text for a number": ({"temperature": "warm"}, TEACHERS, "got 'warm'; expected float"),
     "no configuration": (None, TEACHERS, "LossConfig: a section is not a mapping; got None"),
     "a teacher that is a name": ({}, ["qwen"], "LossConfig: a section is not a mapping; got 'qw"),
-    "teachers by name": ({}, {"qwen": {}}, "teachers are not in a list"),
+    "teachers by name": ({}, {"qwen": {}}, "in a list; got dict; pass a list with a TeacherLossCo"),
     "an option that the objective lacks": (
         {},
         [{"objective": "alm", "options": {"temprature": 2.0}}],
