@@ -107,11 +107,9 @@ class PromptFormat:
             TokenizerError: ``tokenizer`` is not one of this package.
         """
         refuse_foreign(tokenizer, "encode_with_control_spans")
-        for token in self.tokens:
-            if not _is_control(tokenizer, token):
-                raise self._lacks(
-                    f"the control token {token}", f"add {token} to the special tokens"
-                )
+        missing = ", ".join(token for token in self.tokens if not _is_control(tokenizer, token))
+        if missing:
+            raise self._lacks(f"control tokens: {missing}", f"add {missing} to the special tokens")
         for role in self.special_tokens:
             if role not in tokenizer.special_token_names:
                 raise self._lacks(f"a {role}", f"set {role} to a token of the vocabulary")
@@ -136,9 +134,10 @@ class PromptFormat:
             pad_id = getattr(tokenizer, choice) if is_role else _id_of(tokenizer, choice)
             if pad_id is not None:
                 return int(pad_id)
-        raise self._lacks(
-            f"a token to pad with: {' or '.join(self.pad)}", "set pad_token to a token of it"
-        )
+        names = [choice for choice in self.pad if not choice.endswith("_id")]
+        is_by_name = len(names) == len(self.pad)
+        fix = f"add {names[0]} to the special tokens" if is_by_name else "set pad_token to a token"
+        raise self._lacks(f"a token to pad with: {' or '.join(self.pad)}", fix)
 
     def _lacks(self, what: str, fix: str) -> ConfigError:
         return ConfigError(

@@ -115,7 +115,13 @@ def test_a_vocabulary_without_a_token_of_the_format_is_refused(name: str, token:
     )
     with pytest.raises(ConfigError) as caught:
         prompt_config_of(name, tokenizer)
-    assert all(part in str(caught.value) for part in (name, token, "another format"))
+    added = f"add {token} to the special tokens"
+    assert all(part in str(caught.value) for part in (name, added, "another format"))
+
+
+def test_all_tokens_that_the_vocabulary_lacks_are_named_at_once() -> None:
+    with pytest.raises(ConfigError, match="add <SPECIAL_10>, <SPECIAL_11> to the special tokens"):
+        prompt_config_of("nemotron-h-aligned", ByteTokenizer(control_tokens=["<s>"]))
 
 
 @pytest.mark.parametrize("row", WITH_TEMPLATE, ids=lambda row: row.name)
@@ -134,7 +140,7 @@ def test_an_ordinary_token_of_that_name_is_not_enough() -> None:
         def is_control(self, token_id: int) -> bool:
             return token_id != self.token_to_id("<|im_end|>")
 
-    with pytest.raises(ConfigError, match=r"needs the control token <\|im_end\|>"):
+    with pytest.raises(ConfigError, match=r"needs control tokens: <\|im_end\|>, which"):
         prompt_config_of("qwen2p5", Ordinary())
 
 
