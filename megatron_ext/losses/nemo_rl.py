@@ -60,7 +60,8 @@ class CrossTokenizerDistillationLossFn:
        microbatches and data- and context-parallel ranks, or norms of gradients
        (``LayerGradients``). A term whose count is 0 is left out.
 
-    A configuration of NeMo RL's x_token loss works unchanged. Each key documents its differences:
+    A configuration of NeMo RL's x_token loss works unchanged, but for its later loss
+    (``prefix_bidir_v3_...``), which is refused. Each key documents its differences:
     objectives are proper unless ``numerics`` is ``nemo``, teachers are compared per byte, and
     dynamic scaling follows an average over steps.
 

@@ -118,7 +118,7 @@ class MegatronTokenizerText(ChatTokenizer, MegatronTokenizerBase):
         self.identify_by_content = identify_by_content
         self.options = options
         self._tokenizer: MegatronTokenizerTextAbstract = TOKENIZER_LIBRARIES[self.library].build(
-            path, options
+            path, options, wrapper=type(self)
         )
         self._set_chat_template(chat_template)
         self._set_prompt_format(prompt_format)

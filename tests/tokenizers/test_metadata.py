@@ -188,7 +188,7 @@ def test_options_that_nobody_takes_are_refused_and_not_discarded(folder):
     with pytest.raises(TokenizerError, match=r"no such option; got 'bos_tokn'.*mean 'bos_token'"):
         MegatronTokenizer.from_pretrained(folder, {"library": "huggingface"}, bos_tokn="<s>")
     with pytest.raises(
-        TokenizerError, match="byte-level library has no such option; got 'prompt_f"
+        TokenizerError, match=r"byte-level .* got 'prompt_formt'; .*; did you mean 'prompt_format'"
     ):
         MegatronTokenizer.from_pretrained(
             metadata_path={"library": "byte-level"}, prompt_formt="chatml"

@@ -17,6 +17,15 @@ from megatron_ext.tokenizers.config import Engine
 from megatron_ext.tokenizers.legacy_types import TokenizerMode
 
 
+def _option_types(kind: type[object]) -> dict[str, str]:
+    """Type of each option of a class, as the class writes it."""
+    return {
+        name: str(parameter.annotation)
+        for name, parameter in inspect.signature(kind).parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class TokenizerLibrary:
     """An adapter class by name, so that the registry imports none."""
@@ -39,16 +48,21 @@ class TokenizerLibrary:
 
     def _types(self) -> dict[str, str]:
         """Type of each option, as the adapter writes it."""
-        return {
-            name: str(parameter.annotation)
-            for name, parameter in inspect.signature(self.adapter()).parameters.items()
-            if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-        }
+        return _option_types(self.adapter())
 
     def build(
-        self, path: str | os.PathLike[str] | None, options: Mapping[str, Any] | None = None
+        self,
+        path: str | os.PathLike[str] | None,
+        options: Mapping[str, Any] | None = None,
+        *,
+        wrapper: type[object] = object,
     ) -> MegatronTokenizerTextAbstract:
         """Construct the adapter.
+
+        Args:
+            path: The tokenizer file or its directory.
+            options: Options of the adapter.
+            wrapper: Class of the tokenizer around it, whose own options an error names too.
 
         Raises:
             TokenizerError: The library reads a file and none is named, it does not have an option
@@ -59,11 +73,12 @@ class TokenizerLibrary:
         names = list(types)
         for name, value in (options or {}).items():
             if name not in names:
+                taken = [*names, *(own for kind in wrapper.__mro__ for own in _option_types(kind))]
                 raise TokenizerError(
                     f"the {self.adapter().library} library has no such option",
                     got=repr(name),
-                    expected=f"one of {', '.join(names)}" if names else "no options",
-                    fix=did_you_mean(name, names),
+                    expected=f"one of {', '.join(taken)}" if taken else "no options",
+                    fix=did_you_mean(name, taken),
                 )
             kind = _CHECKED.get(types[name].removesuffix(" | None"))
             if value is not None and kind is not None and not isinstance(value, kind):
