@@ -1,4 +1,4 @@
-"""Classes that are called as those of NeMo RL of the same name say what to pass instead."""
+"""Classes that are called as others of the same name say what to pass instead."""
 
 import inspect
 import pickle
@@ -12,6 +12,7 @@ from megatron_ext import (
     MultiTeacherLossAggregator,
     TeacherCTSpec,
     TokenAligner,
+    TokenizerConfig,
 )
 from megatron_ext.errors import ConfigError
 from megatron_ext.losses import (
@@ -87,6 +88,13 @@ def test_a_call_with_the_arguments_of_nemo_rl_names_ours(call, instead):
     with pytest.raises(ConfigError, match="NeMo RL") as raised:
         call()
     assert not [text for text in instead if text not in str(raised.value)]
+
+
+def test_a_configuration_with_the_fields_of_megatron_names_ours():
+    with pytest.raises(ConfigError, match=r"Megatron-LM's class .* tokenizer_model= is model=; "):
+        TokenizerConfig(tokenizer_model="gpt2", use_gigatoken=True)
+    with pytest.raises(ConfigError, match="or theirs for build_tokenizer"):
+        TokenizerConfig(tokenizer_type="HuggingFaceTokenizer")
 
 
 def test_an_argument_that_nobody_has_is_a_type_error():

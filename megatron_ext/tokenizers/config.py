@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from megatron_ext.conversation import PromptConfig, TrainingPolicy
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, arguments_elsewhere
 from megatron_ext.files import parse_json
 from megatron_ext.tokenizers.legacy_types import Library, TokenizerMode
 
@@ -129,6 +129,27 @@ def _spelled(flag: str, *, only: tuple[Library, ...] | None = None) -> dict[str,
 _HUGGINGFACE: tuple[Library, ...] = ("huggingface", "megatron")
 
 
+_PREFIXED = (
+    *("library", "mode", "model", "prompt_format", "special_tokens"),
+    *("sentencepiece_legacy", "sentencepiece_ignore_extra_whitespaces"),
+)
+
+
+@arguments_elsewhere(
+    {
+        **{f"tokenizer_{name}": f"is {name}=" for name in _PREFIXED},
+        "tokenizer_type": "is library= and mode=, or theirs for build_tokenizer",
+        "tokenizer_hf_no_use_fast": "is hf_use_fast=, its opposite",
+        "tokenizer_hf_no_include_special_tokens": "is hf_include_special_tokens=, its opposite",
+        "metadata_path": "is metadata=",
+        "null_tokenizer_eod_id": "is null_eod_id=",
+        "null_tokenizer_pad_id": "is null_pad_id=",
+        "pad_vocab_size": "is not needed: the tokenizer's vocab_size is not padded",
+        "padded_vocab_size": "is a function: padded_vocab_size(vocab_size, ...)",
+        "use_gigatoken": "is engine='gigatoken'",
+    },
+    project="Megatron-LM",
+)
 @dataclass(kw_only=True, frozen=True, slots=True)
 class TokenizerConfig:
     """A tokenizer: where it is, which library reads it and what is done with it."""
