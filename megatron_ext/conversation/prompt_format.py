@@ -134,9 +134,8 @@ class PromptFormat:
             pad_id = getattr(tokenizer, choice) if is_role else _id_of(tokenizer, choice)
             if pad_id is not None:
                 return int(pad_id)
-        names = [choice for choice in self.pad if not choice.endswith("_id")]
-        is_by_name = len(names) == len(self.pad)
-        fix = f"add {names[0]} to the special tokens" if is_by_name else "set pad_token to a token"
+        has_role = any(choice.endswith("_id") for choice in self.pad)
+        fix = "set pad_token to a token" if has_role else f"add {self.pad[0]} to the special tokens"
         raise self._lacks(f"a token to pad with: {' or '.join(self.pad)}", fix)
 
     def _lacks(self, what: str, fix: str) -> ConfigError:

@@ -18,7 +18,7 @@ SumWeightsMetric = Literal["ce", "entropy", "max_prob"]
 Config = TypeVar("Config", "CrossTokenizerLossConfig", "TeacherLossConfig")
 Built = TypeVar("Built")
 
-_KNOWN: Final = (
+_OF_BATCH: Final = (
     *("student_vocab_size", "teacher_vocab_size", "teacher_vocab_sizes"),
     "teacher_send_full_logits",
 )
@@ -37,7 +37,7 @@ _SHARED_ELSEWHERE: Final = {
     "teacher_weights": "is weight= of each TeacherLossConfig",
     "teacher_gold_loss": "is gold_loss= of each TeacherLossConfig",
     "teacher_xtoken_loss": "is xtoken_loss= of each TeacherLossConfig",
-    **dict.fromkeys(_KNOWN, "is not needed: each batch brings its vocabularies and targets"),
+    **dict.fromkeys(_OF_BATCH, "is not needed: each batch brings its vocabularies and targets"),
     **dict.fromkeys(_PREFIX_KL, "is none: objectives 'partition_kl' and 'byte_prefix' are nearest"),
     "projection_matrix_multiplier": "is not needed: a factor cancels in the loss",
     "project_teacher_to_student": "is not needed: the objective mined does so by itself",
