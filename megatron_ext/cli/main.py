@@ -67,17 +67,19 @@ _ALMOST: Final = 0.85
 """Least similarity of two names that differ by a slip."""
 
 _NAMES_ELSEWHERE: Final = {
-    "run-dir": "output-dir out-dir save experiment-path",
+    "run-dir": "output output-dir out-dir save experiment-path",
     "initial-checkpoint": "model-name-or-path student student-model load "
     "student-pretrained-model-name-or-path",
     "teacher-checkpoint": "teacher teacher-model teacher-model-name-or-path "
     "teacher-pretrained-model-name-or-path",
     "data-train": "data-path train-data-path train-file dataset-name data-train-path",
-    "tokenizer-model": "tokenizer-name student-tokenizer-name",
+    "tokenizer-model": "tokenizer-name student-tokenizer-name target-tokenizer-name",
     "teacher-tokenizer-model": "teacher-tokenizer-name",
     "data-text-key": "dataset-text-field",
-    "seq-length": "max-length max-seq-length max-seq-len",
-    "loss-objective": "objective loss",
+    "seq-length": "max-length max-seq-length max-seq-len max-length-new max-student-length",
+    "teacher-seq-length": "max-length-teacher max-teacher-length",
+    "loss-objective": "objective loss losses",
+    "loss-options": "alm-diff-fn",
     "precision": "bf16 dtype torch-dtype",
     "train-iters": "max-steps steps num-train-steps epochs num-epochs num-train-epochs",
     "micro-batch-size": "per-device-train-batch-size mbs",
@@ -85,7 +87,8 @@ _NAMES_ELSEWHERE: Final = {
     "lr-warmup-iters": "warmup-steps",
     "save-interval": "save-steps",
     "eval-interval": "eval-steps",
-    "lora-rank": "lora-r",
+    "lora-rank": "lora-r model-lora-r",
+    "lr": "optimizer-learning-rate",
     "tensor-model-parallel-size": "tp tp-size tensor-parallel-size",
     "pipeline-model-parallel-size": "pp pp-size pipeline-parallel-size",
     "context-parallel-size": "cp cp-size",
