@@ -68,7 +68,7 @@ class Sglang:
             raise ValueError(f"fewer than {top_k} input_top_logprobs of a token")
         shape = (len(ids) - 1, top_k)
         return Scores(
-            np.array([row[0] for row in rows[1:]], np.float32),
+            np.array([float(row[0]) for row in rows[1:]], np.float32),
             np.array([[int(it[1]) for it in row[:top_k]] for row in top], np.int64).reshape(shape),
             np.array([[it[0] for it in row[:top_k]] for row in top], np.float32).reshape(shape),
         )

@@ -42,7 +42,7 @@ def prompt_scores(rows: Sequence[PromptRow | None], ids: Sequence[int], top_k: i
         row = rows[at] or {}
         if str(ids[at]) not in row:
             raise ValueError(f"prompt_logprobs of token {at} have no entry for its id {ids[at]}")
-        log_probs.append(row[str(ids[at])]["logprob"])
+        log_probs.append(float(row[str(ids[at])]["logprob"]))
         if top_k:
             ranked = [(e["rank"], -e["logprob"], int(i)) for i, e in row.items() if e["rank"]]
             top.append(sorted(ranked)[:top_k])

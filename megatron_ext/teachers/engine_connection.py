@@ -5,18 +5,23 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megatron_ext.constants import IGNORE_INDEX
 from megatron_ext.engines.engine import Scores
 from megatron_ext.engines.server import InferenceServer
-from megatron_ext.errors import LossError
+from megatron_ext.errors import DataError, LossError
 from megatron_ext.teachers.base import TokenRows
 from megatron_ext.teachers.formed_targets import Fields, filler, from_records, to_records
+from megatron_ext.teachers.recorded_text import RecordedText, check_recorded
 from megatron_ext.teachers.target_form import TargetForm
+
+_MOST_MASS: Final = 1.01
+"""Sum of a prediction's probabilities up to which a server's rounding explains what exceeds 1."""
 
 
 class _Asked(NamedTuple):
@@ -25,6 +30,9 @@ class _Asked(NamedTuple):
     rows: TokenRows
     texts: list[tuple[int, int]]
     """First position of each text in the concatenated rows, and its number of labels."""
+
+    ids: list[list[int]]
+    """Of each text, with its last label."""
 
     scores: Callable[[], list[Scores]]
 
@@ -95,13 +103,15 @@ class EngineConnection:
                 texts.append((start, count))
                 ids.append([*tokens[start : start + count], int(labels[start + count - 1])])
         top_k = self._form.count if self._form.kind == "topk" else 0
-        return _Asked(rows, texts, self._server.score(ids, top_k))
+        return _Asked(rows, texts, ids, self._server.score(ids, top_k))
 
     def _fields(self, asked: _Asked) -> Fields:
         shape = asked.rows.tokens.shape
         fields = filler(self._form, shape.numel())
         scores = asked.scores()
         if scores:
+            for ids, its_scores in zip(asked.ids, scores, strict=True):
+                self._check(np.array(ids), its_scores)
             places = torch.from_numpy(
                 np.concatenate([np.arange(start, start + count) for start, count in asked.texts])
             )
@@ -111,6 +121,21 @@ class EngineConnection:
             self.received_bytes += len(places) * self._form.bytes_per_token
         self.received_tokens += shape.numel()
         return {name: values.unflatten(0, shape) for name, values in fields.items()}
+
+    def _check(self, ids: NDArray[np.int64], scores: Scores) -> None:
+        """Refuse numbers that are no log-probabilities, such as logits, and ids beyond V."""
+        if self._form.kind == "label":
+            own = scores.log_probs
+            scores = Scores(own, ids[1:, None], own[:, None])
+        try:
+            check_recorded(
+                RecordedText(ids, scores),
+                self._form.vocab_size,
+                most_mass=_MOST_MASS,
+                tail="exact",
+            )
+        except DataError as error:
+            raise self._server.unreadable(str(error)) from error
 
     def _received(self, scores: Sequence[Scores]) -> Fields:
         """Fields of all scored positions, in the form's precision."""

@@ -69,7 +69,7 @@ def check_recorded(text: RecordedText, vocab_size: int, *, most_mass: float, tai
                 f"{outside[0]}",
                 got=row[(row < 0) | (row >= vocab_size)][0],
                 expected=f"0 to {vocab_size - 1}",
-                fix="name the tokenizer that the recording was made with",
+                fix="name the tokenizer that the model predicts with",
             )
     twice = (np.diff(np.sort(scores.top_ids, axis=1), axis=1) == 0).any(axis=1)
     _refuse(twice, "a prediction names a token twice", scores.top_ids)
@@ -84,7 +84,8 @@ def check_recorded(text: RecordedText, vocab_size: int, *, most_mass: float, tai
         "the recorded probabilities of a token sum to more than 1, so they are not of the whole "
         "vocabulary at temperature 1, and the mass of all others is not known",
         mass[:, None],
-        fix="record log-probabilities, or pass --tail renormalise to do without the others",
+        fix="record log-probabilities (logprobs_mode of vLLM), or import with --tail renormalise "
+        "to do without the others",
     )
     _check_labels(text, top)
 
@@ -101,12 +102,11 @@ def _check_labels(text: RecordedText, top: NDArray[np.float64]) -> None:
         ~np.isnan(own) & (differs | above),
         "the log-probability of a token of the text contradicts those of the likeliest tokens",
         own[:, None],
-        fix="record again: the rows are not those of one prediction",
     )
 
 
 def _refuse(
-    bad: NDArray[np.bool_], what: str, values: NDArray[Any], *, fix: str = "record the text again"
+    bad: NDArray[np.bool_], what: str, values: NDArray[Any], *, fix: str | None = None
 ) -> None:
     """Raise a ``DataError`` about the first bad row."""
     found = np.flatnonzero(bad)

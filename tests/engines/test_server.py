@@ -158,6 +158,52 @@ def test_scores_of_other_ids_are_refused(stand_in, kind):
         server.score([[1, 2, 3]], 0)()
 
 
+def refusal_of_scores(stand_in, kind, form, match):
+    """The error of a connection whose server answers as the stand-in's ``change`` has it."""
+    form = TargetForm.of(form, precision="fp32", top_k=2, hidden_size=8, vocab_size=VOCAB_SIZE)
+    connection = EngineConnection(connected(stand_in, kind), form)
+    row = torch.tensor([[1, 5, 7]])
+    rows = TokenRows(tokens=row, position_ids=torch.arange(3)[None], labels=row + 1)
+    with pytest.raises(DistributedError, match=rf"teacher\.engine: the engine's.*({match})"):
+        connection.answer(connection.ask([rows]))
+
+
+@pytest.mark.parametrize("form", ["label", "topk"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("number_of", "match"),
+    [(lambda found: found + 12, "sum to more than 1"), (lambda _: None, "TypeError")],
+    ids=("logits", "null"),
+)
+def test_numbers_that_are_no_log_probabilities_end_the_run(stand_in, kind, form, number_of, match):
+    def change(answer):
+        if kind == "vllm":
+            rows = answer["choices"][0]["prompt_logprobs"][1:]
+            for entry in (entry for row in rows for entry in row.values()):
+                entry["logprob"] = number_of(entry["logprob"])
+        else:
+            meta = answer["meta_info"]
+            for row in (meta["input_token_logprobs"], *meta["input_top_logprobs"][1:]):
+                row[:] = [[found and number_of(found), *rest] for found, *rest in row]
+        return answer
+
+    stand_in.change = change
+    refusal_of_scores(stand_in, kind, form, match)
+
+
+@pytest.mark.parametrize(
+    ("ids", "match"), [((9, VOCAB_SIZE), "does not have"), ((9, 9), "names a token twice")]
+)
+def test_likeliest_tokens_that_cannot_be_end_the_run(stand_in, ids, match):
+    def change(answer):
+        for row in answer["meta_info"]["input_top_logprobs"][1:]:
+            row[:] = [[found[0], other, None] for found, other in zip(row, ids, strict=True)]
+        return answer
+
+    stand_in.change = change
+    refusal_of_scores(stand_in, "sglang", "topk", match)
+
+
 def test_a_server_that_is_gone_or_slow_is_named(stand_in):
     server = connected(stand_in, retries=0, timeout_s=0.2)
 
@@ -258,6 +304,22 @@ def test_log_probabilities_from_before_the_temperature_are_found_out(stand_in):
     check_processed(server, SAMPLING, prompt)
     with pytest.raises(ConfigError, match="processed_logprobs"):
         check_processed(server, Sampling(max_new_tokens=5, temperature=0.5), prompt)
+
+
+def test_the_rounding_of_a_model_does_not_hide_log_probabilities_from_before_it(stand_in):
+    def change(answer):
+        values = answer["choices"][0]["logprobs"]["token_logprobs"]
+        # As of bf16, and in the second call as of a temperature.
+        values[:] = [shift(at, value) for at, value in enumerate(values)]
+        return answer
+
+    server, prompt = connected(stand_in), AskedPrompt([1], frozenset(), 0)
+    sampling = Sampling(max_new_tokens=5, temperature=0.5)
+    stand_in.change, shift = change, lambda at, value: value + 0.05 * (-1) ** at
+    with pytest.raises(ConfigError, match="processed_logprobs"):
+        check_processed(server, sampling, prompt)
+    shift = lambda at, value: value if at == 0 else value - 2  # noqa: E731
+    check_processed(server, sampling, prompt)
 
 
 @pytest.mark.parametrize("kind", KINDS)
