@@ -6,16 +6,19 @@ Types are checked, never guessed, and every error names a place.
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Callable, Mapping
+from datetime import date
 from functools import cache
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.registry import did_you_mean
 
 Config = TypeVar("Config")
+_QUOTED: Final = "put into quotes what YAML takes for a number, a Boolean or a date"
 Where = Callable[[tuple[str, ...]], str]
 """Key path -> name of that place in errors."""
 
@@ -116,11 +119,14 @@ class _Builder(NamedTuple):
         )
 
     def _convert(self, hint: Any, value: Any, keys: tuple[str, ...]) -> Any:
-        """``value`` as the type ``hint``; a float may be an integer or YAML's text ``1e-4``."""
+        """``value`` as the type ``hint``; a float may be an integer or YAML's text ``1e-4``.
+        A text that may be left out is not empty, as that of a shell's variable without a value."""
         origin, arguments = typing.get_origin(hint), typing.get_args(hint)
         if _is_optional(hint):
-            if value is None and type(None) in arguments:
-                return None
+            if type(None) in arguments and value in (None, ""):
+                if value is None:
+                    return None
+                raise self.error("a value is empty", where=self.where(keys), fix="leave it out")
             first, *others = (member for member in arguments if member is not type(None))
             classes = tuple(typing.get_origin(other) or other for other in others)
             return value if isinstance(value, classes) else self._convert(first, value, keys)
@@ -155,13 +161,21 @@ class _Builder(NamedTuple):
                 return dict(value)
             expected = "a mapping of names to values"
         elif hint is float and _is_number(value):
-            return float(value)
+            if math.isfinite(float(value)):
+                return float(value)
+            expected = "a finite number"
         elif isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
             return value
         else:
             expected = hint.__name__
+        parts = value if isinstance(value, list) else [value]
+        is_unquoted = any(isinstance(part, (int, float, date)) for part in parts)
         raise self.error(
-            "a value has the wrong type", where=self.where(keys), got=repr(value), expected=expected
+            "a value has the wrong type",
+            where=self.where(keys),
+            got=repr(value),
+            expected=expected,
+            fix=_QUOTED if is_unquoted and str in (hint, *arguments) else None,
         )
 
     def _sections(self, config_type: Any, value: Any, keys: tuple[str, ...]) -> dict[str, Any]:

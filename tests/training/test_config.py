@@ -163,6 +163,7 @@ def elsewhere(placement, words, serving=None, **fields):
             {"teacher": None, "loss": {"objective": "projectd_kl"}},
             "did you mean 'projected_kl'",
         ),
+        (RUN, {"run_dir": ""}, "run_dir is empty"),
         (RUN, {"optimizer": {"lr_warmup_iters": 10}}, "got 10; expected less than train_iters, 10"),
         (
             PLAIN,

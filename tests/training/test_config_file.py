@@ -27,6 +27,7 @@ class Outer:
     shape: Literal["round", "square"] = "round"
     is_on: bool = True
     limit: int | None = None
+    note: str | None = None
 
 
 @pytest.fixture
@@ -85,7 +86,13 @@ NO_KEYS = "the configuration file is not a mapping of keys to values"
             "name: a\nshape: oval",
             ":2: shape: there is no such choice; got 'oval'; expected one of round, square",
         ),
-        ("name: a\nfiles: [a, 3]", f":2: files: {WRONG} ['a', 3]; expected a list of str"),
+        (
+            "name: a\nfiles: [a, 3]",
+            f":2: files: {WRONG} ['a', 3]; expected a list of str; put into quotes",
+        ),
+        ("name: 2026-01-01", f":1: name: {WRONG} datetime.date(2026, 1, 1); expected str; put"),
+        ("name: a\nnote: ''", ":2: note: a value is empty; leave it out"),
+        ("name: a\ninner:\n  rate: .inf", f":3: inner.rate: {WRONG} inf; expected a finite number"),
         ("name: a\nfiles: {a: b}", f":2: files: {WRONG} {{'a': 'b'}}; expected a list of str"),
         *(
             (f"name: a\n\n{section}: {text}", f":3: {section}: {NO_SECTION} ")

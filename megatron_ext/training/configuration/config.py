@@ -316,6 +316,8 @@ class DistillConfig:
     )
 
     def __post_init__(self) -> None:
+        if not self.run_dir:
+            raise ConfigError("run_dir is empty", expected="a folder for the run")
         _check_teachers(self)
         check_exclusions(self, "configuration")
         if self.optimizer.lr_warmup_iters >= self.training.train_iters:
