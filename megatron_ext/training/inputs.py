@@ -19,7 +19,11 @@ from megatron_ext.projection import SparseProjection
 from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, build_tokenizer
 from megatron_ext.tokenizers.build import names_tokenizer
 from megatron_ext.training.checkpoints.folder import find_checkpoint, latest_checkpoint
-from megatron_ext.training.checkpoints.model_check import check_model, check_teacher
+from megatron_ext.training.checkpoints.model_check import (
+    check_model,
+    check_teacher,
+    length_doubts,
+)
 from megatron_ext.training.checkpoints.tokenizer import (
     check_same_tokenizer,
     teacher_doubts,
@@ -56,8 +60,8 @@ class Inputs:
     data: RunData
 
     doubts: Mapping[str, list[str]] = field(default_factory=dict)
-    """Warnings by checkpoint: a tokenizer that may not be its model's, and the checkpoint that is
-    taken where a run's folder is named."""
+    """Warnings by checkpoint: a tokenizer that may not be its model's, rows that are too long for
+    it, and the checkpoint that is taken where a run's folder is named."""
 
     @property
     def warnings(self) -> list[str]:
@@ -222,7 +226,8 @@ def _doubts(
     tokenizer: MegatronTokenizerText,
     teachers: Mapping[str, TeacherInputs],
 ) -> dict[str, list[str]]:
-    """Check that every model has learned the ids of its tokenizer; warnings by checkpoint."""
+    """Check that every model has learned the ids of its tokenizer; warnings by checkpoint, of
+    rows that it may not read as well."""
     by_checkpoint: dict[str, list[str]] = {}
     latest = latest_checkpoint(Path(config.run_dir) / CHECKPOINTS)
     if latest is not None:
@@ -235,6 +240,7 @@ def _doubts(
             allow_other=config.allow_other_tokenizer,
             switch="set allow_other_tokenizer",
         )
+        doubts += length_doubts(start, config.student)
         by_checkpoint[str(start)] = [*_chosen(config.initial_checkpoint, start), *doubts]
     for name in teachers if config.distils else ():
         plan = TeacherPlan.of(config, name)
@@ -242,6 +248,7 @@ def _doubts(
             continue
         chosen = _chosen(plan.config.checkpoint, plan.checkpoint)
         doubts = teacher_doubts(plan, teachers[name].tokenizer)
+        doubts += length_doubts(plan.checkpoint, plan.config.model)
         by_checkpoint.setdefault(str(plan.checkpoint), []).extend([*chosen, *doubts])
     return by_checkpoint
 
@@ -276,5 +283,6 @@ def read_served_teacher(teacher: TeacherPlan) -> MegatronTokenizerText:
     check_teacher(teacher)
     tokenizer = read_tokenizer(teacher.config.tokenizer, f"{teacher.section}.tokenizer")
     doubts = teacher_doubts(teacher, tokenizer)
+    doubts += length_doubts(teacher.checkpoint, teacher.config.model)
     write_warnings(f"{teacher.checkpoint}: {doubt}" for doubt in doubts)
     return tokenizer

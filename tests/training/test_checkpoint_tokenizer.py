@@ -354,3 +354,13 @@ def test_a_dry_run_refuses_another_tokenizer_of_the_student(run):
         dry_run(wrong, world_size=1)
     page = dry_run(changed(wrong, allow_other_tokenizer=True), world_size=1)
     assert f"warning     {run.initial_checkpoint}: another tokenizer" in page
+
+
+def test_rows_that_are_longer_than_a_folders_model_reads_are_a_doubt(run):
+    assert not any(read_inputs(run, world_size=1).doubts.values())
+    longer = {"seq_length": SIZES["max_position_embeddings"] + 1}
+    run = changed(run, student=longer, teacher={"model": longer})
+    for folder, found in read_inputs(run, world_size=1).doubts.items():
+        words = "rows of 65 tokens (seq_length) are longer than the 64 that the model reads"
+        assert words in "".join(found), folder
+    assert dry_run(run, world_size=1).count(words) == 2

@@ -134,6 +134,19 @@ def full_settings(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+def length_doubts(checkpoint: Path, model: ModelConfig) -> list[str]:
+    """A warning of sequences that are longer than a HuggingFace folder's model supports."""
+    if not is_checkpoint_folder(checkpoint):
+        return []
+    longest = longest_sequence(CheckpointFiles(checkpoint))
+    if longest is None or model.seq_length <= longest:
+        return []
+    return [
+        f"rows of {model.seq_length:,} tokens (seq_length) are longer than the {longest:,} that "
+        f"the model reads by its {CONFIG_FILE}"
+    ]
+
+
 def check_teacher(teacher: TeacherPlan) -> None:
     """Check the checkpoint of a teacher, if it has one; with ``library`` huggingface its sequence
     length.
