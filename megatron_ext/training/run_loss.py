@@ -261,13 +261,14 @@ def _check_same_ids(
     if tokenizer.fingerprint() == other.fingerprint():
         return
     is_average = teacher.config.ema_decay is not None
+    key = "teacher_mode" if teacher.loss.teacher_mode == "averaged_logits" else "objective"
     raise ConfigError(
         f"{why} with the student's tokenizer",
         where=f"{teacher.section}.tokenizer",
         got="another vocabulary",
         fix="leave the section out"
         if is_average
-        else "take another loss.objective, see docs/losses.md",
+        else f"take another loss.{key}, see docs/losses.md",
     )
 
 

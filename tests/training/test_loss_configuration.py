@@ -137,7 +137,8 @@ def test_a_teacher_has_the_objective_and_options_of_the_loss_but_for_its_own():
     [
         (
             {"loss": {"teacher_mode": "averaged_logits"}},
-            "averaged logits need teachers with the student's",
+            "averaged logits need teachers with the student's tokenizer; got another vocabulary; "
+            "take another loss.teacher_mode",
         ),
         (
             {"loss": {"teacher_mode": "select_teacher", "teacher_weights": "entropy"}},
