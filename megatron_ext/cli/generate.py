@@ -90,7 +90,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--conversations",
         action="store_true",
         help="answer whole conversations (or --text-field as a user's message) and write them as "
-        "conversations, without answers that were cut off; resumes where it was stopped",
+        "conversations, without answers that were cut off or say nothing; resumes where it was "
+        "stopped",
     )
     training.add_argument(
         "--endpoint-model", metavar="NAME", help="name of the model at the endpoint"
@@ -258,7 +259,7 @@ def _answer_conversations(arguments: argparse.Namespace, options: GenerationOpti
         model = load_models(arguments)
         answers, once = partial(_of_model, model, options), model.once
     kept, left_out = texts.write(records, answers, once)
-    cut = f", {left_out} that were cut are left out" if left_out else ""
+    cut = f", {left_out} that were cut or say nothing are left out" if left_out else ""
     once(lambda: sys.stdout.write(f"{counted(kept, 'answer')} in {arguments.output}{cut}\n"))
     if arguments.endpoint is None:
         finish(model)

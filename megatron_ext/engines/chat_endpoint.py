@@ -17,7 +17,10 @@ class Answer(NamedTuple):
     text: str
 
     is_whole: bool
-    """Whether the model ended it; otherwise it was cut at the most tokens."""
+    """Whether the model ended it; otherwise it was cut at the most tokens, or withheld."""
+
+    others: Mapping[str, Any] = {}
+    """Thinking and tool calls, as fields of the message."""
 
 
 class ChatEndpoint:
@@ -44,13 +47,19 @@ class ChatEndpoint:
             first: Number of the first record among all, which its seed depends on.
 
         Raises:
-            DistributedError: No answer, or one that cannot be read.
+            DistributedError: No answer, or one that cannot be read; with the number of the record.
         """
         bodies = [
             self._body(record, sampling, first + number) for number, record in enumerate(records)
         ]
-        answers = self._client.begin("/v1/chat/completions", bodies)
-        return [self._answer(answer()) for answer in answers]
+        found = []
+        for answer in self._client.begin("/v1/chat/completions", bodies):
+            try:
+                found.append(self._answer(answer()))
+            except DistributedError as error:
+                where = f"conversation {first + len(found) + 1}"
+                raise DistributedError(str(error), where=where) from error
+        return found
 
     def _body(
         self, record: ConversationRecord, sampling: Sampling, number: int
@@ -69,14 +78,20 @@ class ChatEndpoint:
     def _answer(self, answer: Any) -> Answer:
         try:
             (choice,) = answer["choices"]
-            text, reason = choice["message"]["content"], choice["finish_reason"]
+            message, reason = choice["message"], choice["finish_reason"]
+            # Null beside tool calls, where all was thinking, and where a filter withheld the text.
+            text = message.get("content") or ""
             if not isinstance(text, str):
                 raise TypeError(f"content {text!r}")
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DistributedError(
                 "the endpoint's answer cannot be read",
                 where="--endpoint",
                 got=f"{type(error).__name__}: {error}",
                 expected="one choice with a message that has a text",
             ) from error
-        return Answer(text, reason == "stop")
+        # vLLM has renamed the former the latter.
+        thinking = message.get("reasoning_content") or message.get("reasoning")
+        others = {"reasoning_content": thinking, "tool_calls": message.get("tool_calls")}
+        others = {name: value for name, value in others.items() if value}
+        return Answer(text, reason in ("stop", "tool_calls"), others)

@@ -21,7 +21,7 @@ from megatron_ext.errors import ConversationError, DataError
 from megatron_ext.evaluation.tasks.task import read_records
 from megatron_ext.files import flush, parse_json, whole_lines, write_bytes
 
-_CUT: Final = "cut at the most tokens"
+_LEFT_OUT: Final = "cut, or without a text"
 
 Once = Callable[[Callable[[], Any]], Any]
 
@@ -63,8 +63,9 @@ def asked_conversations(path: Path, text_field: str) -> list[ConversationRecord]
 class TeacherTexts:
     """A file of answered conversations, one a line: ``messages`` and ``generated_by``.
 
-    Answers that were cut are left out: a student would learn to stop in their middle. Until all are
-    there, lines are in ``OUTPUT.partial``, which a second call with the same settings continues.
+    Answers that were cut are left out, since a student would learn to stop in their middle, and
+    those that say nothing. Until all are there, lines are in ``OUTPUT.partial``, which a second
+    call with the same settings continues.
     """
 
     output: Path
@@ -132,9 +133,14 @@ class TeacherTexts:
         return lines
 
     def _line(self, record: ConversationRecord, answer: Answer) -> bytes:
-        values: dict[str, Any] = {} if answer.is_whole else {"left_out": _CUT}
+        says_something = answer.text.strip() or answer.others.get("tool_calls")
+        is_kept = answer.is_whole and says_something
+        values: dict[str, Any] = {} if is_kept else {"left_out": _LEFT_OUT}
         values |= {
-            "messages": [*record.messages, {"role": "assistant", "content": answer.text}],
+            "messages": [
+                *record.messages,
+                {"role": "assistant", "content": answer.text, **answer.others},
+            ],
             **record.template_variables,
             "generated_by": dict(self.about),
             "key": self._key(record),

@@ -10,7 +10,7 @@ from megatron_ext.engines.chat_endpoint import Answer
 from megatron_ext.errors import DataError
 from megatron_ext.evaluation.megatron_language_model import ModelOptions, open_model
 from megatron_ext.evaluation.teacher_texts import TeacherTexts, asked_conversations
-from tests.engines.stand_in_server import serving
+from tests.engines.stand_in_server import ANSWERS, serving
 from tests.evaluation.tiny_language_model import save_tiny_model
 
 QUESTIONS = [ConversationRecord([{"role": "user", "content": str(n)}]) for n in range(5)]
@@ -159,3 +159,35 @@ def test_an_endpoint_answers_from_the_command_line(tmp_path, capsys):
     assert record["messages"][-1]["content"] == "said"
     assert record["generated_by"]["model"] == "big"
     assert "1 answer in" in capsys.readouterr().out
+
+
+def test_one_answer_without_a_text_does_not_end_the_others(tmp_path, capsys, monkeypatch):
+    path, output = tmp_path / "asked.jsonl", tmp_path / "out.jsonl"
+    call = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    said = {
+        "withheld": ({"content": None}, "content_filter"),
+        "thought": ({"content": None, "reasoning": "so"}, "length"),
+        "empty": ({"content": " "}, "stop"),
+        "call": ({"content": None, "tool_calls": call}, "tool_calls"),
+        "both": ({"content": "said", "reasoning_content": "so"}, "stop"),
+    }
+    path.write_text("".join(json.dumps({"prompt": name}) + "\n" for name in said))
+    words = ["generate", "--conversations", "--prompts", str(path), "--output", str(output)]
+    with serving() as stand_in:
+
+        def answer(body):
+            message, reason = said[body["messages"][0]["content"]]
+            return {"choices": [{"message": message, "finish_reason": reason}]}
+
+        monkeypatch.setitem(ANSWERS, "/v1/chat/completions", answer)
+        main([*words, "--endpoint", stand_in.url])
+        called, both = (record["messages"][-1] for record in lines(output))
+        assert called == {"role": "assistant", "content": "", "tool_calls": call}
+        assert both == {"role": "assistant", "content": "said", "reasoning_content": "so"}
+        assert "2 answers in" in (shown := capsys.readouterr().out)
+        assert "3 that were cut or say nothing are left out" in shown
+        stand_in.change = lambda _: {"choices": []}
+        output.unlink()
+        with pytest.raises(SystemExit):
+            main([*words, "--endpoint", stand_in.url])
+    assert "error: conversation 1: --endpoint: the endpoint's answer" in capsys.readouterr().err
