@@ -147,7 +147,7 @@ class _Builder(NamedTuple):
                 places = [(*keys, str(place)) for place in range(len(items))]
                 return tuple(map(self.build, [arguments[0]] * len(items), items, places))
             is_list = isinstance(items, (list, tuple))
-            if is_list and typing.get_origin(arguments[0]) is tuple:
+            if is_list and (arguments[0] is float or typing.get_origin(arguments[0]) is tuple):
                 return tuple(self._convert(arguments[0], item, keys) for item in items)
             is_long_enough = Ellipsis in arguments or (is_list and len(items) == len(arguments))
             if is_list and is_long_enough and all(isinstance(i, arguments[0]) for i in items):

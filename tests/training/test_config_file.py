@@ -28,6 +28,7 @@ class Outer:
     is_on: bool = True
     limit: int | None = None
     note: str | None = None
+    rates: tuple[float, ...] = ()
 
 
 @pytest.fixture
@@ -53,6 +54,7 @@ def test_sections_nest_and_what_is_left_out_has_its_default(file):
         ("limit:", "limit", None),
         ("files: [a, b]", "files", ("a", "b")),
         ("files: a", "files", ("a",)),
+        ("rates: [1, 1e-4, 0.5]", "rates", (1.0, 1e-4, 0.5)),
         ("is_on: no", "is_on", False),
         ("shape: square", "shape", "square"),
         ("extra:", "extra", None),
@@ -92,6 +94,7 @@ NO_KEYS = "the configuration file is not a mapping of keys to values"
         ),
         ("name: 2026-01-01", f":1: name: {WRONG} datetime.date(2026, 1, 1); expected str; put"),
         ("name: a\nnote: ''", ":2: note: a value is empty; leave it out"),
+        ("name: a\nrates: [1, x]", f":2: rates: {WRONG} 'x'; expected float"),
         ("name: a\ninner:\n  rate: .inf", f":3: inner.rate: {WRONG} inf; expected a finite number"),
         ("name: a\nfiles: {a: b}", f":2: files: {WRONG} {{'a': 'b'}}; expected a list of str"),
         *(
