@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from megatron_ext.cli.output import MOST_NAMED, warn_left_out, write_output
+from megatron_ext.cli.output import MOST_NAMED, PAGE, check_output, warn_left_out, write_output
 from megatron_ext.cli.pages.audit_source import AuditSource
 from megatron_ext.cli.pages.audit_text import AuditRun, text_report
 from megatron_ext.cli.pages.token_view import add_color_argument, use_colors
@@ -118,6 +118,10 @@ def run(arguments: argparse.Namespace) -> None:
         is_strict=arguments.strict,
     )
     source.check()
+    if arguments.html is not None:
+        check_output(arguments.html, "--html", begins=PAGE)
+    if arguments.json not in (None, _STANDARD_OUTPUT):
+        check_output(Path(arguments.json), "--json", begins='{\n "student": {')
     student, teacher = (_tokenizer(arguments, side) for side in _PREFIXES)
     wants_page = arguments.html is not None
     audit = AuditRun.of(

@@ -162,9 +162,9 @@ def _task(arguments: argparse.Namespace) -> Task:
         raise ConfigError(
             "too small", where="--num-fewshot", got=arguments.num_fewshot, expected="0 or more"
         )
-    for name in ("output", "samples"):
+    for name, begins in (("output", "{\n  "), ("samples", "")):
         if getattr(arguments, name) is not None:
-            check_output(getattr(arguments, name), f"--{name}")
+            check_output(getattr(arguments, name), f"--{name}", begins=begins)
     check_model_arguments(arguments)
     if arguments.applies_chat_template and arguments.task == "bits_per_byte":
         raise ConfigError(

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from megatron_ext.cli.output import PAGE, check_output
 from megatron_ext.cli.pages.conversation_report import ConversationReport
 from megatron_ext.cli.pages.conversation_view import has_conversations, json_records
 from megatron_ext.cli.pages.token_view import (
@@ -107,6 +108,8 @@ def _check(arguments: argparse.Namespace) -> None:
         for flag, is_given in given.items():
             if is_given:
                 raise ConfigError("the option is for --conversation", where=flag)
+    if arguments.html is not None:
+        check_output(arguments.html, "--html", begins=PAGE)
 
 
 def _inspect_conversations(tokenizer: MegatronTokenizerText, arguments: argparse.Namespace) -> None:

@@ -19,6 +19,9 @@ from megatron_ext.files import why_not_writable, write_text
 if TYPE_CHECKING:
     from megatron_ext.training.configuration.config import DistillConfig
 
+PAGE: Final = "<!doctype html>"
+"""Beginning of every page."""
+
 MOST_NAMED: Final = 5
 """Most records and files that are named; the others are counted."""
 
@@ -92,20 +95,27 @@ def check_new_file(path: Path) -> None:
         )
 
 
-def check_output(path: Path, flag: str) -> None:
+def check_output(path: Path, flag: str, *, begins: str = "") -> None:
     """Check, before work whose results it gets, that a file could be written.
 
+    Args:
+        begins: First characters of what is written. A file that is there is replaced if it begins
+            so, too: a verb's results, but not a text that was to be read.
+
     Raises:
-        ConfigError: It is a folder, or its folder cannot be made or written to.
+        ConfigError: It is a folder or another file, or its folder cannot be made or written to.
     """
+    where, another = f"{flag} {path}", "name another file"
     reason = "a folder" if path.is_dir() else why_not_writable(path.parent)
     if reason is not None:
-        raise ConfigError(
-            "the file cannot be written",
-            where=f"{flag} {path}",
-            got=reason,
-            fix="name another file, or change the permissions there",
-        )
+        fix = f"{another}, or change the permissions there"
+        raise ConfigError("the file cannot be written", where=where, got=reason, fix=fix)
+    if begins and path.is_file():
+        with path.open("rb") as file:
+            head = file.read(len(begins))
+        if head and head != begins.encode():
+            what = "the file holds something else, and is not written over"
+            raise ConfigError(what, where=where, fix=f"{another}, or remove it")
 
 
 def write_output(path: Path, text: str, flag: str) -> None:

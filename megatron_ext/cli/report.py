@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from megatron_ext.cli.output import quiet_libraries, write_output
+from megatron_ext.cli.output import PAGE, check_output, quiet_libraries, write_output
 from megatron_ext.cli.pages.audit_source import encodable
 from megatron_ext.cli.pages.run_page import PairSample, pair_samples, report_page, sample_texts
 from megatron_ext.cli.pages.run_record import SAMPLES_FILE, RunRecord, read_run
@@ -95,6 +95,7 @@ def run(arguments: argparse.Namespace) -> None:
     names = _names(paths)
     texts = [encodable(text, "--text") for text in arguments.text]
     output = arguments.output or arguments.runs[0] / REPORT_FILE
+    check_output(output, "--output", begins=PAGE)
     if arguments.with_models:
         for path, name in zip(arguments.runs, names, strict=False):
             _sample_models(read_run(path, name=name), texts, arguments.prompt)

@@ -196,7 +196,7 @@ def test_bad_records_are_left_out_and_named(capsys, tmp_path):
         pytest.param(["absent.jsonl"], "there is no such file; check the name", id="absent"),
         pytest.param(["--text", "a", "--max-documents", "0"], "not a number of 1", id="none"),
         pytest.param(["--text", "a\udcff"], "not UTF-8 at character 1", id="surrogate"),
-        pytest.param(["--text", "a", "--html", "/dev/null/x"], "cannot write the file", id="html"),
+        pytest.param(["--text", "a", "--html", "/dev/null/x"], "cannot be written", id="html"),
     ],
 )
 def test_an_error_is_one_line(capsys, words, problem):

@@ -409,6 +409,27 @@ def test_a_wrong_command_line_is_refused(capsys, arguments, words):
 @pytest.mark.parametrize(
     "arguments",
     [
+        ("align", "{other}", "--student", "a", "--teacher", "b", "--html", "{kept}"),
+        ("align", "--student", "a", "--teacher", "b", "--json", "{kept}", "{other}"),
+        ("inspect", "--conversation", "{kept}", "--tokenizer-model", "a", "--html", "{kept}"),
+        ("report", "{run}", "--output", "{kept}"),
+        ("evaluate", "--model", "m", "--task", "mmlu", "--output", "{kept}"),
+    ],
+    ids=lambda arguments: f"{arguments[0]} {arguments[-2]}",
+)
+def test_a_file_that_a_verb_has_not_written_is_not_written_over(capsys, tmp_path, arguments):
+    places = {name: tmp_path / name for name in ("kept", "other", "run")}
+    for name in ("kept", "other"):
+        places[name].write_text('{"text": "a corpus"}\n')
+    before = places["kept"].read_text()
+    words = [word.format_map(places) for word in arguments]
+    assert "the file holds something else, and is not written over" in refusal(capsys, *words)
+    assert places["kept"].read_text() == before
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
         ["inspect", "--\x1b]0;x\x07"],
         ["\x9b2J"],
         ["distill", "--config", "\u202e\x1b[2J.yaml"],

@@ -358,7 +358,7 @@ def test_a_folder_without_a_run_is_refused_in_one_line(capsys, tmp_path, tokeniz
     assert "there is no such run" in refused(capsys, tmp_path / "none")
     assert "holds no run" in refused(capsys, tmp_path)
     run = write_run(tmp_path / "run", tokenizers, metrics=rows(3))
-    assert "cannot write the file" in refused(capsys, run, "--output", tmp_path)
+    assert "the file cannot be written; got a folder" in refused(capsys, run, "--output", tmp_path)
     assert list(tmp_path.rglob(".*")) == []
 
 
