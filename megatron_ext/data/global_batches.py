@@ -208,8 +208,8 @@ class GlobalBatches:
             if before != value:
                 raise ConfigError(
                     f"the run was started with other data: {name}",
-                    got=before,
-                    expected=value,
+                    got=value,
+                    expected=before,
                     fix="resume with the data of the run, or take another run_dir",
                 )
         self.iteration = int(state["iteration"])

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from megatron_ext.data.reading_order import read_blend
 from megatron_ext.errors import ConfigError, refused_input
 from megatron_ext.files import (
     disown,
@@ -79,7 +80,6 @@ _MAY_CHANGE = (
     *(f"teacher.engine.{key}" for key in _OF_ENGINES),
     *(f"data.rollouts.engine.{key}" for key in _OF_ENGINES),
     "data.rollouts.ahead",
-    "data.train",
     "data.validation",
     "data.num_workers",
     "data.indexed_tokenizer",
@@ -328,6 +328,9 @@ def _check_same_run(stored: Mapping[str, Any], values: Mapping[str, Any], path: 
             # Teachers and caches may move, but a teacher's iteration may not change.
             if _of_any_teacher(key) in _TEACHER_FOLDERS and isinstance(value, str):
                 leaves[key] = Path(value).name
+            # Texts are compared by their hash, and what is left of a blend are its weights.
+            if key == "data.train":
+                leaves[key] = [source.weight for source in read_blend(value, where=key)]
     # What transformers runs is as its folder says, and has no keys but that of its rows.
     whole = tuple(
         f"{key.removesuffix('library')}model."

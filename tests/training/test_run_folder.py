@@ -155,6 +155,16 @@ def test_what_makes_another_experiment_is_refused_by_name(config, started, keys,
     assert str(started / CONFIG_FILE) in str(caught.value)
 
 
+def test_the_weights_of_a_blend_are_kept_where_its_paths_may_change(config):
+    blend = with_leaf(config, "data.train", ("0.5", "a.jsonl", "0.5", "b.jsonl"))
+    record_run(blend, TEXT)
+    _add_checkpoint(Path(config.run_dir) / "checkpoints", "iter_0000002")
+    check_run_folder(with_leaf(config, "data.train", ("0.5", "c.jsonl", "0.50", "d.jsonl")))
+    words = r"another data\.train; got \[0\.9, 0\.1\]; expected \[0\.5, 0\.5\]"
+    with pytest.raises(ConfigError, match=words):
+        check_run_folder(with_leaf(config, "data.train", ("0.9", "a.jsonl", "0.1", "b.jsonl")))
+
+
 def test_a_run_gets_and_loses_no_teacher(config, started):
     alone = replace(config, teacher=None, loss=replace(config.loss, objective="next_token"))
     with pytest.raises(ConfigError, match="began with; got no teacher; expected teacher; use"):
