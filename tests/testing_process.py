@@ -8,6 +8,10 @@ from hypothesis import settings
 from tests.absent_devices import seed_no_absent_device
 from tests.unsynced_disk import do_not_wait_for_the_disk
 
+# Compiled kernels on the CPU, by the machine of tests/ptx.
+if os.environ.get("MEGATRON_EXT_PTX") == "1":
+    os.environ["TRITON_INTERPRET"] = "0"
+
 # Triton decides as it is imported whether kernels are compiled for a GPU or run in Python.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -18,6 +22,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     from tests.triton_interpreter import interpret_quickly
 
     interpret_quickly()
+elif os.environ.get("MEGATRON_EXT_PTX") == "1":
+    from tests.ptx.driver import run_compiled
+
+    run_compiled()
 
 # Files side by side share the cores: threads of each that wait for its others only take time. What
 # the tests start has it from the environment.

@@ -1,0 +1,280 @@
+"""Instructions of arithmetic, as Python of the values of all threads."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from tests.ptx.code import FLOATS, Code, UnknownInstruction, size_of
+from tests.ptx.program import Instruction
+
+Rule = Callable[[Code, Instruction], None]
+RULES: dict[str, Rule] = {}
+"""What becomes of an instruction, by the first part of its name."""
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Enter a rule for instructions."""
+
+    def entered(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return entered
+
+
+def unknown(instruction: Instruction) -> UnknownInstruction:
+    """The error of an instruction with no rule."""
+    return UnknownInstruction(f"the machine does not know {instruction}")
+
+
+def _expect(instruction: Instruction, *parts: str) -> None:
+    if not {*instruction.name[1:-1]} <= {*parts}:
+        raise unknown(instruction)
+
+
+def _flushing(instruction: Instruction, *values: str) -> list[str]:
+    is_flushing = "ftz" in instruction.name
+    return [f"flushed({value})" if is_flushing else value for value in values]
+
+
+_INFIX = {"add": "+", "sub": "-", "mul": "*", "and": "&", "or": "|", "xor": "^", "div": "/"}
+
+
+@rule("add", "sub", "mul", "div", "and", "or", "xor")
+def _binary(code: Code, each: Instruction) -> None:
+    name, kind = each.name[0], each.name[-1]
+    out, a, b = each.operands
+    if kind in FLOATS:
+        _expect(each, "rn", "ftz", "full", "approx")
+        a, b = _flushing(each, code.value(a, kind), code.value(b, kind))
+        (value,) = _flushing(each, f"({a} {_INFIX[name]} {b})")
+    elif name == "div":
+        value = f"quotient({code.value(a, kind)}, {code.value(b, kind)}, False)"
+    elif each.name[1] in ("wide", "hi"):
+        return _wide(code, each)
+    else:
+        _expect(each, "lo")
+        value = f"{code.value(a, kind)} {_INFIX[name]} {code.value(b, kind)}"
+    code.give(out, value, kind)
+
+
+def _wide(code: Code, each: Instruction) -> None:
+    kind, (out, a, b, *c) = each.name[-1], each.operands
+    _expect(each, "wide", "hi", "lo")
+    if each.name[1] == "wide":
+        wide = f"{kind[0]}{16 * size_of(kind)}"
+        dtype = f"{'i' if kind[0] == 's' else 'u'}{2 * size_of(kind)}"
+        value = f"multiply({code.value(a, kind)}, {code.value(b, kind)}, dtype={dtype})"
+    else:
+        wide = kind
+        how = "high_product({}, {})" if each.name[1] == "hi" else "{} * {}"
+        value = how.format(code.value(a, kind), code.value(b, kind))
+    code.give(out, value + (f" + {code.value(c[0], wide)}" if c else ""), wide)
+
+
+@rule("mad")
+def _mad(code: Code, each: Instruction) -> None:
+    _wide(code, each)
+
+
+@rule("fma")
+def _fma(code: Code, each: Instruction) -> None:
+    kind, (out, *values) = each.name[-1], each.operands
+    _expect(each, "rn", "ftz")
+    if kind not in ("f32", "f64"):
+        raise unknown(each)
+    given = _flushing(each, *(code.value(x, kind) for x in values))
+    (value,) = _flushing(each, f"fused({', '.join(given)})")
+    code.give(out, value, kind)
+
+
+_FUNCTIONS = {
+    "ex2": "exp2({})",
+    "lg2": "log2({})",
+    "rcp": "(f4(1) / {})",
+    "sqrt": "sqrt({})",
+    "rsqrt": "(f4(1) / sqrt({}))",
+    "sin": "sin({})",
+    "cos": "cos({})",
+    "tanh": "tanh({})",
+}
+
+
+@rule(*_FUNCTIONS)
+def _function(code: Code, each: Instruction) -> None:
+    out, x = each.operands
+    _expect(each, "approx", "rn", "ftz")
+    if each.name[-1] != "f32":
+        raise unknown(each)
+    (x,) = _flushing(each, code.value(x, "f32"))
+    (value,) = _flushing(each, _FUNCTIONS[each.name[0]].format(x))
+    code.give(out, value, "f32")
+
+
+@rule("abs", "neg", "not")
+def _unary(code: Code, each: Instruction) -> None:
+    kind, (out, x) = each.name[-1], each.operands
+    how = {"abs": "abs({})", "neg": "-{}", "not": "~{}"}[each.name[0]]
+    _expect(each, "ftz")
+    (x,) = _flushing(each, code.value(x, kind))
+    code.give(out, how.format(x), kind)
+
+
+@rule("min", "max")
+def _extreme(code: Code, each: Instruction) -> None:
+    kind, (out, a, b) = each.name[-1], each.operands
+    _expect(each, "NaN", "ftz")
+    # Without .NaN, the number of a NaN and a number.
+    function = each.name[0] + "imum" if kind[0] != "f" or "NaN" in each.name else f"f{each.name[0]}"
+    a, b = _flushing(each, code.value(a, kind), code.value(b, kind))
+    code.give(out, f"{function}({a}, {b})", kind)
+
+
+_COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_COMPARISONS |= {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
+_OPPOSITES = {"ltu": ">=", "leu": ">", "gtu": "<=", "geu": "<"}
+
+
+@rule("setp")
+def _compare(code: Code, each: Instruction) -> None:
+    kind, how, (out, a, b) = each.name[-1], each.name[1], each.operands
+    if {*each.name[2:-1]} - {"ftz"}:
+        raise unknown(each)
+    a, b = _flushing(each, code.value(a, kind), code.value(b, kind))
+    if how in ("nan", "num"):
+        value = f"{'~' if how == 'num' else ''}(isnan({a}) | isnan({b}))"
+    elif kind not in (*FLOATS, "bf16"):
+        value = f"{a} {_COMPARISONS[how]} {b}"
+    elif how in _OPPOSITES:
+        value = f"~({a} {_OPPOSITES[how]} {b})"
+    elif how == "equ":
+        value = f"({a} == {b}) | isnan({a}) | isnan({b})"
+    elif how == "neu":
+        value = f"{a} != {b}"
+    elif how == "ne":
+        value = f"({a} < {b}) | ({a} > {b})"
+    else:
+        value = f"{a} {_COMPARISONS[how]} {b}"
+    code.give(out, value, "pred")
+
+
+@rule("selp")
+def _select(code: Code, each: Instruction) -> None:
+    kind, (out, a, b, p) = f"b{8 * size_of(each.name[-1])}", each.operands
+    values = code.value(a, kind), code.value(b, kind)
+    code.give(out, f"where({code.value(p, 'pred')}, {', '.join(values)})", kind)
+
+
+@rule("shl", "shr")
+def _shift(code: Code, each: Instruction) -> None:
+    kind, (out, x, count) = each.name[-1], each.operands
+    is_left = each.name[0] == "shl"
+    value, width = code.value(x, kind), 8 * size_of(kind)
+    if count.isdigit() and int(count) < width:
+        sign = code.value(count, kind)
+        code.give(out, f"{value} {'<<' if is_left else '>>'} {sign}", kind)
+    else:
+        code.give(out, f"shifted({value}, {code.value(count, 'u32')}, {is_left})", kind)
+
+
+@rule("rem")
+def _rest(code: Code, each: Instruction) -> None:
+    kind, (out, a, b) = each.name[-1], each.operands
+    code.give(out, f"quotient({code.value(a, kind)}, {code.value(b, kind)}, True)", kind)
+
+
+@rule("bfe")
+def _field(code: Code, each: Instruction) -> None:
+    kind, (out, x, start, length) = each.name[-1], each.operands
+    if not (start.isdigit() and length.isdigit()):
+        raise unknown(each)
+    code.give(out, f"field({code.value(x, kind)}, {start}, {length})", kind)
+
+
+@rule("prmt")
+def _permute(code: Code, each: Instruction) -> None:
+    if len(each.name) != 2:
+        raise unknown(each)
+    out, *given = each.operands
+    code.give(out, f"permuted({', '.join(code.value(x, 'b32') for x in given)})", "b32")
+
+
+@rule("popc", "clz")
+def _count(code: Code, each: Instruction) -> None:
+    function = "bitwise_count" if each.name[0] == "popc" else "leading_zeros"
+    out, x = each.operands
+    if each.name[0] == "clz" and each.name[-1] != "b32":
+        raise unknown(each)
+    code.give(out, f"{function}({code.value(x, each.name[-1])}).astype(u4)", "u32")
+
+
+@rule("mov")
+def _move(code: Code, each: Instruction) -> None:
+    kind, (out, x) = each.name[-1], each.operands
+    if out.startswith("{"):
+        return _unpack(code, kind, out, x)
+    if x.startswith("{"):
+        return _pack(code, kind, out, x)
+    value = code.value(x, kind if kind == "pred" else f"b{8 * size_of(kind)}")
+    held = code.constants.get(value)
+    if isinstance(held, np.generic):
+        value = code.constant(np.full(code.program.threads, held))
+    code.give(out, value, kind if kind == "pred" else f"b{8 * size_of(kind)}")
+
+
+def _unpack(code: Code, kind: str, out: str, x: str) -> None:
+    parts = out.strip("{} ").replace(",", " ").split()
+    size = size_of(kind) // len(parts)
+    value = code.value(x, f"b{8 * size_of(kind)}")
+    code.add(f"whole = {value}")
+    for place, part in enumerate(parts):
+        code.give(part, f"(whole >> {8 * size * place}).astype(u{size})", f"b{8 * size}")
+
+
+def _pack(code: Code, kind: str, out: str, x: str) -> None:
+    parts = x.strip("{} ").replace(",", " ").split()
+    size, wide = size_of(kind) // len(parts), size_of(kind)
+    terms = [
+        f"({code.value(part, f'b{8 * size}')}.astype(u{wide}) << {8 * size * place})"
+        for place, part in enumerate(parts)
+    ]
+    code.give(out, " | ".join(terms), f"b{8 * wide}")
+
+
+@rule("cvt")
+def _convert(code: Code, each: Instruction) -> None:
+    *how, to, kind = each.name[1:]
+    out, *given = each.operands
+    (rounding,) = [part for part in how if part[0] == "r"] or [""]
+    if {*how} - {"rn", "rzi", "rni", "rmi", "rpi", "ftz"}:
+        raise unknown(each)
+    if to in ("bf16x2", "f16x2") and kind == "f32" and rounding == "rn":
+        return _convert_two(code, each, to.removesuffix("x2"))
+    value = code.value(given[0], kind)
+    floats = (*FLOATS, "bf16")
+    if kind in floats and to not in floats:
+        value = f"to_integer({value}, {_dtype(to)}, {rounding!r})"
+    elif to in floats:
+        if rounding not in ("rn", "") and to != kind:
+            raise unknown(each)
+        if rounding in ("rni", "rzi", "rmi", "rpi"):
+            value = f"{ {'rni': 'rint', 'rzi': 'trunc', 'rmi': 'floor', 'rpi': 'ceil'}[rounding]}({value})"
+        value = f"{value}.astype({FLOATS.get(to, 'f4')})"
+        (value,) = _flushing(each, value)
+    else:
+        value = f"{value}.astype({_dtype(to)})"
+    code.give(out, value, to)
+
+
+def _convert_two(code: Code, each: Instruction, to: str) -> None:
+    out, upper, lower = each.operands
+    halves = []
+    for x in (upper, lower):
+        value = code.value(x, "f32")
+        bits = f"to_bf16({value})" if to == "bf16" else f"{value}.astype(f2).view(u2)"
+        halves.append(f"{bits}.astype(u4)")
+    code.give(out, f"({halves[0]} << 16) | {halves[1]}", "b32")
+
+
+def _dtype(kind: str) -> str:
+    return f"{'i' if kind[0] == 's' else 'u'}{size_of(kind)}"

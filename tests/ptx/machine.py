@@ -1,0 +1,229 @@
+"""A machine that runs a kernel in PTX: one program after the other, all threads of it together."""
+
+import itertools
+from typing import Any, Final
+
+import numpy as np
+
+from tests.ptx import communication, values
+from tests.ptx.arithmetic import RULES, unknown
+from tests.ptx.code import Code, size_of
+from tests.ptx.memory import AccessError, Clock, Memory, Region, SharedMemory
+from tests.ptx.program import Instruction, Program
+
+assert communication, "its rules are entered as it is imported"
+_FUNCTIONS = """where multiply exp2 log2 sqrt sin cos tanh abs minimum maximum fmin fmax isnan
+    bitwise_count bitwise_or bitwise_and bitwise_xor add rint trunc floor ceil"""
+_NAMES: Final = {name: getattr(np, name) for name in _FUNCTIONS.split()}
+_NAMES |= {f"{kind}{size}": np.dtype(f"{kind}{size}").type for kind in "iu" for size in (1, 2, 4, 8)}
+_NAMES |= {f"f{size}": np.dtype(f"f{size}").type for size in (2, 4, 8)}
+_NAMES |= {name: value for name, value in vars(values).items() if callable(value)}
+_END: Final = 1 << 30
+"""In the place of a block's number: the thread is done."""
+
+
+class BlockFunction:
+    """A block as a function of the machine, its registers, and the threads that are there."""
+
+    def __init__(self, program: Program, number: int, *, masked: bool) -> None:
+        self.code = Code(program, masked)
+        self.condition, self.name = "None", f"<block {number} of {program.name}>"
+        self.goes_to: int | None = None
+        for each in program.blocks[number].instructions:
+            self.code.begin(each)
+            if each.name[0] in ("bra", "ret", "exit"):
+                self.goes_to = _END if each.name[0] != "bra" else program.labels[each.operands[0]]
+                self.condition = self.code.mask() if each.guard else "None"
+            elif each.name[0] in RULES:
+                RULES[each.name[0]](self.code, each)
+            else:
+                raise unknown(each)
+
+    def compile(self, read_elsewhere: set[str]) -> None:
+        """Make ``run``, which keeps what other blocks read and returns who takes the branch."""
+        code = self.code
+        heads = [f"{name} = registers[{name!r}]" for name in sorted(code.exposed)]
+        kept = sorted(code.defined & read_elsewhere)
+        tails = [f"registers[{name!r}] = {name}" for name in kept]
+        lines = [*heads, *code.lines, *tails, f"return {self.condition}"]
+        source = "\n ".join(["def run(machine, registers, active):", *lines])
+        space: dict[str, Any] = {**_NAMES, **code.constants}
+        exec(compile(source, self.name, "exec"), space)
+        self.run, self._first = space["run"], 2 + len(heads)
+
+    def instruction(self, error: BaseException) -> Instruction | None:
+        """The instruction that failed."""
+        trace, found = error.__traceback__, -1
+        while trace is not None:
+            if trace.tb_frame.f_code.co_filename == self.name:
+                found = trace.tb_lineno - self._first
+            trace = trace.tb_next
+        is_one = 0 <= found < len(self.code.instructions)
+        return self.code.instructions[found] if is_one else None
+
+
+class _Registers(dict):
+    """Registers by name; one that nothing was written to is full of NaN."""
+
+    def __init__(self, program: Program) -> None:
+        types = {name.lstrip("%"): kind for name, kind in program.registers.items()}
+        self._types, self._threads = types, program.threads
+
+    def __missing__(self, name: str) -> np.ndarray:
+        kind = self._types.get(name) or self._types[name.rstrip("0123456789")]
+        if kind == "pred":
+            return np.zeros(self._threads, np.bool_)
+        return np.full(self._threads, ~np.dtype(f"u{size_of(kind)}").type(0))
+
+
+class Machine:
+    """What runs one kernel."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        count = len(program.blocks)
+        self._blocks = [BlockFunction(program, number, masked=False) for number in range(count)]
+        self._exposed = {name for block in self._blocks for name in block.code.exposed}
+        self._functions: dict[tuple[int, bool], BlockFunction] = {}
+        threads = np.arange(program.threads, dtype=np.uint32)
+        self.tid_x, self.laneid = threads, threads % 32
+        self.tid_y = self.tid_z = np.zeros_like(threads)
+        self.ntid_x, self.ntid_y = np.full_like(threads, program.threads), np.ones_like(threads)
+        self.ntid_z = self.ntid_y
+        widths = [
+            size_of(each.name[-1]) if each.name[0] in ("ld", "st", "atom", "red") else 2
+            for block in program.blocks
+            for each in block.instructions
+            if "shared" in each.name and each.name[0] != "cp"
+        ]
+        self._granule = min([4, *widths])
+
+    def launch(
+        self,
+        grid: tuple[int, int, int],
+        arguments: list[Any],
+        tensors: list[tuple[int, np.ndarray, int]],
+        shared: int = 0,
+        *,
+        backwards: bool = False,
+    ) -> None:
+        """Run all programs of a grid.
+
+        Args:
+            grid: Number of programs along each axis.
+            arguments: A number for each parameter.
+            tensors: Address and bytes of each storage that the kernel may access, and the size of
+                its elements.
+            shared: Bytes of shared memory.
+            backwards: Run the last program first.
+
+        Raises:
+            AccessError: An access is out of bounds, not aligned, or not ordered by a barrier.
+        """
+        clock = Clock(self._program.threads)
+        regions = [
+            Region(base, held, size, clock, f"the tensor at {base:#x}")
+            for base, held, size in tensors
+        ]
+        self._clock, self.tensors = clock, Memory(regions, clock)
+        size = max([shared, *self._program.shared.values()])
+        self.shared = SharedMemory(size, self._granule, clock)
+        given = zip(self._program.parameters.items(), arguments, strict=True)
+        self.parameters = {name: self._filled(kind, value) for (name, kind), value in given}
+        threads = np.ones_like(self.tid_x)
+        self.nctaid_x, self.nctaid_y, self.nctaid_z = (threads * count for count in grid)
+        programs = list(itertools.product(*map(range, reversed(grid))))
+        for z, y, x in reversed(programs) if backwards else programs:
+            self.ctaid_x, self.ctaid_y, self.ctaid_z = threads * x, threads * y, threads * z
+            clock.begin()
+            self.shared.begin()
+            with np.errstate(all="ignore"):
+                self._run((x, y, z))
+
+    def _filled(self, kind: str, value: Any) -> np.ndarray:
+        size = size_of(kind)
+        if isinstance(value, float):
+            word = np.dtype(f"f{size}").type(value).view(f"u{size}")
+        else:
+            word = np.dtype(f"u{size}").type(int(value) % (1 << 8 * size))
+        return np.full(self._program.threads, word)
+
+    def _run(self, place: tuple[int, ...]) -> None:
+        registers, number = _Registers(self._program), 0
+        while number != _END:
+            block = self._function(number, masked=False)
+            taken = self._step(block, registers, None, place)
+            if block.goes_to is None:
+                number += 1
+            elif taken is None or taken.all():
+                number = block.goes_to
+            elif not taken.any():
+                number += 1
+            else:
+                places = np.where(taken, block.goes_to, number + 1)
+                number = self._run_apart(registers, places, place)
+
+    def _run_apart(self, registers: _Registers, places: np.ndarray, place: tuple[int, ...]) -> int:
+        """Run threads that went different ways, those that are behind first; the block where all
+        meet."""
+        while (number := int(places.min())) != _END:
+            active = places == number
+            if active.all():
+                break
+            self._elsewhere = ~active & (places != _END)
+            block = self._function(number, masked=True)
+            taken = self._step(block, registers, active, place)
+            if block.goes_to is None:
+                places = np.where(active, number + 1, places)
+            else:
+                taken = active if taken is None else taken
+                there = np.where(taken, block.goes_to, number + 1)
+                places = np.where(active, there, places)
+        return number
+
+    def _step(self, block: BlockFunction, registers: _Registers, active: Any, place: Any) -> Any:
+        try:
+            return block.run(self, registers, active)
+        except AccessError as error:
+            raise AccessError(f"{error}: {block.instruction(error)}, program {place}") from error
+        except Exception as error:
+            error.add_note(f"in {block.instruction(error)}, program {place}")
+            raise
+
+    def _function(self, number: int, *, masked: bool) -> BlockFunction:
+        key = number, masked
+        if key not in self._functions:
+            block = BlockFunction(self._program, number, masked=True) if masked else None
+            self._functions[key] = block or self._blocks[number]
+            self._functions[key].compile(self._exposed)
+        return self._functions[key]
+
+    def wait(self, active: np.ndarray | None) -> None:
+        """Have all threads of the program wait for each other."""
+        if active is not None and self._elsewhere.any():
+            raise AccessError("not all threads come to a barrier")
+        self._clock.wait()
+
+    def meet(self, active: np.ndarray | None, members: np.ndarray | None = None) -> None:
+        """Have the lanes of each warp be at one instruction."""
+        if active is not None and (active.reshape(-1, 32).any(1) & ~active.reshape(-1, 32).all(1)).any():
+            raise AccessError("not all lanes come to an instruction of the whole warp")
+        if members is not None and (members != 0xFFFFFFFF).any():
+            raise NotImplementedError("an instruction of some lanes of a warp")
+
+    def copy(
+        self,
+        target: np.ndarray,
+        source: np.ndarray,
+        mask: np.ndarray | None,
+        size: int,
+        read: np.ndarray | None = None,
+    ) -> None:
+        """Begin to copy ``size`` bytes of each thread to shared memory, zeros where none is read."""
+        is_read = mask
+        if read is not None:
+            read = np.broadcast_to(read, target.shape)
+            assert np.isin(read, (0, size)).all(), "a copy of some bytes"
+            is_read = read > 0 if mask is None else mask & (read > 0)
+        values = self.tensors.load(source, is_read, 4, size // 4)
+        self.shared.copy(target, mask, values)

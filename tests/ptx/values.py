@@ -1,0 +1,151 @@
+"""What single instructions make of the values of all threads, as NVIDIA's PTX defines it."""
+
+import numpy as np
+
+from tests.ptx.memory import AccessError
+
+_TINY = np.finfo(np.float32).tiny
+_BITS = {4: np.uint32, 8: np.uint64}
+_LANE = np.arange(32)
+
+
+def flushed(x):
+    """``x`` in fp32 with zeros for what is denormal."""
+    return np.where(np.abs(x) < _TINY, np.copysign(np.float32(0), x), x)
+
+
+def fused(a, b, c):
+    """The product and sum in fp32, rounded once but for one value in 2**29: fp64 holds the product,
+    and rounds the sum before fp32 does."""
+    if a.dtype == np.float64:
+        return (a.astype(np.longdouble) * b + c).astype(np.float64)
+    return (np.multiply(a, b, dtype=np.float64) + c).astype(np.float32)
+
+
+def from_bf16(bits):
+    """bf16 as fp32."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def to_bf16(x):
+    """The nearest bf16 to fp32, as bits."""
+    bits = x.view(np.uint32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(x), np.uint16(0x7FFF), rounded)
+
+
+_ROUNDINGS = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
+
+
+def to_integer(x, kind, rounding):
+    """Floats as integers: the nearest of the type, and 0 for NaN."""
+    bounds = np.iinfo(kind)
+    whole = _ROUNDINGS[rounding](x.astype(np.float64))
+    inside = (whole > float(bounds.min)) & (whole < float(bounds.max))
+    clipped = np.where(whole > 0, kind(bounds.max), kind(bounds.min))
+    out = np.where(inside, np.where(inside, whole, 0).astype(kind), clipped)
+    return np.where(np.isnan(x), kind(0), out)
+
+
+def shifted(x, count, left):
+    """Bits by ``count`` places, of which more than there are leave none, or the sign."""
+    width = 8 * x.dtype.itemsize
+    count = np.asarray(count).astype(np.uint32)
+    safe = np.minimum(count, width - 1).astype(x.dtype)
+    if not left:
+        out = x >> safe
+        return out if x.dtype.kind == "i" else np.where(count < width, out, x.dtype.type(0))
+    return np.where(count < width, x << safe, x.dtype.type(0))
+
+
+def quotient(a, b, is_rest):
+    """Integers divided towards zero, or what is left."""
+    if np.any(b == 0):
+        raise AccessError("an integer is divided by zero")
+    rest = np.fmod(a, b)
+    return rest if is_rest else (a - rest) // b
+
+
+def high_product(a, b):
+    """The upper half of a product of integers."""
+    if a.dtype.itemsize == 4:
+        wide = np.int64 if a.dtype.kind == "i" else np.uint64
+        return (np.multiply(a, b, dtype=wide) >> 32).astype(a.dtype)
+    product = a.astype(object) * np.asarray(b).astype(object)
+    return (product >> 64).astype(a.dtype)
+
+
+def field(x, start, length):
+    """``length`` bits from ``start`` on, with their sign where ``x`` is signed."""
+    width = 8 * x.dtype.itemsize
+    start, length = int(start) & 255, int(length) & 255
+    if length == 0 or start >= width:
+        return np.zeros_like(x)
+    length = min(length, width - start)
+    up = x.dtype.type(width - length - start)
+    return (x << up) >> x.dtype.type(width - length)
+
+
+def permuted(a, b, selector):
+    """Bytes of two registers, each by four bits of the selector."""
+    both = a.astype(np.uint64) | (np.asarray(b).astype(np.uint64) << np.uint64(32))
+    selector = np.asarray(selector).astype(np.uint64)
+    out = np.uint64(0)
+    for place in range(4):
+        choice = (selector >> np.uint64(4 * place)) & np.uint64(15)
+        byte = (both >> (np.uint64(8) * (choice & np.uint64(7)))) & np.uint64(255)
+        byte = np.where(choice & np.uint64(8), np.uint64(255) * (byte >> np.uint64(7)), byte)
+        out = out | (byte << np.uint64(8 * place))
+    return out.astype(np.uint32)
+
+
+def leading_zeros(x):
+    """Zeros before the first bit that is set."""
+    return (32 - np.frexp(x.astype(np.float64))[1].clip(0)).astype(np.uint32)
+
+
+def sources(mode, lane_or_distance, clamp, threads):
+    """Threads that ``shfl`` reads, and whether each is in its segment."""
+    lane = np.arange(threads) % 32
+    given, clamp = np.asarray(lane_or_distance).astype(np.int64) & 31, int(clamp)
+    segment, limit = (clamp >> 8) & 31, clamp & 31
+    first = lane & segment
+    last = first | (limit & ~segment)
+    chosen = {
+        "up": lane - given,
+        "down": lane + given,
+        "bfly": lane ^ given,
+        "idx": first | (given & ~segment),
+    }[mode]
+    inside = chosen >= last if mode == "up" else chosen <= last
+    return np.arange(threads) - lane + np.where(inside, chosen, lane), inside
+
+
+def reduced(x, operation):
+    """What the lanes of each warp have together."""
+    whole = operation.reduce(x.reshape(-1, 32), axis=1, dtype=x.dtype)
+    return np.repeat(whole, 32)
+
+
+def ballot(p):
+    """A bit of each lane of a warp."""
+    bits = p.reshape(-1, 32).astype(np.uint32) << _LANE.astype(np.uint32)
+    return np.repeat(bits.sum(axis=1, dtype=np.uint32), 32)
+
+
+def matrices(shared, address, count, transposed):
+    """What ``ldmatrix`` gives each thread of ``count`` matrices of 8 x 8 halves."""
+    threads = np.arange(len(address))
+    warp, lane = threads - threads % 32, threads % 32
+    out = []
+    for matrix in range(count):
+        if not transposed:
+            row = address[warp + 8 * matrix + lane // 4]
+            out += shared.load(row + (4 * (lane % 4)).astype(row.dtype), None, 4, 1)
+            continue
+        parts = []
+        for k in (0, 1):
+            row = address[warp + 8 * matrix + 2 * (lane % 4) + k]
+            parts += shared.load(row + (2 * (lane // 4)).astype(row.dtype), None, 2, 1)
+        out.append(parts[0].astype(np.uint32) | (parts[1].astype(np.uint32) << 16))
+    return out
