@@ -9,7 +9,7 @@ from tests.absent_devices import seed_no_absent_device
 from tests.unsynced_disk import do_not_wait_for_the_disk
 
 # Compiled kernels on the CPU, by the machine of tests/ptx.
-if os.environ.get("MEGATRON_EXT_PTX") == "1":
+if os.environ.get("MEGATRON_EXT_PTX"):
     os.environ["TRITON_INTERPRET"] = "0"
 
 # Triton decides as it is imported whether kernels are compiled for a GPU or run in Python.
@@ -22,7 +22,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     from tests.triton_interpreter import interpret_quickly
 
     interpret_quickly()
-elif os.environ.get("MEGATRON_EXT_PTX") == "1":
+elif os.environ.get("MEGATRON_EXT_PTX"):
     from tests.ptx.driver import run_compiled
 
     run_compiled()

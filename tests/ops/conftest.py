@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ext.ops.launch import interpreted
 from tests.ops.access_order import AccessOrder
-from tests.ops.kernel_case import DEVICE, EVERY_COMBINATION
+from tests.ops.kernel_case import DEVICE, EVERY_COMBINATION, INTERPRETED
 
 HERE = Path(__file__).parent
 
@@ -32,7 +31,7 @@ def in_any_order(request, monkeypatch):
     order = AccessOrder()
     given = getattr(request.node, "callspec", None)
     by = "triton" if given is None else given.params.get("implementation", "triton")
-    if interpreted() and (EVERY_COMBINATION or by == "triton"):
+    if INTERPRETED and (EVERY_COMBINATION or by == "triton"):
         order.watch(monkeypatch)
     yield
     assert not order.conflicts

@@ -11,9 +11,9 @@ import torch
 
 from megatron_ext.distributed.vocab_parallel import VocabShard
 from megatron_ext.ops.chunk_rows import ChunkedLogits
-from megatron_ext.ops.launch import interpreted
 from megatron_ext.ops.partition_kl.chain_chunks import compare_chains_by_kernel
 from megatron_ext.ops.projected_kl import ProjectedKLOptions, WeightedLabels, evaluate_projected_kl
+from tests.ops.kernel_case import INTERPRETED
 from tests.ops.projected_kl_case import Case, column_plan, paired_projection, sharded
 from tests.ops.test_chain_kernels import STEPS, plan_of, random_logits
 
@@ -27,7 +27,7 @@ ANYWHERE = {("row_statistics_kernel", "peak_ptr"), ("row_statistics_kernel", "to
 @pytest.fixture
 def elsewhere(monkeypatch):
     """Kernels and arguments that were launched on other addresses."""
-    if not interpreted():
+    if not INTERPRETED:
         pytest.skip("the interpreter alone shows what a kernel is given")
     found, call = set(), interpreter.GridExecutor.__call__
 

@@ -1,7 +1,7 @@
 """Driver of Triton for a GPU that is not there: kernels are compiled for it, and run on the CPU.
 
-``MEGATRON_EXT_PTX=1`` has the tests use it; ``MEGATRON_EXT_PTX=backwards`` runs the last program of
-a launch first.
+``MEGATRON_EXT_PTX=80``, 90 or 100 has the tests use it, for GPUs of that architecture; with
+``MEGATRON_EXT_PTX_BACKWARDS=1`` the last program of a launch runs first.
 """
 
 import os
@@ -20,8 +20,7 @@ from tests.ptx.machine import Machine
 from tests.ptx.memory import bytes_at
 from tests.ptx.program import parsed
 
-TARGET: Final = GPUTarget("cuda", 80, 32)
-"""Of its instructions none is asynchronous but copies to shared memory."""
+TARGET: Final = GPUTarget("cuda", int(os.environ.get("MEGATRON_EXT_PTX", "80")), 32)
 
 
 @cache
@@ -53,7 +52,7 @@ class Launcher:
             numbers,
             _storages(tensors),
             self._shared,
-            backwards=os.environ.get("MEGATRON_EXT_PTX") == "backwards",
+            backwards=bool(os.environ.get("MEGATRON_EXT_PTX_BACKWARDS")),
         )
 
 
@@ -72,7 +71,7 @@ class _Utilities:
     """What Triton asks of the driver's library."""
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 166912, "multiprocessor_count": 108, "warpSize": 32}
+        return {"max_shared_mem": 166912 if TARGET.arch == 80 else 232448, "multiprocessor_count": 108, "warpSize": 32}
 
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[Any, ...]:
         return None, None, 0, 0, 1024

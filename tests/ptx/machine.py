@@ -76,6 +76,30 @@ class _Registers(dict):
         return np.full(self._threads, ~np.dtype(f"u{size_of(kind)}").type(0))
 
 
+def _meetings(branches: list[int | None], always: set[int]) -> list[int]:
+    """For each block the first that all ways from it come to.
+
+    Args:
+        branches: Where each block's branch goes to, if it has one.
+        always: Blocks whose branch every thread takes.
+    """
+    count = len(branches)
+    ways = [
+        {place for place in (None if number in always else number + 1, branch) if place is not None}
+        for number, branch in enumerate(branches)
+    ]
+    later = [{*range(count), _END} for _ in range(count)] 
+    before = None
+    while before != later:
+        before = [*later]
+        for number in reversed(range(count)):
+            of_ways = [{way} | (later[way] if way < count else set()) for way in ways[number]]
+            later[number] = set.intersection(*of_ways) if of_ways else {_END}
+    # The first has all others behind it.
+    sizes = {number: len(later[number]) for number in range(count)} | {_END: 0}
+    return [max(each, key=sizes.__getitem__) for each in later]
+
+
 class Machine:
     """What runs one kernel."""
 
@@ -84,6 +108,14 @@ class Machine:
         count = len(program.blocks)
         self._blocks = [BlockFunction(program, number, masked=False) for number in range(count)]
         self._exposed = {name for block in self._blocks for name in block.code.exposed}
+        self._meetings = _meetings(
+            [block.goes_to for block in self._blocks],
+            {
+                number
+                for number, block in enumerate(self._blocks)
+                if block.goes_to is not None and block.condition == "None"
+            },
+        )
         self._functions: dict[tuple[int, bool], BlockFunction] = {}
         threads = np.arange(program.threads, dtype=np.uint32)
         self.tid_x, self.laneid = threads, threads % 32
@@ -138,7 +170,7 @@ class Machine:
             clock.begin()
             self.shared.begin()
             with np.errstate(all="ignore"):
-                self._run((x, y, z))
+                self._run(_Registers(self._program), 0, _END, None, (x, y, z))
 
     def _filled(self, kind: str, value: Any) -> np.ndarray:
         size = size_of(kind)
@@ -148,46 +180,44 @@ class Machine:
             word = np.dtype(f"u{size}").type(int(value) % (1 << 8 * size))
         return np.full(self._program.threads, word)
 
-    def _run(self, place: tuple[int, ...]) -> None:
-        registers, number = _Registers(self._program), 0
-        while number != _END:
-            block = self._function(number, masked=False)
-            taken = self._step(block, registers, None, place)
+    def _run(
+        self,
+        registers: _Registers,
+        number: int,
+        stop: int,
+        active: np.ndarray | None,
+        place: tuple[int, ...],
+    ) -> None:
+        """Run threads from one block to another.
+
+        Those that go different ways meet where all ways do, as the assembler has them.
+        """
+        while number != stop:
+            block = self._function(number, masked=active is not None)
+            taken = self._step(block, registers, active, place)
             if block.goes_to is None:
                 number += 1
-            elif taken is None or taken.all():
+                continue
+            here = np.True_ if active is None else active
+            left = np.False_ if taken is None else here & ~taken
+            if not np.any(left):
                 number = block.goes_to
             elif not taken.any():
                 number += 1
             else:
-                places = np.where(taken, block.goes_to, number + 1)
-                number = self._run_apart(registers, places, place)
-
-    def _run_apart(self, registers: _Registers, places: np.ndarray, place: tuple[int, ...]) -> int:
-        """Run threads that went different ways, those that are behind first; the block where all
-        meet."""
-        while (number := int(places.min())) != _END:
-            active = places == number
-            if active.all():
-                break
-            self._elsewhere = ~active & (places != _END)
-            block = self._function(number, masked=True)
-            taken = self._step(block, registers, active, place)
-            if block.goes_to is None:
-                places = np.where(active, number + 1, places)
-            else:
-                taken = active if taken is None else taken
-                there = np.where(taken, block.goes_to, number + 1)
-                places = np.where(active, there, places)
-        return number
+                meeting = self._meetings[number]
+                self._run(registers, block.goes_to, meeting, taken, place)
+                self._run(registers, number + 1, meeting, left, place)
+                number = meeting
 
     def _step(self, block: BlockFunction, registers: _Registers, active: Any, place: Any) -> Any:
         try:
             return block.run(self, registers, active)
         except AccessError as error:
-            raise AccessError(f"{error}: {block.instruction(error)}, program {place}") from error
+            where = f"{block.instruction(error)}, program {place} of {self._program.name}"
+            raise AccessError(f"{error}: {where}") from error
         except Exception as error:
-            error.add_note(f"in {block.instruction(error)}, program {place}")
+            error.add_note(f"in {block.instruction(error)} of {self._program.name}")
             raise
 
     def _function(self, number: int, *, masked: bool) -> BlockFunction:
@@ -200,7 +230,7 @@ class Machine:
 
     def wait(self, active: np.ndarray | None) -> None:
         """Have all threads of the program wait for each other."""
-        if active is not None and self._elsewhere.any():
+        if active is not None:
             raise AccessError("not all threads come to a barrier")
         self._clock.wait()
 

@@ -82,7 +82,19 @@ class Region:
         for k, value in enumerate(values):
             words[index + k] = value
             if (words[index + k] != value).any():
-                raise AccessError(f"threads write different values to one place of {self.name}")
+                self._settle(words, index + k, value, tags)
+
+    def _settle(
+        self, words: np.ndarray, index: np.ndarray, value: np.ndarray, tags: np.ndarray
+    ) -> None:
+        """Let the last lane of a warp win where others write another value, as they do where a sum
+        is fused with a product of one's own; raise AccessError where warps then differ."""
+        for tag in np.unique(tags):
+            before = words[index]
+            mine = tags == tag
+            words[index[mine]] = value[mine]
+            if (words[index] != before).any():
+                raise AccessError(f"warps write different values to one place of {self.name}")
 
     def check_write(self, address: np.ndarray, size: int, tags: np.ndarray) -> None:
         """Raise AccessError where a write is not ordered with what was read or written before."""

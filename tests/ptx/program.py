@@ -39,8 +39,6 @@ class Block:
     """Instructions of which threads that begin with one run all."""
 
     instructions: list[Instruction] = field(default_factory=list)
-    target: str | None = None
-    """Label that its last instruction goes to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +126,10 @@ def _blocks(statements: list[str | Instruction]) -> tuple[list[Block], dict[str,
                 labels[each] = len(blocks) - 1
             continue
         blocks[-1].instructions.append(each)
-        if _is(each, "bra"):
-            blocks[-1].target = each.operands[0]
         if _is(each, "bra", "ret", "exit"):
             blocks.append(Block())
+    if not blocks[-1].instructions:
+        blocks.pop()
     return blocks, labels
 
 
