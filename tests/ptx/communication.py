@@ -93,18 +93,21 @@ def _copy(code: Code, each: Instruction) -> None:
     code.add(f"machine.copy({address}, {code.mask()}, {int(size, 0)}{read})")
 
 
-@rule("ldmatrix")
+@rule("ldmatrix", "stmatrix")
 def _matrices(code: Code, each: Instruction) -> None:
-    out, source = each.operands
-    names = out.strip("{} ").replace(",", " ").split()
     if each.name[-1] != "b16" or "m8n8" not in each.name or code.masked or each.guard:
         raise unknown(each)
+    is_load = each.name[0] == "ldmatrix"
+    given, place = each.operands if is_load else reversed(each.operands)
+    names = given.strip("{} ").replace(",", " ").split()
+    whole = f"machine.shared, {code.address(place, 4)}"
     is_transposed = "trans" in each.name
-    code.add(
-        f"loaded = matrices(machine.shared, {code.address(source, 4)}, {len(names)}, {is_transposed})"
-    )
-    for place, name in enumerate(names):
-        code.give(name, f"loaded[{place}]", "b32")
+    if not is_load:
+        values = ", ".join(code.value(name, "b32") for name in names)
+        return code.add(f"store_matrices({whole}, [{values}], {is_transposed})")
+    code.add(f"loaded = matrices({whole}, {len(names)}, {is_transposed})")
+    for number, name in enumerate(names):
+        code.give(name, f"loaded[{number}]", "b32")
 
 
 @rule("shfl")

@@ -135,17 +135,33 @@ def ballot(p):
 
 def matrices(shared, address, count, transposed):
     """What ``ldmatrix`` gives each thread of ``count`` matrices of 8 x 8 halves."""
-    threads = np.arange(len(address))
-    warp, lane = threads - threads % 32, threads % 32
     out = []
     for matrix in range(count):
-        if not transposed:
-            row = address[warp + 8 * matrix + lane // 4]
-            out += shared.load(row + (4 * (lane % 4)).astype(row.dtype), None, 4, 1)
-            continue
-        parts = []
-        for k in (0, 1):
-            row = address[warp + 8 * matrix + 2 * (lane % 4) + k]
-            parts += shared.load(row + (2 * (lane // 4)).astype(row.dtype), None, 2, 1)
-        out.append(parts[0].astype(np.uint32) | (parts[1].astype(np.uint32) << 16))
+        parts = [
+            shared.load(row, None, size, 1)[0]
+            for row, size in _rows(address, matrix, transposed)
+        ]
+        whole = [part.astype(np.uint32) << np.uint32(16 * k) for k, part in enumerate(parts)]
+        out.append(whole[0] if len(whole) == 1 else whole[0] | whole[1])
     return out
+
+
+def store_matrices(shared, address, given, transposed):
+    """Store what threads hold of matrices of 8 x 8 halves, as ``stmatrix`` does."""
+    for matrix, whole in enumerate(given):
+        for k, (row, size) in enumerate(_rows(address, matrix, transposed)):
+            part = whole if size == 4 else (whole >> np.uint32(16 * k)).astype(np.uint16)
+            shared.store(row, None, [part])
+
+
+def _rows(address, matrix, transposed):
+    """Where a thread's two halves of a matrix are, and their bytes: together, or one by one.
+
+    Every eight lanes of a warp have the addresses of a matrix's rows.
+    """
+    threads = np.arange(len(address))
+    first, lane = threads - threads % 32 + 8 * matrix, threads % 32
+    if not transposed:
+        return [(address[first + lane // 4] + (4 * (lane % 4)).astype(address.dtype), 4)]
+    column = (2 * (lane // 4)).astype(address.dtype)
+    return [(address[first + 2 * (lane % 4) + k] + column, 2) for k in (0, 1)]
