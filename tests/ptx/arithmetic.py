@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tests.ptx.code import FLOATS, Code, UnknownInstruction, size_of
+from tests.ptx.code import FLOATS, Code, UnknownInstruction, size_of, word_of
 from tests.ptx.program import Instruction
 
 Rule = Callable[[Code, Instruction], None]
@@ -44,6 +44,9 @@ _INFIX = {"add": "+", "sub": "-", "mul": "*", "and": "&", "or": "|", "xor": "^",
 def _binary(code: Code, each: Instruction) -> None:
     name, kind = each.name[0], each.name[-1]
     out, a, b = each.operands
+    if "f32" in each.name[:-1] and kind in ("f16", "bf16"):
+        code.give(out, f"{code.value(a, kind)} {_INFIX[name]} {code.value(b, 'f32')}", "f32")
+        return
     if kind in FLOATS:
         _expect(each, "rn", "ftz", "full", "approx")
         a, b = _flushing(each, code.value(a, kind), code.value(b, kind))
@@ -63,8 +66,8 @@ def _wide(code: Code, each: Instruction) -> None:
     _expect(each, "wide", "hi", "lo")
     if each.name[1] == "wide":
         wide = f"{kind[0]}{16 * size_of(kind)}"
-        dtype = f"{'i' if kind[0] == 's' else 'u'}{2 * size_of(kind)}"
-        value = f"multiply({code.value(a, kind)}, {code.value(b, kind)}, dtype={dtype})"
+        product = f"{code.value(a, kind)}, {code.value(b, kind)}, dtype={word_of(wide)}"
+        value = f"multiply({product})"
     else:
         wide = kind
         how = "high_product({}, {})" if each.name[1] == "hi" else "{} * {}"
@@ -81,7 +84,7 @@ def _mad(code: Code, each: Instruction) -> None:
 def _fma(code: Code, each: Instruction) -> None:
     kind, (out, *values) = each.name[-1], each.operands
     _expect(each, "rn", "ftz")
-    if kind not in ("f32", "f64"):
+    if kind not in ("f32", "f64", "f32x2"):
         raise unknown(each)
     given = _flushing(each, *(code.value(x, kind) for x in values))
     (value,) = _flushing(each, f"fused({', '.join(given)})")
@@ -122,12 +125,14 @@ def _unary(code: Code, each: Instruction) -> None:
 
 @rule("min", "max")
 def _extreme(code: Code, each: Instruction) -> None:
-    kind, (out, a, b) = each.name[-1], each.operands
+    kind, (out, *given) = each.name[-1], each.operands
     _expect(each, "NaN", "ftz")
     # Without .NaN, the number of a NaN and a number.
     function = each.name[0] + "imum" if kind[0] != "f" or "NaN" in each.name else f"f{each.name[0]}"
-    a, b = _flushing(each, code.value(a, kind), code.value(b, kind))
-    code.give(out, f"{function}({a}, {b})", kind)
+    first, *others = _flushing(each, *(code.value(x, kind) for x in given))
+    for other in others:
+        first = f"{function}({first}, {other})"
+    code.give(out, first, kind)
 
 
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
@@ -241,28 +246,30 @@ def _pack(code: Code, kind: str, out: str, x: str) -> None:
     code.give(out, " | ".join(terms), f"b{8 * wide}")
 
 
+_ROUNDINGS = {"rni": "rint", "rzi": "trunc", "rmi": "floor", "rpi": "ceil"}
+
+
 @rule("cvt")
 def _convert(code: Code, each: Instruction) -> None:
     *how, to, kind = each.name[1:]
     out, *given = each.operands
     (rounding,) = [part for part in how if part[0] == "r"] or [""]
-    if {*how} - {"rn", "rzi", "rni", "rmi", "rpi", "ftz"}:
+    if {*how} - {"rn", "ftz", *_ROUNDINGS}:
         raise unknown(each)
     if to in ("bf16x2", "f16x2") and kind == "f32" and rounding == "rn":
         return _convert_two(code, each, to.removesuffix("x2"))
     value = code.value(given[0], kind)
     floats = (*FLOATS, "bf16")
     if kind in floats and to not in floats:
-        value = f"to_integer({value}, {_dtype(to)}, {rounding!r})"
+        value = f"to_integer({value}, {word_of(to)}, {rounding!r})"
     elif to in floats:
         if rounding not in ("rn", "") and to != kind:
             raise unknown(each)
-        if rounding in ("rni", "rzi", "rmi", "rpi"):
-            value = f"{ {'rni': 'rint', 'rzi': 'trunc', 'rmi': 'floor', 'rpi': 'ceil'}[rounding]}({value})"
+        value = f"{_ROUNDINGS.get(rounding, '')}({value})"
         value = f"{value}.astype({FLOATS.get(to, 'f4')})"
         (value,) = _flushing(each, value)
     else:
-        value = f"{value}.astype({_dtype(to)})"
+        value = f"{value}.astype({word_of(to)})"
     code.give(out, value, to)
 
 
@@ -274,7 +281,3 @@ def _convert_two(code: Code, each: Instruction, to: str) -> None:
         bits = f"to_bf16({value})" if to == "bf16" else f"{value}.astype(f2).view(u2)"
         halves.append(f"{bits}.astype(u4)")
     code.give(out, f"({halves[0]} << 16) | {halves[1]}", "b32")
-
-
-def _dtype(kind: str) -> str:
-    return f"{'i' if kind[0] == 's' else 'u'}{size_of(kind)}"

@@ -7,7 +7,8 @@ import numpy as np
 
 from tests.ptx.program import Instruction, Program
 
-FLOATS = {"f16": "f2", "f32": "f4", "f64": "f8"}
+FLOATS = {"f16": "f2", "f32": "f4", "f64": "f8", "f32x2": "f4"}
+"""NumPy types of what registers hold; one of 64 bits may hold two."""
 
 
 class UnknownInstruction(NotImplementedError):
@@ -16,12 +17,17 @@ class UnknownInstruction(NotImplementedError):
 
 def size_of(kind: str) -> int:
     """Bytes of a type."""
-    return int(kind.lstrip("bfsu")) // 8
+    return 8 if kind == "f32x2" else int(kind.lstrip("bfsu")) // 8
+
+
+def word_of(kind: str) -> str:
+    """The NumPy type of integers of a type's bits."""
+    return f"{'i' if kind[0] == 's' else 'u'}{size_of(kind)}"
 
 
 def dtype_of(kind: str) -> str:
-    """The NumPy type of values of a type, as in ``namespace``."""
-    return FLOATS.get(kind) or f"{'i' if kind[0] == 's' else 'u'}{size_of(kind)}"
+    """The NumPy type of values of a type."""
+    return FLOATS.get(kind) or word_of(kind)
 
 
 class Code:
@@ -86,8 +92,8 @@ class Code:
             return self._immediate(operand, kind)
         if (special := _SPECIAL.get(operand)) is not None:
             return f"machine.{special}"
-        if operand.startswith("%") and operand.lstrip("%").split(".")[0] in ("clock", "smid"):
-            raise UnknownInstruction(str(self._now))
+        if "." in operand:
+            raise UnknownInstruction(f"the machine does not know {operand}: {self._now}")
         name, held = self.register(operand), self.program.register_type(operand)
         if kind == "pred":
             return name

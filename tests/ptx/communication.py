@@ -1,13 +1,12 @@
 """Instructions between threads and with memory, as Python of the values of all threads."""
 
-
 from tests.ptx.arithmetic import rule, unknown
-from tests.ptx.code import Code, size_of
+from tests.ptx.code import Code, size_of, word_of
 from tests.ptx.program import Instruction
 from tests.ptx.values import sources
 
-_HINTS = ("ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc", "volatile", "relaxed", "gpu", "cta", "weak")
-_HINTS += ("L1", "L2", "evict_first", "evict_last", "evict_normal", "evict_unchanged", "no_allocate")
+_HINTS = """ca cg cs lu cv wb wt nc volatile relaxed acquire release acq_rel gpu cta weak L1 L2
+    evict_first evict_last evict_normal evict_unchanged no_allocate"""
 
 
 def _space(each: Instruction) -> tuple[str, int]:
@@ -23,7 +22,7 @@ def _vector(each: Instruction) -> list[str]:
     given = each.operands[0 if each.name[0] == "ld" else 1]
     names = given.strip("{} ").replace(",", " ").split()
     count = next((int(part[1]) for part in each.name if part in ("v2", "v4", "v8")), 1)
-    known = {"shared", "global", "v2", "v4", "v8", *_HINTS}
+    known = {"shared", "global", "v2", "v4", "v8", *_HINTS.split()}
     if {*each.name[1:-1]} - known or len(names) != count:
         raise unknown(each)
     return names
@@ -33,23 +32,22 @@ def _vector(each: Instruction) -> list[str]:
 def _load(code: Code, each: Instruction) -> None:
     kind, (_, source) = each.name[-1], each.operands[:2]
     if each.name[1] == "param":
-        size = size_of(code.program.parameters[source.strip("[]")])
-        assert size >= size_of(kind), str(each)
-        value = f"machine.parameters[{source.strip('[]')!r}]"
-        narrow = kind if size == size_of(kind) else f"{kind[0]}{8 * size_of(kind)}"
-        value = f"{value}.astype(u{size_of(kind)})" if size > size_of(kind) else value
-        code.give(each.operands[0], f"{value}.view({_word(narrow)})", narrow)
-        return
+        name = source.strip("[]")
+        held = f"b{8 * size_of(code.program.parameters[name])}"
+        value = f"machine.parameters[{name!r}].astype(u{size_of(kind)}).view({word_of(kind)})"
+        assert size_of(held) >= size_of(kind), str(each)
+        return code.give(each.operands[0], value, _bits(kind))
     space, width = _space(each)
     names, size = _vector(each), size_of(kind)
     address = code.address(source, width)
     code.add(f"loaded = {space}.load({address}, {code.mask()}, {size}, {len(names)})")
     for place, name in enumerate(names):
-        code.give(name, f"loaded[{place}].view({_word(kind)})", kind if kind[0] == "s" else f"b{8 * size}")
+        code.give(name, f"loaded[{place}].view({word_of(kind)})", _bits(kind))
 
 
-def _word(kind: str) -> str:
-    return f"{'i' if kind[0] == 's' else 'u'}{size_of(kind)}"
+def _bits(kind: str) -> str:
+    """The type of a kind's bits, with their sign where they have one."""
+    return kind if kind[0] == "s" else f"b{8 * size_of(kind)}"
 
 
 @rule("st")
@@ -121,7 +119,8 @@ def _shuffle(code: Code, each: Instruction) -> None:
         places, within = map(code.constant, sources(mode, int(lane), int(clamp, 0), threads))
     else:
         places, within = "places", "within"
-        code.add(f"places, within = sources({mode!r}, {code.value(lane, 'u32')}, {clamp}, {threads})")
+        given = f"{mode!r}, {code.value(lane, 'u32')}, {clamp}, {threads}"
+        code.add(f"places, within = sources({given})")
     code.add(f"machine.meet({_active(code)})")
     code.give(out, f"{code.value(x, 'b32')}.take({places})", "b32")
     if inside:
@@ -130,13 +129,15 @@ def _shuffle(code: Code, each: Instruction) -> None:
 
 @rule("redux")
 def _reduce(code: Code, each: Instruction) -> None:
-    operation, kind = each.name[2:]
+    _, way, operation, *quiet, kind = each.name
     out, x, *members = each.operands
-    if each.name[1] != "sync" or operation not in _UPDATES or each.guard or not _is_whole(members):
-        # Triton names all lanes by a register, too.
+    is_known = way == "sync" and operation in _UPDATES and quiet in ([], ["NaN"])
+    if not is_known or each.guard or not _is_whole(members):
         raise unknown(each)
+    is_number = kind == "f32" and not quiet
+    function = f"f{operation}" if is_number else _UPDATES[operation]
     code.add(f"machine.meet({_active(code)}{_members(code, members)})")
-    code.give(out, f"reduced({code.value(x, kind)}, {_UPDATES[operation]})", kind)
+    code.give(out, f"reduced({code.value(x, kind)}, {function})", kind)
 
 
 @rule("vote")
@@ -179,5 +180,3 @@ def _to_address(code: Code, each: Instruction) -> None:
     if "global" not in each.name:
         raise unknown(each)
     code.give(each.operands[0], code.value(each.operands[1], "b64"), "b64")
-
-

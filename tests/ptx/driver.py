@@ -71,7 +71,11 @@ class _Utilities:
     """What Triton asks of the driver's library."""
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 166912 if TARGET.arch == 80 else 232448, "multiprocessor_count": 108, "warpSize": 32}
+        return {
+            "max_shared_mem": 166912 if TARGET.arch == 80 else 232448,
+            "multiprocessor_count": 108,
+            "warpSize": 32,
+        }
 
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[Any, ...]:
         return None, None, 0, 0, 1024

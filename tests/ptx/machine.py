@@ -15,7 +15,9 @@ assert communication, "its rules are entered as it is imported"
 _FUNCTIONS = """where multiply exp2 log2 sqrt sin cos tanh abs minimum maximum fmin fmax isnan
     bitwise_count bitwise_or bitwise_and bitwise_xor add rint trunc floor ceil"""
 _NAMES: Final = {name: getattr(np, name) for name in _FUNCTIONS.split()}
-_NAMES |= {f"{kind}{size}": np.dtype(f"{kind}{size}").type for kind in "iu" for size in (1, 2, 4, 8)}
+_NAMES |= {
+    f"{kind}{size}": np.dtype(f"{kind}{size}").type for kind in "iu" for size in (1, 2, 4, 8)
+}
 _NAMES |= {f"f{size}": np.dtype(f"f{size}").type for size in (2, 4, 8)}
 _NAMES |= {name: value for name, value in vars(values).items() if callable(value)}
 _END: Final = 1 << 30
@@ -88,7 +90,7 @@ def _meetings(branches: list[int | None], always: set[int]) -> list[int]:
         {place for place in (None if number in always else number + 1, branch) if place is not None}
         for number, branch in enumerate(branches)
     ]
-    later = [{*range(count), _END} for _ in range(count)] 
+    later = [{*range(count), _END} for _ in range(count)]
     before = None
     while before != later:
         before = [*later]
@@ -236,7 +238,10 @@ class Machine:
 
     def meet(self, active: np.ndarray | None, members: np.ndarray | None = None) -> None:
         """Have the lanes of each warp be at one instruction."""
-        if active is not None and (active.reshape(-1, 32).any(1) & ~active.reshape(-1, 32).all(1)).any():
+        if (
+            active is not None
+            and (active.reshape(-1, 32).any(1) & ~active.reshape(-1, 32).all(1)).any()
+        ):
             raise AccessError("not all lanes come to an instruction of the whole warp")
         if members is not None and (members != 0xFFFFFFFF).any():
             raise NotImplementedError("an instruction of some lanes of a warp")
@@ -249,7 +254,7 @@ class Machine:
         size: int,
         read: np.ndarray | None = None,
     ) -> None:
-        """Begin to copy ``size`` bytes of each thread to shared memory, zeros where none is read."""
+        """Begin to copy ``size`` bytes a thread to shared memory, zeros where none is read."""
         is_read = mask
         if read is not None:
             read = np.broadcast_to(read, target.shape)

@@ -58,13 +58,16 @@ class Region:
         self._writer.fill(0)
         self._reader.fill(0)
 
-    def read(self, address: np.ndarray, size: int, count: int, tags: np.ndarray) -> list[np.ndarray]:
+    def read(
+        self, address: np.ndarray, size: int, count: int, tags: np.ndarray
+    ) -> list[np.ndarray]:
         """``count`` words of ``size`` bytes at each address."""
         granules, mine = self._granules(address, size * count, tags)
         self._compare(self._writer[granules], mine, "reads what was written")
         before = self._reader[granules]
         self._reader[granules] = mine
-        many = (self._reader[granules] != mine) | ((before >= self._clock.period) & (before != mine))
+        others = (before >= self._clock.period) & (before != mine)
+        many = others | (self._reader[granules] != mine)
         if many.any():
             self._reader[granules[many]] = self._clock.period + _MANY
         words, first = self._views[size]
@@ -159,8 +162,11 @@ class Memory:
             given = [np.broadcast_to(value, address.shape)[threads] for value in values]
             region.write(address[threads], given, self._clock.tags[threads])
 
-    def update(self, address: np.ndarray, mask: np.ndarray | None, value: np.ndarray, how: np.ufunc):
+    def update(
+        self, address: np.ndarray, mask: np.ndarray | None, value: np.ndarray, how: np.ufunc
+    ) -> np.ndarray:
         """What an atomic operation finds at each address; 0 where the mask has none."""
+        value = np.broadcast_to(value, address.shape)
         out = np.zeros_like(value)
         for region, threads in self._parts(address, mask, value.dtype.itemsize):
             out[threads] = region.update(address[threads], value[threads], how)

@@ -7,7 +7,7 @@ from pathlib import Path
 _OPERAND = re.compile(r"\[[^\]]*\]|\{[^}]*\}|[^,\s]+")
 _STATEMENT = re.compile(r"(?:@(!?)([%\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
 _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+([^;]+);")
-_PARAMETER = re.compile(r"\.param\s+\.(\w+)\s+(?:\.ptr\s+)?(?:\.\w+\s+)*?(?:\.align\s+\d+\s+)?(\w+)")
+_PARAMETER = re.compile(r"\.param\s+\.(\w+)\s+(?:\.[a-z]+\s+(?:\d+\s+)?)*(\w+)")
 _SHARED = re.compile(r"\.shared\s+(?:\.align\s+\d+\s+)?\.b8\s+([\w$]+)\[(\d*)\]")
 
 
@@ -68,7 +68,8 @@ class Program:
 def parsed(text: str) -> Program:
     """The only kernel of a module, compiled for a known number of threads."""
     head, _, rest = text.partition(".entry")
-    assert rest and ".entry" not in rest and ".func" not in text, "needs one kernel, and no function"
+    assert text.count(".entry") == 1, "needs one kernel"
+    assert ".func" not in text, "the machine calls no function"
     title, _, body = rest.partition("{")
     files = {
         number: Path(name).name

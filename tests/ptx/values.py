@@ -138,8 +138,7 @@ def matrices(shared, address, count, transposed):
     out = []
     for matrix in range(count):
         parts = [
-            shared.load(row, None, size, 1)[0]
-            for row, size in _rows(address, matrix, transposed)
+            shared.load(row, None, size, 1)[0] for row, size in _rows(address, matrix, transposed)
         ]
         whole = [part.astype(np.uint32) << np.uint32(16 * k) for k, part in enumerate(parts)]
         out.append(whole[0] if len(whole) == 1 else whole[0] | whole[1])
