@@ -86,7 +86,8 @@ def test_the_top_columns_and_the_rest_as_one_are_compared(by, name, direction, v
     plain, plain_grad = case.to(torch.float32).truth(**options)
     given = {"padding": (3, 9), "pad_value": 1e4, "planned": True, **options}
     out, grad = case.run(dtype=torch.float32, implementation=by, **given)
-    assert_as_exact(out.chunk_loss.sum(), plain, truth, slack=2e-6)
+    # What two columns differ by is small beside the logarithms that it is made of.
+    assert_as_exact(out.chunk_loss.sum(), plain, truth, slack=1e-5)
     assert_as_exact(grad[:, : true_grad.shape[1]], plain_grad, true_grad, slack=2e-6)
     assert not grad[:, true_grad.shape[1] :].any()
     twin, _ = case.run(dtype=torch.float64, **given)

@@ -40,7 +40,7 @@ def _flushing(instruction: Instruction, *values: str) -> list[str]:
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "and": "&", "or": "|", "xor": "^", "div": "/"}
 
 
-@rule("add", "sub", "mul", "div", "and", "or", "xor")
+@rule("add", "sub", "mul", "div", "rem", "and", "or", "xor")
 def _binary(code: Code, each: Instruction) -> None:
     name, kind = each.name[0], each.name[-1]
     out, a, b = each.operands
@@ -51,9 +51,9 @@ def _binary(code: Code, each: Instruction) -> None:
         _expect(each, "rn", "ftz", "full", "approx")
         a, b = _flushing(each, code.value(a, kind), code.value(b, kind))
         (value,) = _flushing(each, f"({a} {_INFIX[name]} {b})")
-    elif name == "div":
-        value = f"quotient({code.value(a, kind)}, {code.value(b, kind)}, False)"
-    elif each.name[1] in ("wide", "hi"):
+    elif name in ("div", "rem"):
+        value = f"quotient({code.value(a, kind)}, {code.value(b, kind)}, {name == 'rem'})"
+    elif each.name[1] == "wide":
         return _wide(code, each)
     else:
         _expect(each, "lo")
@@ -61,57 +61,35 @@ def _binary(code: Code, each: Instruction) -> None:
     code.give(out, value, kind)
 
 
+@rule("mad")
 def _wide(code: Code, each: Instruction) -> None:
     kind, (out, a, b, *c) = each.name[-1], each.operands
-    _expect(each, "wide", "hi", "lo")
+    _expect(each, "wide", "lo")
+    values = f"{code.value(a, kind)}, {code.value(b, kind)}"
     if each.name[1] == "wide":
-        wide = f"{kind[0]}{16 * size_of(kind)}"
-        product = f"{code.value(a, kind)}, {code.value(b, kind)}, dtype={word_of(wide)}"
-        value = f"multiply({product})"
-    else:
-        wide = kind
-        how = "high_product({}, {})" if each.name[1] == "hi" else "{} * {}"
-        value = how.format(code.value(a, kind), code.value(b, kind))
-    code.give(out, value + (f" + {code.value(c[0], wide)}" if c else ""), wide)
-
-
-@rule("mad")
-def _mad(code: Code, each: Instruction) -> None:
-    _wide(code, each)
+        kind = f"{kind[0]}{16 * size_of(kind)}"
+    value = f"multiply({values}, dtype={word_of(kind)})"
+    code.give(out, value + (f" + {code.value(c[0], kind)}" if c else ""), kind)
 
 
 @rule("fma")
 def _fma(code: Code, each: Instruction) -> None:
     kind, (out, *values) = each.name[-1], each.operands
     _expect(each, "rn", "ftz")
-    if kind not in ("f32", "f64", "f32x2"):
+    if kind not in ("f32", "f32x2"):
         raise unknown(each)
     given = _flushing(each, *(code.value(x, kind) for x in values))
     (value,) = _flushing(each, f"fused({', '.join(given)})")
     code.give(out, value, kind)
 
 
-_FUNCTIONS = {
-    "ex2": "exp2({})",
-    "lg2": "log2({})",
-    "rcp": "(f4(1) / {})",
-    "sqrt": "sqrt({})",
-    "rsqrt": "(f4(1) / sqrt({}))",
-    "sin": "sin({})",
-    "cos": "cos({})",
-    "tanh": "tanh({})",
-}
-
-
-@rule(*_FUNCTIONS)
-def _function(code: Code, each: Instruction) -> None:
+@rule("ex2")
+def _power(code: Code, each: Instruction) -> None:
     out, x = each.operands
-    _expect(each, "approx", "rn", "ftz")
-    if each.name[-1] != "f32":
-        raise unknown(each)
-    (x,) = _flushing(each, code.value(x, "f32"))
-    (value,) = _flushing(each, _FUNCTIONS[each.name[0]].format(x))
-    code.give(out, value, "f32")
+    _expect(each, "approx", "ftz")
+    (x,) = _flushing(each, code.value(x, each.name[-1]))
+    (value,) = _flushing(each, f"exp2({x})")
+    code.give(out, value, each.name[-1])
 
 
 @rule("abs", "neg", "not")
@@ -182,12 +160,6 @@ def _shift(code: Code, each: Instruction) -> None:
         code.give(out, f"shifted({value}, {code.value(count, 'u32')}, {is_left})", kind)
 
 
-@rule("rem")
-def _rest(code: Code, each: Instruction) -> None:
-    kind, (out, a, b) = each.name[-1], each.operands
-    code.give(out, f"quotient({code.value(a, kind)}, {code.value(b, kind)}, True)", kind)
-
-
 @rule("bfe")
 def _field(code: Code, each: Instruction) -> None:
     kind, (out, x, start, length) = each.name[-1], each.operands
@@ -204,13 +176,10 @@ def _permute(code: Code, each: Instruction) -> None:
     code.give(out, f"permuted({', '.join(code.value(x, 'b32') for x in given)})", "b32")
 
 
-@rule("popc", "clz")
+@rule("popc")
 def _count(code: Code, each: Instruction) -> None:
-    function = "bitwise_count" if each.name[0] == "popc" else "leading_zeros"
     out, x = each.operands
-    if each.name[0] == "clz" and each.name[-1] != "b32":
-        raise unknown(each)
-    code.give(out, f"{function}({code.value(x, each.name[-1])}).astype(u4)", "u32")
+    code.give(out, f"bitwise_count({code.value(x, each.name[-1])}).astype(u4)", "u32")
 
 
 @rule("mov")

@@ -111,20 +111,17 @@ def _matrices(code: Code, each: Instruction) -> None:
 @rule("shfl")
 def _shuffle(code: Code, each: Instruction) -> None:
     out, x, lane, clamp, *members = each.operands
-    out, _, inside = out.partition("|")
     if each.name[1] != "sync" or each.guard or not _is_whole(members):
         raise unknown(each)
     mode, threads = each.name[2], code.program.threads
     if lane.isdigit():
-        places, within = map(code.constant, sources(mode, int(lane), int(clamp, 0), threads))
+        places = code.constant(sources(mode, int(lane), int(clamp, 0), threads))
     else:
-        places, within = "places", "within"
+        places = "places"
         given = f"{mode!r}, {code.value(lane, 'u32')}, {clamp}, {threads}"
-        code.add(f"places, within = sources({given})")
+        code.add(f"places = sources({given})")
     code.add(f"machine.meet({_active(code)})")
     code.give(out, f"{code.value(x, 'b32')}.take({places})", "b32")
-    if inside:
-        code.give(inside, within, "pred")
 
 
 @rule("redux")
@@ -138,15 +135,6 @@ def _reduce(code: Code, each: Instruction) -> None:
     function = f"f{operation}" if is_number else _UPDATES[operation]
     code.add(f"machine.meet({_active(code)}{_members(code, members)})")
     code.give(out, f"reduced({code.value(x, kind)}, {function})", kind)
-
-
-@rule("vote")
-def _vote(code: Code, each: Instruction) -> None:
-    out, p, *members = each.operands
-    if each.name[1:3] != ("sync", "ballot") or each.guard or not _is_whole(members):
-        raise unknown(each)
-    code.add(f"machine.meet({_active(code)})")
-    code.give(out, f"ballot({code.value(p, 'pred')})", "b32")
 
 
 def _active(code: Code) -> str:
@@ -168,15 +156,3 @@ def _wait(code: Code, each: Instruction) -> None:
     if each.guard or each.name[-1] != "sync" or each.operands != ("0",):
         raise unknown(each)
     code.add(f"machine.wait({_active(code)})")
-
-
-@rule("membar", "fence")
-def _fence(code: Code, each: Instruction) -> None:
-    """Nothing: programs run one after the other."""
-
-
-@rule("cvta")
-def _to_address(code: Code, each: Instruction) -> None:
-    if "global" not in each.name:
-        raise unknown(each)
-    code.give(each.operands[0], code.value(each.operands[1], "b64"), "b64")

@@ -12,7 +12,7 @@ from tests.ptx.memory import AccessError, Clock, Memory, Region, SharedMemory
 from tests.ptx.program import Instruction, Program
 
 assert communication, "its rules are entered as it is imported"
-_FUNCTIONS = """where multiply exp2 log2 sqrt sin cos tanh abs minimum maximum fmin fmax isnan
+_FUNCTIONS = """where multiply exp2 abs minimum maximum fmin fmax isnan
     bitwise_count bitwise_or bitwise_and bitwise_xor add rint trunc floor ceil"""
 _NAMES: Final = {name: getattr(np, name) for name in _FUNCTIONS.split()}
 _NAMES |= {

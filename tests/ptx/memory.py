@@ -20,7 +20,7 @@ class Clock:
     """Periods between barriers. A tag is 64 times the period, and the warp; 0 is before all."""
 
     def __init__(self, threads: int) -> None:
-        self._warps = np.arange(threads, dtype=np.int64) // 32
+        self._warps = np.arange(threads, dtype=np.int32) // 32
         self.period = self.first = 0
         self.tags = self._warps
 
@@ -49,8 +49,8 @@ class Region:
             words = held[skipped : skipped + count * size].view(word)
             self._views[size] = words, (base + skipped) // size
         granules = (self.end + granule - 1) // granule - base // granule
-        self._writer = np.zeros(granules, np.int64)
-        self._reader = np.zeros(granules, np.int64)
+        self._writer = np.zeros(granules, np.int32)
+        self._reader = np.zeros(granules, np.int32)
 
     def forget(self) -> None:
         """Begin anew: nothing was written, nothing read."""
@@ -224,17 +224,17 @@ class SharedMemory(Memory):
         self._pending.fill(False)
 
     def load(self, address: np.ndarray, mask: np.ndarray | None, size: int, count: int) -> list:
-        self._refuse_pending(address, mask)
+        self._refuse_pending(address, mask, size * count)
         return super().load(address, mask, size, count)
 
     def store(self, address: np.ndarray, mask: np.ndarray | None, values: list) -> None:
-        self._refuse_pending(address, mask)
+        self._refuse_pending(address, mask, values[0].dtype.itemsize * len(values))
         super().store(address, mask, values)
 
     def copy(self, address: np.ndarray, mask: np.ndarray | None, values: list) -> None:
         """Begin to copy words, which arrive as late as they may."""
         size = values[0].dtype.itemsize * len(values)
-        self._refuse_pending(address, mask)
+        self._refuse_pending(address, mask, size)
         self.check_store(address, mask, size)
         self._mark(address, mask, size, True)
         self._groups[-1].append((address, mask, values))
@@ -254,12 +254,14 @@ class SharedMemory(Memory):
         chosen = address if mask is None else address[mask]
         self._pending[chosen[:, None] + np.arange(size, dtype=np.uint32)] = is_under_way
 
-    def _refuse_pending(self, address: np.ndarray, mask: np.ndarray | None) -> None:
+    def _refuse_pending(self, address: np.ndarray, mask: np.ndarray | None, size: int) -> None:
         if len(self._groups) == 1 and not self._groups[0]:
             return
         chosen = address if mask is None else address[mask]
-        if self._pending[np.minimum(chosen, len(self._pending) - 1)].any():
-            raise AccessError("shared memory is used while a copy to it is under way")
+        for byte in (0, size - 1):
+            place = np.minimum(chosen + np.uint32(byte), len(self._pending) - 1)
+            if self._pending[place].any():
+                raise AccessError("shared memory is used while a copy to it is under way")
 
 
 def bytes_at(address: int, size: int) -> np.ndarray:

@@ -57,7 +57,11 @@ INTEGERS = {
     "no bit is left": ("shl.b32 %r5, %r3, %r4;", (1, 32), 0),
     "the sign is left": ("shr.s32 %r5, %r3, %r4;", (-5, 40), -1),
     "unsigned order": ("max.u32 %r5, %r3, %r4;", (-1, 1), -1),
-    "upper half": ("mul.hi.u32 %r5, %r3, %r4;", (-1, -1), -2),
+    "twice as wide": (
+        "mul.wide.s32 %rd3, %r3, %r4; shr.s64 %rd3, %rd3, 32; cvt.u32.u64 %r5, %rd3;",
+        (-(1 << 20), 1 << 20),
+        -256,
+    ),
     "bytes": ("prmt.b32 %r5, %r3, %r4, 0x7610;", (0x03020100, 0x07060504), 0x07060100),
     "sign of a byte": ("prmt.b32 %r5, %r3, 0, 0x7778;", (0x80,), 0xFF),
     "field with its sign": ("bfe.s32 %r5, %r3, 4, 8;", (0xF80,), -8),

@@ -5,8 +5,6 @@ import numpy as np
 from tests.ptx.memory import AccessError
 
 _TINY = np.finfo(np.float32).tiny
-_BITS = {4: np.uint32, 8: np.uint64}
-_LANE = np.arange(32)
 
 
 def flushed(x):
@@ -17,8 +15,6 @@ def flushed(x):
 def fused(a, b, c):
     """The product and sum in fp32, rounded once but for one value in 2**29: fp64 holds the product,
     and rounds the sum before fp32 does."""
-    if a.dtype == np.float64:
-        return (a.astype(np.longdouble) * b + c).astype(np.float64)
     return (np.multiply(a, b, dtype=np.float64) + c).astype(np.float32)
 
 
@@ -66,15 +62,6 @@ def quotient(a, b, is_rest):
     return rest if is_rest else (a - rest) // b
 
 
-def high_product(a, b):
-    """The upper half of a product of integers."""
-    if a.dtype.itemsize == 4:
-        wide = np.int64 if a.dtype.kind == "i" else np.uint64
-        return (np.multiply(a, b, dtype=wide) >> 32).astype(a.dtype)
-    product = a.astype(object) * np.asarray(b).astype(object)
-    return (product >> 64).astype(a.dtype)
-
-
 def field(x, start, length):
     """``length`` bits from ``start`` on, with their sign where ``x`` is signed."""
     width = 8 * x.dtype.itemsize
@@ -99,13 +86,8 @@ def permuted(a, b, selector):
     return out.astype(np.uint32)
 
 
-def leading_zeros(x):
-    """Zeros before the first bit that is set."""
-    return (32 - np.frexp(x.astype(np.float64))[1].clip(0)).astype(np.uint32)
-
-
 def sources(mode, lane_or_distance, clamp, threads):
-    """Threads that ``shfl`` reads, and whether each is in its segment."""
+    """Threads that ``shfl`` reads: one's own where the one that is asked for is elsewhere."""
     lane = np.arange(threads) % 32
     given, clamp = np.asarray(lane_or_distance).astype(np.int64) & 31, int(clamp)
     segment, limit = (clamp >> 8) & 31, clamp & 31
@@ -118,19 +100,13 @@ def sources(mode, lane_or_distance, clamp, threads):
         "idx": first | (given & ~segment),
     }[mode]
     inside = chosen >= last if mode == "up" else chosen <= last
-    return np.arange(threads) - lane + np.where(inside, chosen, lane), inside
+    return np.arange(threads) - lane + np.where(inside, chosen, lane)
 
 
 def reduced(x, operation):
     """What the lanes of each warp have together."""
     whole = operation.reduce(x.reshape(-1, 32), axis=1, dtype=x.dtype)
     return np.repeat(whole, 32)
-
-
-def ballot(p):
-    """A bit of each lane of a warp."""
-    bits = p.reshape(-1, 32).astype(np.uint32) << _LANE.astype(np.uint32)
-    return np.repeat(bits.sum(axis=1, dtype=np.uint32), 32)
 
 
 def matrices(shared, address, count, transposed):
