@@ -502,6 +502,8 @@ def summed_slopes_kernel(
             )
         if PASS == "values":
             total += tl.where(counted, value, 0.0)
+            # Where a tile has fewer elements than there are threads, several warps load each.
+            tl.debug_barrier()
             tl.store(scratch_ptr + place, slope, mask=exists[None, :])
         if HAS_DIAGNOSTICS & (PASS == "values"):
             entropy -= tl.where(counted, p * log_p, 0.0)
