@@ -115,7 +115,18 @@ def _extreme(code: Code, each: Instruction) -> None:
 
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _COMPARISONS |= {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
-_OPPOSITES = {"ltu": ">=", "leu": ">", "gtu": "<=", "geu": "<"}
+_OF_FLOATS = {
+    "ne": "({0} < {1}) | ({0} > {1})",
+    "equ": "~(({0} < {1}) | ({0} > {1}))",
+    "neu": "{0} != {1}",
+    "ltu": "~({0} >= {1})",
+    "leu": "~({0} > {1})",
+    "gtu": "~({0} <= {1})",
+    "geu": "~({0} < {1})",
+    "num": "~(isnan({0}) | isnan({1}))",
+    "nan": "isnan({0}) | isnan({1})",
+}
+"""Comparisons that differ from those of numbers where one is NaN."""
 
 
 @rule("setp")
@@ -123,22 +134,11 @@ def _compare(code: Code, each: Instruction) -> None:
     kind, how, (out, a, b) = each.name[-1], each.name[1], each.operands
     if {*each.name[2:-1]} - {"ftz"}:
         raise unknown(each)
-    a, b = _flushing(each, code.value(a, kind), code.value(b, kind))
-    if how in ("nan", "num"):
-        value = f"{'~' if how == 'num' else ''}(isnan({a}) | isnan({b}))"
-    elif kind not in (*FLOATS, "bf16"):
-        value = f"{a} {_COMPARISONS[how]} {b}"
-    elif how in _OPPOSITES:
-        value = f"~({a} {_OPPOSITES[how]} {b})"
-    elif how == "equ":
-        value = f"({a} == {b}) | isnan({a}) | isnan({b})"
-    elif how == "neu":
-        value = f"{a} != {b}"
-    elif how == "ne":
-        value = f"({a} < {b}) | ({a} > {b})"
+    values = _flushing(each, code.value(a, kind), code.value(b, kind))
+    if kind in (*FLOATS, "bf16") and how in _OF_FLOATS:
+        code.give(out, _OF_FLOATS[how].format(*values), "pred")
     else:
-        value = f"{a} {_COMPARISONS[how]} {b}"
-    code.give(out, value, "pred")
+        code.give(out, f"{values[0]} {_COMPARISONS[how]} {values[1]}", "pred")
 
 
 @rule("selp")
@@ -152,10 +152,9 @@ def _select(code: Code, each: Instruction) -> None:
 def _shift(code: Code, each: Instruction) -> None:
     kind, (out, x, count) = each.name[-1], each.operands
     is_left = each.name[0] == "shl"
-    value, width = code.value(x, kind), 8 * size_of(kind)
-    if count.isdigit() and int(count) < width:
-        sign = code.value(count, kind)
-        code.give(out, f"{value} {'<<' if is_left else '>>'} {sign}", kind)
+    value = code.value(x, kind)
+    if count.isdigit() and int(count) < 8 * size_of(kind):
+        code.give(out, f"{value} {'<<' if is_left else '>>'} {code.value(count, kind)}", kind)
     else:
         code.give(out, f"shifted({value}, {code.value(count, 'u32')}, {is_left})", kind)
 

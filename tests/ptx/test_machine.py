@@ -6,8 +6,9 @@ import torch
 
 from tests.ptx.code import UnknownInstruction
 from tests.ptx.machine import Machine
-from tests.ptx.memory import AccessError, bytes_at
+from tests.ptx.memory import bytes_at
 from tests.ptx.program import parsed
+from tests.ptx.region import AccessError
 
 THREADS = 64
 

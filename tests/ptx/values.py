@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tests.ptx.memory import AccessError
+from tests.ptx.region import AccessError
 
 _TINY = np.finfo(np.float32).tiny
 
