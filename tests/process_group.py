@@ -77,6 +77,10 @@ def _rank_main(rank, world_size, folder, timeout_s, fn, args):
         do_not_wait_for_the_disk()
         # One thread a rank: the ranks share the machine's cores.
         torch.set_num_threads(1)
+        if os.environ.get("MEGATRON_EXT_PTX"):
+            from tests.ptx.driver import run_compiled
+
+            run_compiled()
         # What megatron-core and tools like it read instead of asking torch.
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
         dist.init_process_group(
