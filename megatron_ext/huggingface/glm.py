@@ -103,6 +103,7 @@ ERNIE4_5 = Family(
         "num_key_value_heads": 2,
         "head_dim": 128,
         "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
     },
     allowed={"hidden_act": ("silu",), "use_bias": (False, None)},
 )

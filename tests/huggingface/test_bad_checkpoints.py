@@ -18,7 +18,7 @@ from megatron_ext.huggingface.checkpoint_files import (
 )
 from megatron_ext.huggingface.families import FAMILIES
 from megatron_ext.huggingface.model_settings import model_config, model_settings, settings_of
-from megatron_ext.huggingface.rotary import LLAMA3
+from megatron_ext.huggingface.rotary import LLAMA3, rotary_settings
 from megatron_ext.huggingface.tensor_files import TensorPlan, shards, write_checkpoint
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.training.checkpoints.folder import find_checkpoint
@@ -287,6 +287,19 @@ def test_keys_of_other_families_change_nothing(name):
     family, config = FAMILIES[f"{kind}ForCausalLM"], hf_config(name).to_dict()
     expected = settings_of(family, config, where="here")
     assert settings_of(family, {**OF_OTHERS, **config}, where="here") == expected
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_a_base_that_is_left_out_is_that_of_transformers(name):
+    family = FAMILIES[f"{COMPARED[name][0]}ForCausalLM"]
+    config = AutoConfig.for_model(family.model_type).to_dict()
+    said = {"rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq"}
+    silent = {key: value for key, value in config.items() if key not in said}
+    found, expected = (
+        rotary_settings({**family.defaults, **keys}, where="here") for keys in (silent, config)
+    )
+    for base in ("rotary_base", "local_rotary_base"):
+        assert found[base] == expected[base]
 
 
 def test_a_model_of_latent_attention_from_nowhere_is_written_with_its_heads(tmp_path):
