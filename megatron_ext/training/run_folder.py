@@ -30,7 +30,7 @@ from megatron_ext.files import (
 from megatron_ext.huggingface.checkpoint_files import is_checkpoint_folder
 from megatron_ext.training.checkpoints.folder import CHECKPOINTS as CHECKPOINTS
 from megatron_ext.training.checkpoints.folder import find_checkpoint, latest_checkpoint
-from megatron_ext.training.configuration.config import TEACHER, DistillConfig
+from megatron_ext.training.configuration.config import TEACHER, DistillConfig, ModelConfig
 from megatron_ext.training.configuration.yaml_file import read_config_file
 
 CONFIG_FILE = "config.yaml"
@@ -340,8 +340,9 @@ def _check_same_run(stored: Mapping[str, Any], values: Mapping[str, Any], path: 
     for key in sorted(before.keys() | now.keys()):
         may_change = _of_any_teacher(key).startswith(_MAY_CHANGE)
         may_change |= key.startswith(whole) and not key.endswith(".seq_length")
-        # Runs of versions before remote teachers, and before experts, have no such keys.
-        is_newer = _of_any_teacher(key).startswith("teacher.serving.") or ".moe_" in key
+        # Runs of versions before remote teachers, or before a part of a model, have no such keys.
+        is_newer = _of_any_teacher(key).startswith("teacher.serving.")
+        is_newer |= _is_default_of_model(key, now.get(key))
         may_change |= is_newer and key not in before
         if may_change or before.get(key) == now.get(key):
             continue
@@ -352,6 +353,15 @@ def _check_same_run(stored: Mapping[str, Any], values: Mapping[str, Any], path: 
             expected=repr(before.get(key)),
             fix="use another run_dir, or the configuration the run was started with",
         )
+
+
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
+
+
+def _is_default_of_model(key: str, value: object) -> bool:
+    """Whether a model has this value of a key where nothing is said."""
+    section, _, name = _of_any_teacher(key).rpartition(".")
+    return section in ("student", "teacher.model") and _DEFAULTS.get(name, ...) == value
 
 
 def _teachers(values: Mapping[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ import yaml
 from megatron_ext.errors import CheckpointError, ConfigError, DataError
 from megatron_ext.huggingface.checkpoint_files import GENERATION_FILE, SIDE_FOLDER
 from megatron_ext.training.configuration.config import DistillConfig
-from megatron_ext.training.configuration.model import OF_EXPERTS
+from megatron_ext.training.configuration.model import OF_EXPERTS, OF_HYBRID
 from megatron_ext.training.configuration.yaml_file import read_config_file
 from megatron_ext.training.run_folder import (
     CONFIG_FILE,
@@ -215,15 +215,23 @@ def test_the_library_of_a_teacher_may_change_and_with_it_what_its_folder_says_of
         check_run_folder(changed(whole, teacher={"library": "megatron"}))
 
 
-def test_a_run_from_before_there_were_experts_goes_on_and_gets_none(config, started):
+@pytest.mark.parametrize(
+    ("keys", "added"),
+    [(OF_EXPERTS, ("num_experts", 4)), (OF_HYBRID, ("attention_output_gate", True))],
+    ids=["experts", "linear attention"],
+)
+def test_a_run_from_before_a_part_of_models_goes_on_and_gets_none(config, started, keys, added):
     values = yaml.safe_load((started / CONFIG_FILE).read_text())
     for model in (values["student"], values["teacher"]["model"]):
-        for name in OF_EXPERTS:
+        for name in keys:
             del model[name]
     (started / CONFIG_FILE).write_text(yaml.safe_dump(values))
     check_run_folder(config)
-    with pytest.raises(ConfigError, match=r"another student\.num_experts; got 4"):
-        check_run_folder(changed(config, student={"num_experts": 4}))
+    name, value = added
+    with pytest.raises(ConfigError, match=rf"another student\.{name}; got {value}"):
+        check_run_folder(changed(config, student={name: value}))
+    with pytest.raises(ConfigError, match=rf"another teacher\.model\.{name}; got {value}"):
+        check_run_folder(changed(config, teacher={"model": {name: value}}))
 
 
 def test_a_start_that_left_no_checkpoint_binds_nothing(config):

@@ -6,7 +6,11 @@ from dataclasses import dataclass, fields
 from typing import Final, Literal
 
 from megatron_ext.tokenizers.build import padded_vocab_size
-from megatron_ext.training.configuration.model_checks import check_model, is_of_experts
+from megatron_ext.training.configuration.model_checks import (
+    OF_LINEAR,
+    check_model,
+    is_of_experts,
+)
 from megatron_ext.training.configuration.number_checks import check_not_negative, check_positive
 
 
@@ -359,3 +363,6 @@ _POSITIVE: Final = tuple(
 
 OF_EXPERTS: Final = tuple(field.name for field in fields(ModelConfig) if is_of_experts(field.name))
 """Settings of models with experts."""
+
+OF_HYBRID: Final = ("linear_attention_freq", *OF_LINEAR, "attention_output_gate")
+"""Settings of models with linear attention."""

@@ -25,7 +25,7 @@ from megatron_ext.huggingface.checkpoint_files import (
 from megatron_ext.tokenizers import MegatronTokenizerText
 from megatron_ext.tokenizers.identity import tokenizer_identity
 from megatron_ext.training.configuration.config import DistillConfig, TeacherConfig
-from megatron_ext.training.configuration.model import OF_EXPERTS
+from megatron_ext.training.configuration.model import OF_EXPERTS, OF_HYBRID
 from megatron_ext.training.run_plan import TeacherPlan
 
 if TYPE_CHECKING:
@@ -152,9 +152,11 @@ def _served(teacher: TeacherPlan, tokenizer: MegatronTokenizerText) -> dict[str,
 def _model(teacher: TeacherConfig) -> str:
     values = dataclasses.asdict(teacher.model)
     values = {key: value for key, value in values.items() if key not in _WITHOUT_INFLUENCE}
+    # As caches and servers were named before there were experts, and linear attention.
     if teacher.model.num_experts is None:
-        # As caches and servers were named before there were experts.
         values = {key: value for key, value in values.items() if key not in OF_EXPERTS}
+    if not any(values[key] for key in OF_HYBRID):
+        values = {key: value for key, value in values.items() if key not in OF_HYBRID}
     if teacher.weight_precision is not None:
         values["weight_precision"] = teacher.weight_precision
     return _hash(values)

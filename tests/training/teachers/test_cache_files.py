@@ -1,12 +1,16 @@
 """Records come back from a cache as they were written, and no other cache's are taken for them."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from megatron_ext.errors import CheckpointError, ConfigError, DataError
 from megatron_ext.teachers.target_form import TargetForm
+from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
+from megatron_ext.training.configuration.config import ModelConfig
+from megatron_ext.training.teachers.identity import server_identity
 from megatron_ext.training.teachers.shard_file import Window, write_shard
 from megatron_ext.training.teachers.target_cache import Manifest, TargetCache
 
@@ -116,3 +120,21 @@ def write_cache(folder, form, *, weights="own"):
     )
     manifest.save(folder)
     return manifest, written
+
+
+# Recorded before models had settings of linear attention; one that is added changes none of them.
+NAMES = {
+    None: "5aa2e55e9fc6061b93aece3f68b0754cb65a2180e28e78d0b0e572a4c691d5f9",
+    4: "7d5f4c03c0e19cb6eddc62cdcd72ed8b395c71e07e50c1c3f68600574b85909c",
+}
+
+
+@pytest.mark.parametrize("num_experts", NAMES)
+def test_models_are_named_as_in_the_caches_of_earlier_versions(num_experts):
+    model = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, num_experts=num_experts)
+    teacher = SimpleNamespace(
+        config=SimpleNamespace(model=model, weight_precision=None),
+        training=SimpleNamespace(precision="fp32"),
+    )
+    tokenizer = build_tokenizer(TokenizerConfig(library="byte-level"))
+    assert server_identity(teacher, tokenizer, "weights")["model"] == NAMES[num_experts]
