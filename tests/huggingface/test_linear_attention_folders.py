@@ -10,6 +10,8 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.huggingface.checkpoint_files import CheckpointFiles
 from megatron_ext.huggingface.model_settings import model_settings
 from megatron_ext.huggingface.tensor_files import TensorReader
+from megatron_ext.training.checkpoints.huggingface_export import export_huggingface
+from megatron_ext.training.checkpoints.huggingface_import import import_huggingface
 from megatron_ext.training.checkpoints.model_check import checked
 from megatron_ext.training.configuration.config import ModelConfig
 from tests.huggingface.tiny_models import COMPARED, EXPERTS, save_model, tensors_of
@@ -63,6 +65,24 @@ def test_experts_of_a_layer_in_one_tensor_are_those_in_single_ones(tmp_path):
     assert joined.keys() == single.keys()
     for key, tensor in single.items():
         assert torch.equal(joined[key], tensor), key
+
+
+def test_decays_in_fp32_leave_a_folder_one_of_bf16(tmp_path):
+    folder = save_model("qwen3.5", tmp_path / "before", dtype=torch.bfloat16)
+    before = {
+        key: tensor.float() + 1e-3 if key.endswith("A_log") else tensor
+        for key, tensor in tensors_of(folder).items()
+    }
+    saved_anew(folder, lambda _: before)
+    import_huggingface(folder, tmp_path / "checkpoint")
+    export_huggingface(tmp_path / "checkpoint", tmp_path / "after")
+    after = tensors_of(tmp_path / "after")
+    assert after.keys() == before.keys()
+    for key, tensor in before.items():
+        assert after[key].dtype == tensor.dtype
+        assert torch.equal(after[key], tensor), key
+    config = json.loads((tmp_path / "after" / "config.json").read_text())
+    assert config["torch_dtype"] == "bfloat16"
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path):

@@ -5,6 +5,8 @@ It runs in one process without process groups or a model. Adapters are merged in
 
 from __future__ import annotations
 
+from collections import Counter
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -72,10 +74,13 @@ def export_huggingface(
     config, family = family_config(checkpoint, model, settings)
     reader = _ExportedTensors(slices, tensor_map(family, settings), where=checkpoint)
     plans = reader.plans(dtype)
-    widest = max((plan.dtype for plan in plans), key=lambda dtype: dtype.itemsize)
+    numbers: Counter[torch.dtype] = Counter()
+    for plan in plans:
+        numbers[plan.dtype] += prod(plan.shape)
     write_checkpoint(
         output,
-        config=config | {"torch_dtype": _NAMES[widest]},
+        # That of most: a few decays or biases of experts in fp32 are in folders in bf16.
+        config=config | {"torch_dtype": _NAMES[max(numbers, key=numbers.__getitem__)]},
         files=shards(plans, max_shard_bytes=max_shard_bytes),
         read=reader.tensors,
         write_others=lambda folder: _copy_files(checkpoint, tokenizer, folder),
