@@ -103,7 +103,7 @@ def test_the_fused_rule_is_asked_for_the_same(monkeypatch, rows_of_documents):
 LENGTHS = (5, 1, 79, 3)
 
 
-def net_of(layout):
+def net_of(layout, key_heads=2):
     """Random weights that remember more than the last tokens, the same in every layout."""
     cpu_megatron.install()
     parallel_state.destroy_model_parallel()
@@ -117,8 +117,8 @@ def net_of(layout):
             num_attention_heads=2,
             use_cpu_initialization=True,
             init_method=lambda weight: torch.nn.init.normal_(weight, std=0.5),
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
+            linear_num_key_heads=key_heads,
+            linear_num_value_heads=2 * key_heads,
             linear_key_head_dim=KEY,
             linear_value_head_dim=VALUE,
             linear_conv_kernel_dim=4,
@@ -169,6 +169,16 @@ def read_cut_rows(rank):
         dist.all_gather(gathered, output.contiguous())
         found.append((in_order(torch.cat(gathered), 2), gradients))
     return found
+
+
+def build_three_heads(rank, layout):
+    with pytest.raises(ConfigError, match=r"does not divide .*; got 3 heads on 2 ranks"):
+        net_of(layout, key_heads=3)
+
+
+@pytest.mark.parametrize("axis", ["tensor_model_parallel_size", "context_parallel_size"])
+def test_heads_that_do_not_divide_are_refused_by_the_layer(axis):
+    run_ranks(2, build_three_heads, {axis: 2})
 
 
 @pytest.fixture(scope="module")
