@@ -133,7 +133,8 @@ def family_of(files: CheckpointFiles) -> Family:
     for name in architectures:
         if name in FAMILIES:
             family = FAMILIES[name]
-            return family.of_tensors(files.tensors) if files.has_weights else family
+            is_of_files = family.entries and files.has_weights
+            return family.of_tensors(files.tensors) if is_of_files else family
     reasons = [UNSUPPORTED[name] for name in architectures if name in UNSUPPORTED]
     if WRAPPERS & {*architectures}:
         kind = (files.config.get("text_config") or {}).get("model_type")

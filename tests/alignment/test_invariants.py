@@ -36,8 +36,12 @@ def test_control_tokens_of_one_side_anywhere_desynchronise_nothing(aligner, text
     tokenizers = aligner.student_tokenizer, aligner.teacher_tokenizer
     ids = [np.array(tokenizer.text_to_ids(text), np.int32) for tokenizer in tokenizers]
     plain = chunk_ids_of(aligner.align_ids(*ids))
-    places = data.draw(st.lists(st.integers(0, len(ids[side])), max_size=4).map(sorted))
     tokenizer = tokenizers[side]
+    # SentencePiece begins the text behind a control token with a space of its own, for which it
+    # would take that of the token there.
+    begins_with_space = [tokenizer.token_bytes(int(i)).startswith(b" ") for i in ids[side][1:]]
+    free = [place for place, has in enumerate([False, *begins_with_space, False]) if not has]
+    places = data.draw(st.lists(st.sampled_from(free), max_size=4).map(sorted))
     control = [tokenizer.bos_id, tokenizer.eos_id, tokenizer.token_to_id("[INST]")]
     inserted = [data.draw(st.sampled_from(control)) for _ in places]
     own = np.insert(np.zeros(len(ids[side]), bool), places, True)

@@ -242,7 +242,7 @@ BAD: dict[str, tuple[Any, Any, str]] = {
     "a weight that is not a number": (
         {"ce_loss_scale": float("nan"), "dynamic_loss_scaling": False},
         TEACHERS,
-        "ce_loss_scale: a weight that cannot be used; got nan",
+        "ce_loss_scale of CrossTokenizerLossConfig: .*; got nan; expected a finite number",
     ),
     "an unknown mode": ({"kd_loss_mode": "max"}, TEACHERS, "kd_loss_mode of .* one of sum"),
     "one name twice": ({}, [{"name": "a"}, {"name": "a"}], "share a name; got 'a'"),
