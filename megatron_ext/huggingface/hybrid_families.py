@@ -28,7 +28,7 @@ from megatron_ext.huggingface.family import (
     QUERY_NORM,
     Family,
 )
-from megatron_ext.huggingface.rotary import PART
+from megatron_ext.huggingface.rotary import PART, layer_types
 from megatron_ext.huggingface.tensor_map import Order, Part, Rule
 
 _KINDS: Final = "layer_types"
@@ -41,7 +41,8 @@ _SIZES: Final = (
 )
 """Keys that are settings of the same name."""
 
-_OF_KIND: Final = {True: "full_attention", False: "linear_attention"}
+_FULL_KIND: Final = "full_attention"
+_LINEAR_KIND: Final = "linear_attention"
 
 _LINEAR: Final = "model.layers.{layer}.linear_attn"
 _MEGATRON: Final = "decoder.layers.self_attention"
@@ -223,9 +224,8 @@ def linear_settings(family: Family, config: Mapping[str, Any], *, where: object)
         return {}
     layers, interval, kinds = config["num_hidden_layers"], config[INTERVAL], config.get(_KINDS)
     if kinds is not None:
-        full = _OF_KIND[True]
-        interval = kinds.index(full) + 1 if full in kinds else layers + 1
-        if list(kinds) != _kinds_of_layers(layers, interval) or interval == 1:
+        interval = kinds.index(_FULL_KIND) + 1 if _FULL_KIND in kinds else layers + 1
+        if list(kinds) != layer_types(layers, interval, _LINEAR_KIND) or interval == 1:
             raise CheckpointError(
                 "layers with linear attention follow no pattern",
                 where=where,
@@ -240,10 +240,5 @@ def linear_config(family: Family, settings: Mapping[str, Any]) -> dict[str, Any]
     interval = settings["linear_attention_freq"]
     if INTERVAL not in family.defaults or interval is None:
         return {}
-    kinds = _kinds_of_layers(settings["num_layers"], interval)
+    kinds = layer_types(settings["num_layers"], interval, _LINEAR_KIND)
     return {INTERVAL: interval, _KINDS: kinds, **{name: settings[name] for name in _SIZES}}
-
-
-def _kinds_of_layers(layers: int, interval: int) -> list[str]:
-    """Kind of each layer, in transformers' names."""
-    return [_OF_KIND[number % interval == 0] for number in range(1, layers + 1)]

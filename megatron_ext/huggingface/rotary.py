@@ -334,6 +334,6 @@ def _kinds(config: Mapping[str, Any]) -> list[str]:
     return [] if first is None else [_WINDOW if i >= first else _ALL for i in range(layers)]
 
 
-def layer_types(layers: int, interval: int) -> list[str]:
-    """Kind of each layer, in transformers' names."""
-    return [_WINDOW if number % interval else _ALL for number in range(1, layers + 1)]
+def layer_types(layers: int, interval: int, other: str = _WINDOW) -> list[str]:
+    """Kind of each layer, in transformers' names: full attention in every n-th, else ``other``."""
+    return [other if number % interval else _ALL for number in range(1, layers + 1)]

@@ -13,6 +13,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron_ext.distributed.context_parallel import ContextRank, in_order
 from megatron_ext.errors import ConfigError
 from megatron_ext.training.configuration.config import ModelConfig
+from megatron_ext.training.dry_run.memory import _of_linear_rule
 from megatron_ext.training.megatron_models import cpu_megatron
 from megatron_ext.training.megatron_models.gated_delta_net import GatedDeltaNet
 from megatron_ext.training.megatron_models.gated_delta_rule import (
@@ -22,6 +23,8 @@ from megatron_ext.training.megatron_models.gated_delta_rule import (
     gated_delta_rule_reference,
 )
 from tests.process_group import run_ranks
+from tests.training.dry_run.planned_runs import plan_of, planned_run
+from tests.training.tiny_run import changed
 
 ROWS, HEADS, KEY, VALUE = 2, 3, 8, 5
 
@@ -101,6 +104,35 @@ def test_the_fused_rule_is_asked_for_the_same(monkeypatch, rows_of_documents):
 
 
 LENGTHS = (5, 1, 79, 3)
+
+
+def kept_by_the_rule(rank, length):
+    """Bytes that autograd keeps between the two products."""
+    net, saved = net_of({}), {}
+
+    def keep(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    products = net.in_proj(torch.randn(length, 1, 16))[0].detach().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        net._attended(products, net.out_norm.weight, None, None)
+    return sum(storage.nbytes() for storage in saved.values())
+
+
+def test_what_is_kept_while_it_is_computed_again_is_planned():
+    length = 256
+    model = ModelConfig(
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=2,
+        seq_length=length,
+        **WHOLE | {"linear_attention_freq": 2, "linear_value_head_dim": VALUE},
+    )
+    plan = plan_of(changed(planned_run(model), training={"micro_batch_size": 1}))
+    (kept,) = run_ranks(1, kept_by_the_rule, length)
+    # Of narrow heads the numbers of a head as a whole are a part, too.
+    assert _of_linear_rule(plan, plan.student) == pytest.approx(kept, rel=0.15)
 
 
 def net_of(layout, key_heads=2):

@@ -49,7 +49,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Final
 
-from megatron_ext.constants import INT4_GROUP
+from megatron_ext.constants import DELTA_CHUNK, INT4_GROUP
 from megatron_ext.training.dry_run.plan import FP32, ModelShape, Plan
 
 
@@ -211,12 +211,24 @@ def _kept_of_layers(plan: Plan, shape: ModelShape) -> int:
 def _computed_again(plan: Plan, shape: ModelShape) -> int:
     """Bytes that one recomputed stretch keeps during its backward pass."""
     training = plan.run.training
+    linear = _of_linear_rule(plan, shape) if shape.model.is_hybrid else 0
     if training.recompute_granularity is None:
-        return 0
+        return linear
     if training.recompute_granularity == "selective":
-        return _scores(plan, shape)
+        return _scores(plan, shape) + linear
     stretch = _stretch(plan) if training.recompute_method == "uniform" else 1
-    return min(stretch, shape.layers) * layer_activations(plan, shape)
+    return min(stretch, shape.layers) * layer_activations(plan, shape) + linear
+
+
+def _of_linear_rule(plan: Plan, shape: ModelShape) -> int:
+    """Bytes that one layer of linear attention keeps between its products while these are computed
+    again, by torch: measured, in fp32. flash-linear-attention keeps less."""
+    model = shape.model
+    keys, values = (model.linear_num_key_heads or 0, model.linear_num_value_heads or 0)
+    key, value = model.linear_key_head_dim or 0, model.linear_value_head_dim or 0
+    of_value = 5 * key + 11 * value + 6 * DELTA_CHUNK + 2 * key * value // DELTA_CHUNK
+    numbers = (keys * 12 * key + values * of_value) // shape.tp
+    return FP32 * plan.tokens(shape) * numbers
 
 
 def _stretch(plan: Plan) -> int:
