@@ -39,8 +39,9 @@ def test_control_tokens_of_one_side_anywhere_desynchronise_nothing(aligner, text
     tokenizer = tokenizers[side]
     # SentencePiece begins the text behind a control token with a space of its own, for which it
     # would take that of the token there.
-    begins_with_space = [tokenizer.token_bytes(int(i)).startswith(b" ") for i in ids[side][1:]]
-    free = [place for place, has in enumerate([False, *begins_with_space, False]) if not has]
+    has_space = [tokenizer.token_bytes(int(token)).startswith(b" ") for token in ids[side]]
+    last = len(has_space)
+    free = [place for place in range(last + 1) if place in (0, last) or not has_space[place]]
     places = data.draw(st.lists(st.sampled_from(free), max_size=4).map(sorted))
     control = [tokenizer.bos_id, tokenizer.eos_id, tokenizer.token_to_id("[INST]")]
     inserted = [data.draw(st.sampled_from(control)) for _ in places]
