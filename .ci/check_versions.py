@@ -35,6 +35,7 @@ CORE: Final = (
     "tests/training/test_megatron_parts.py",
     "tests/training/test_layouts.py",
     "tests/training/test_faults.py",
+    "tests/training/test_linear_attention.py",
     "tests/training/test_masked_gpt_dataset.py",
     "tests/training/test_megatron_lm_pretrain.py",
     "tests/training/test_huggingface_teacher_runs.py",
