@@ -310,7 +310,7 @@ def test_a_model_of_latent_attention_from_nowhere_is_written_with_its_heads(tmp_
     assert config["num_key_value_heads"] == 4
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *sorted({*COMPARED} & {"qwen3.5", "qwen3-next"})])
 def test_settings_make_a_configuration_that_gives_them_again(name, tmp_path):
     folder = save_model(name, tmp_path)
     settings = full_settings(_model(folder))

@@ -149,6 +149,8 @@ MODELS = {
             "num_mtp_layers": 0,
         },
     ),
+    "glm": ("Glm", {"head_dim": 12, "partial_rotary_factor": 0.5}),
+    "glm4": ("Glm4", {"head_dim": 8, "attention_bias": False, "tie_word_embeddings": True}),
     "phi3": ("Phi3", {"hidden_size": 64, "partial_rotary_factor": 0.75}),
     "olmo2": ("Olmo2", {}),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 8, "no_rope_layer_interval": 3}),
@@ -185,8 +187,6 @@ YARN = {
     "original_max_position_embeddings": 8,
 }
 MORE_MODELS = {
-    "glm": ("Glm", {"head_dim": 12, "partial_rotary_factor": 0.5}),
-    "glm4": ("Glm4", {"head_dim": 8, "attention_bias": False, "tie_word_embeddings": True}),
     "ernie4.5": ("Ernie4_5", {"head_dim": 12}),
     "glm4-moe-lite": (
         "Glm4MoeLite",
@@ -314,7 +314,7 @@ MORE_MODELS = {
         },
     ),
 }
-"""Models that need their own config.json to be written."""
+"""Models that need their own config.json to be written, or that transformers 4 does not have."""
 
 
 OF_ALL_TEXT = (
