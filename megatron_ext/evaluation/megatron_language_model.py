@@ -44,7 +44,12 @@ from megatron_ext.tokenizers import MegatronTokenizerText, TokenizerConfig, buil
 from megatron_ext.training.checkpoints.checkpoint import checkpoint_model
 from megatron_ext.training.checkpoints.folder import find_checkpoint
 from megatron_ext.training.checkpoints.tokenizer import KeptTokenizer, tokenizer_doubts
-from megatron_ext.training.configuration.config import ModelConfig, ParallelConfig, TrainingConfig
+from megatron_ext.training.configuration.config import (
+    ModelConfig,
+    ParallelConfig,
+    TrainingConfig,
+    check_division,
+)
 from megatron_ext.training.inputs import write_warnings
 from megatron_ext.training.megatron_models import cpu_megatron
 from megatron_ext.training.megatron_models.first_weights import load_first_weights
@@ -265,6 +270,13 @@ def open_model(checkpoint: Path, options: ModelOptions) -> OpenedModel:
     """
     checkpoint = find_checkpoint(str(checkpoint), where="--model")
     model, tokenizer = _model(checkpoint, options), _tokenizer(checkpoint, options)
+    check_division(
+        "model",
+        model,
+        options.tensor_model_parallel_size,
+        options.pipeline_model_parallel_size,
+        ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"),
+    )
     if options.applies_chat_template and not tokenizer.chat_templates:
         raise ConfigError(
             "the tokenizer has no chat template, which --chat, --conversations and "

@@ -8,7 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_ext.evaluation.megatron_language_model import ModelOptions, OpenedModel, stops_of
+from megatron_ext.errors import ConfigError
+from megatron_ext.evaluation.megatron_language_model import (
+    ModelOptions,
+    OpenedModel,
+    open_model,
+    stops_of,
+)
 from megatron_ext.tokenizers import TokenizerConfig, build_tokenizer
 from tests.evaluation.evaluation_ranks import (
     NEW_TOKENS,
@@ -52,6 +58,18 @@ def answers(folder):
 @pytest.fixture(scope="module")
 def model(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_model_parallel_size": 3}, "the model's attention heads do not divide over --ten"),
+        ({"pipeline_model_parallel_size": 7}, "the model's num_layers do not divide over --pipel"),
+    ],
+)
+def test_a_layout_that_does_not_divide_the_model_is_refused(folder, options, message):
+    with pytest.raises(ConfigError, match=message):
+        open_model(folder, ModelOptions(**options))
 
 
 @pytest.mark.parametrize("kind", ["scores", "rolling"])

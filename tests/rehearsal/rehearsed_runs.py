@@ -24,6 +24,7 @@ from tests.training.rank_functions import fresh_groups
 from tests.training.rollout_runs import ROLLOUTS
 from tests.training.tiny_run import (
     CP2,
+    LINEAR_ATTENTION,
     PP2,
     TP2,
     changed,
@@ -81,15 +82,6 @@ EXPERT_LAYOUTS = {
     "experts": {"expert_model_parallel_size": 2},
     "experts of ranks": SEQUENCE | {"expert_tensor_parallel_size": 1},
 }
-LINEAR_ATTENTION = {
-    "linear_attention_freq": 2,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 6,
-    "linear_conv_kernel_dim": 4,
-    "attention_output_gate": True,
-}
 SHARDED = dict.fromkeys(
     ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"), True
 )
@@ -131,7 +123,8 @@ def _experts(folder: Path, name: str) -> DistillConfig:
 
 def _linear_attention(folder: Path, name: str, parallel: Mapping[str, Any]) -> DistillConfig:
     return changed(
-        _even(_one_step(folder, name), parallel, **LINEAR_ATTENTION), data={"packing": True}
+        _even(_one_step(folder, name), parallel, **LINEAR_ATTENTION, attention_output_gate=True),
+        data={"packing": True},
     )
 
 

@@ -20,7 +20,7 @@ from megatron_ext.training.inputs import read_inputs
 from megatron_ext.training.run_folder import config_values
 from megatron_ext.training.run_plan import TeacherPlan
 from megatron_ext.training.teachers.target_checks import check_targets
-from tests.training.tiny_run import PP2, TP2, changed
+from tests.training.tiny_run import CP2, LINEAR_ATTENTION, PP2, TP2, changed
 
 MODEL = ModelConfig(num_layers=4, hidden_size=24, num_attention_heads=6, num_query_groups=2)
 TEACHER = TeacherConfig(
@@ -193,8 +193,9 @@ def test_values_that_contradict_each_other_are_refused(config, changes, words):
         ({}, {"tensor_model_parallel_size": 3}, "student's attention heads"),
         ({"num_query_groups": 6, "ffn_hidden_size": 33}, TP2, "student's ffn_hidden_size"),
         ({}, PP2 | VP2, "teacher's num_layers"),
+        (LINEAR_ATTENTION, CP2 | TP2, "student's linear_num_key_heads"),
     ],
-    ids=["student-layers", "teacher-layers", "query-groups", "ffn", "chunks"],
+    ids=["student-layers", "teacher-layers", "query-groups", "ffn", "chunks", "linear"],
 )
 def test_a_model_that_does_not_divide_over_the_layout_is_refused(student, parallel, words):
     message = refusal(RUN, {"student": student, "parallel": parallel})

@@ -9,6 +9,7 @@ from megatron_ext.teachers.target_form import TargetForm
 from megatron_ext.training.configuration.exclusions import EXCLUSIONS, check_exclusions
 from megatron_ext.training.run_folder import config_values
 from tests.training.test_loss_configuration import MODEL, TEACHER, check, config_of
+from tests.training.tiny_run import LINEAR_ATTENTION
 
 OWN_RANKS = {"placement": "own_ranks", "serving": {"ranks": 1}}
 HEADS = {"objective": "dskd", "options": {"projectors": "heads"}}
@@ -26,15 +27,6 @@ NEEDED = {
 """By axis, what it cannot be without."""
 
 ENGINE = {"kind": "vllm", "url": ["http://localhost:8000"]}
-
-LINEAR_ATTENTION = {
-    "linear_attention_freq": 2,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 6,
-    "linear_conv_kernel_dim": 4,
-}
 
 ON = {
     "teachers": {"teachers": {"a": {}}},

@@ -34,6 +34,14 @@ SENTENCES = (
 ITERATIONS = 2
 STUDENT_VOCAB_SIZE = 2001
 TEACHER_PIECES = 2000
+LINEAR_ATTENTION = {
+    "linear_attention_freq": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 4,
+}
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}
 

@@ -335,7 +335,7 @@ class DistillConfig:
         if vp > 1:
             stages += " x virtual_pipeline_model_parallel_size"
         for name, model in self._models():
-            _check_model(name, model, tp, pp * vp, ("tensor_model_parallel_size", stages))
+            check_division(name, model, tp, pp * vp, ("tensor_model_parallel_size", stages))
             if model.is_hybrid:
                 axis = "tensor_model_parallel_size x context_parallel_size"
                 ranks = tp * self.parallel.context_parallel_size
@@ -436,7 +436,7 @@ class DistillConfig:
                 "serving.tensor_model_parallel_size",
                 "serving.pipeline_model_parallel_size",
             )
-            _check_model(side_of(name), teacher.model, *sizes, axes)
+            check_division(side_of(name), teacher.model, *sizes, axes)
             tp, pp = sizes
             layout = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
             _check_experts(side_of(name), teacher.model, layout)
@@ -502,10 +502,18 @@ def side_of(name: str) -> str:
     return TEACHER if name == TEACHER else f"teacher {name}"
 
 
-def _check_model(
+def check_division(
     name: str, model: ModelConfig, tp: int, stages: int, axes: tuple[str, str]
 ) -> None:
-    """Check that a model divides over tensor-parallel ranks and over stages."""
+    """Check that a model divides over tensor-parallel ranks and over stages.
+
+    Args:
+        name: What errors call the model.
+        axes: What they call the two numbers.
+
+    Raises:
+        ConfigError: It does not.
+    """
     _check_layout(name, "num_layers", model.num_layers, stages, axes[1])
     _check_layout(name, "attention heads", model.query_groups, tp, axes[0])
     if model.num_experts is None or model.moe_first_dense_layers:

@@ -29,7 +29,6 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_ext.distributed.context_parallel import ContextRank, by_rank, in_order
 from megatron_ext.distributed.shard_collectives import copy_to_shards
-from megatron_ext.errors import ConfigError
 from megatron_ext.training.megatron_models.gated_delta_rule import (
     Heads,
     fused_delta_rule,
@@ -83,9 +82,6 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
         layer_number: From 1, over all stages.
         pg_collection: Process groups with the tensor- and the context-parallel one.
         unused: Other arguments, which depend on the release of megatron-core.
-
-    Raises:
-        ConfigError: Key heads do not divide over the ranks.
     """
 
     def __init__(
@@ -105,13 +101,6 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
         self._of_key = of_key
         self._channels = 2 * self._key + of_key * self._value
         heads = config.linear_num_key_heads
-        ranks = self._group.size() * (1 if self._context is None else self._context.size)
-        if heads % ranks:
-            raise ConfigError(
-                "linear_num_key_heads does not divide over tensor- and context-parallel ranks",
-                got=f"{heads} heads on {ranks} ranks",
-                fix="take fewer of these ranks",
-            )
         shared: dict[str, Any] = {
             "config": config,
             "bias": False,
