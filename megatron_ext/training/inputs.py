@@ -242,6 +242,11 @@ def _doubts(
         )
         doubts += length_doubts(start, config.student)
         by_checkpoint[str(start)] = [*_chosen(config.initial_checkpoint, start), *doubts]
+    elif config.lora or config.training.trainable:
+        drawn = (
+            "the student's weights that do not learn are drawn at random; set initial_checkpoint"
+        )
+        by_checkpoint[config.run_dir] = [drawn]
     for name in teachers if config.distils else ():
         plan = TeacherPlan.of(config, name)
         if plan.config.ema_decay is not None:

@@ -3,9 +3,10 @@
 import pytest
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.training.configuration.config import LoraConfig
+from megatron_ext.training.configuration.config import LoraConfig, LossConfig
+from megatron_ext.training.inputs import read_inputs
 from tests.training.dry_run.planned_runs import planned_run
-from tests.training.tiny_run import changed
+from tests.training.tiny_run import changed, student_run, write_corpus, write_rank_list
 
 
 @pytest.mark.parametrize(
@@ -81,3 +82,16 @@ def test_an_untied_head_learns_alone_and_adapters_may_have_parts_beside_them():
         lora=LoraConfig(rank=2),
         loss={"weighting": "gradient_magnitude"},
     )
+
+
+@pytest.mark.parametrize(
+    "changes", [{"lora": LoraConfig(rank=2)}, {"training": {"trainable": ("norms",)}}]
+)
+def test_what_learns_beside_random_weights_is_warned_of(changes, tmp_path):
+    write_corpus(tmp_path)
+    write_rank_list(tmp_path)
+    loss = LossConfig(objective="next_token")
+    config = changed(student_run(tmp_path, "run"), teacher=None, loss=loss)
+    assert read_inputs(config, world_size=1).warnings == []
+    (warning,) = read_inputs(changed(config, **changes), world_size=1).warnings
+    assert "drawn at random; set initial_checkpoint" in warning
