@@ -35,7 +35,7 @@ _KINDS: Final = "layer_types"
 INTERVAL: Final = "full_attention_interval"
 """Keys for the kinds of layers, of which published files have one or both."""
 
-_SIZES: Final = (
+LINEAR_SIZES: Final = (
     *("linear_num_key_heads", "linear_num_value_heads"),
     *("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"),
 )
@@ -232,7 +232,7 @@ def linear_settings(family: Family, config: Mapping[str, Any], *, where: object)
                 got=", ".join(map(str, kinds)),
                 expected="full attention in every n-th layer, and linear attention in all others",
             )
-    return {"linear_attention_freq": interval, **{name: config[name] for name in _SIZES}}
+    return {"linear_attention_freq": interval, **{name: config[name] for name in LINEAR_SIZES}}
 
 
 def linear_config(family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,4 +241,4 @@ def linear_config(family: Family, settings: Mapping[str, Any]) -> dict[str, Any]
     if INTERVAL not in family.defaults or interval is None:
         return {}
     kinds = layer_types(settings["num_layers"], interval, _LINEAR_KIND)
-    return {INTERVAL: interval, _KINDS: kinds, **{name: settings[name] for name in _SIZES}}
+    return {INTERVAL: interval, _KINDS: kinds, **{name: settings[name] for name in LINEAR_SIZES}}

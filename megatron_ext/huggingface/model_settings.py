@@ -23,7 +23,11 @@ from megatron_ext.huggingface.deepseek import (
 )
 from megatron_ext.huggingface.families import FAMILIES, TEACHER_ALONE, UNSUPPORTED
 from megatron_ext.huggingface.family import Family
-from megatron_ext.huggingface.hybrid_families import linear_config, linear_settings
+from megatron_ext.huggingface.hybrid_families import (
+    LINEAR_SIZES,
+    linear_config,
+    linear_settings,
+)
 from megatron_ext.huggingface.rotary import (
     PART,
     TURNED,
@@ -113,12 +117,7 @@ COMMON: Final[Mapping[str, Any]] = {
     "qk_pos_emb_head_dim": None,
     "v_head_dim": None,
     "attention_output_gate": False,
-    "linear_attention_freq": None,
-    "linear_num_key_heads": None,
-    "linear_num_value_heads": None,
-    "linear_key_head_dim": None,
-    "linear_value_head_dim": None,
-    "linear_conv_kernel_dim": None,
+    **dict.fromkeys(("linear_attention_freq", *LINEAR_SIZES)),
 }
 """Settings of Llama, which families override."""
 

@@ -17,9 +17,10 @@ same name are ranges of one HuggingFace tensor, in their order (Phi-3's ``qkv_pr
 then all keys, then all values). A HuggingFace tensor with all experts of a layer (gpt-oss's) has a
 part for each of them, which may be its columns, or every other one of these. Where layers are of
 two kinds, dense and with experts, or with full and with linear attention, a checkpoint's keys have
-the number of the layer. So any
-rectangle of a megatron-core tensor, such as a rank's shard, is a few rectangles of HuggingFace
-tensors, and the other way round.
+the number of the layer.
+
+So any rectangle of a megatron-core tensor, such as a rank's shard, is a few rectangles of
+HuggingFace tensors, and the other way round.
 """
 
 from __future__ import annotations
