@@ -1,6 +1,7 @@
 """Linear attention reads what its recurrence says, and of a packed row each text alone."""
 
 import sys
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,7 @@ from megatron_ext.training.megatron_models.gated_delta_rule import (
     fused_delta_rule,
     gated_delta_rule,
     gated_delta_rule_reference,
+    once_of,
 )
 from tests.process_group import run_ranks
 from tests.training.dry_run.planned_runs import plan_of, planned_run
@@ -104,6 +106,16 @@ def test_the_fused_rule_is_asked_for_the_same(monkeypatch, rows_of_documents):
 
 
 LENGTHS = (5, 1, 79, 3)
+
+
+def test_what_is_made_of_a_mask_is_made_once_and_goes_with_it():
+    mask, another = torch.ones(2), torch.ones(2)
+    made = [once_of(mask, lambda: torch.zeros(3)) for _ in range(2)]
+    assert made[0] is made[1]
+    assert once_of(another, lambda: torch.zeros(3)) is not made[0]
+    gone = weakref.ref(made.pop())
+    del mask, made
+    assert gone() is None
 
 
 def kept_by_the_rule(rank, length):

@@ -34,6 +34,7 @@ from megatron_ext.training.megatron_models.gated_delta_rule import (
     fused_delta_rule,
     gated_delta_rule,
     has_fused_rule,
+    once_of,
 )
 from megatron_ext.training.megatron_models.layers import ColumnLinear, RowLinear
 
@@ -75,7 +76,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
 
     Collectives: those of its two linear layers; backward one all-reduce of [V]. Over
     context-parallel ranks two all-to-alls each way, of [S, B, channels and more] and [S, B, N G V],
-    and one all-gather of [S, B] where there is a mask.
+    and one all-gather of [S, B] where there is a mask, for all layers that read it.
 
     Args:
         config: Of the model.
@@ -162,7 +163,9 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
         """
         assert packed_seq_params is None
         mixed = self._of_heads(self.in_proj(hidden_states)[0])
-        documents = None if attention_mask is None else self._documents(attention_mask)
+        documents = None
+        if attention_mask is not None:
+            documents = once_of(attention_mask, lambda: self._documents(attention_mask))
         weight = copy_to_shards(self.out_norm.weight, self._group)
         if torch.is_grad_enabled() and inference_context is None:
             opened = checkpoint(

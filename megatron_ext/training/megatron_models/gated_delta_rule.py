@@ -13,13 +13,15 @@ Source: Yang, Kautz, Hatamizadeh, Gated Delta Networks (arXiv:2412.06464), equat
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch.nn import functional
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_ext.constants import DELTA_CHUNK
 
@@ -109,7 +111,8 @@ def fused_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``gated_delta_rule`` by the kernels of flash-linear-attention, on a GPU.
 
-    Of packed rows the state is not given, and the boundaries of texts wait for the device.
+    Of packed rows the state is not given, and the boundaries of texts wait for the device, once for
+    all layers.
 
     Args:
         dtype: Dtype of queries, keys and values.
@@ -119,8 +122,7 @@ def fused_delta_rule(
     boundaries = None
     if documents is not None:
         assert state is None
-        begins = functional.pad(documents.diff(dim=1) != 0, (1, 0), value=True).expand(rows, -1)
-        boundaries = functional.pad(begins.flatten().nonzero()[:, 0], (0, 1), value=rows * length)
+        boundaries = once_of(documents, lambda: _boundaries(documents, rows))
         heads = Heads(*(part.flatten(0, 1).unsqueeze(0) for part in heads))
     output, last = rule(
         *(part.to(dtype) for part in heads[:3]),
@@ -133,6 +135,27 @@ def fused_delta_rule(
         cu_seqlens=boundaries,
     )
     return output.view(rows, length, *output.shape[2:]), last
+
+
+def _boundaries(documents: torch.Tensor, rows: int) -> torch.Tensor:
+    """[texts + 1] starts of the texts of ``rows`` rows, joined, and the end."""
+    begins = functional.pad(documents.diff(dim=1) != 0, (1, 0), value=True).expand(rows, -1)
+    return functional.pad(begins.flatten().nonzero()[:, 0], (0, 1), value=begins.numel())
+
+
+_MADE: Final = WeakTensorKeyDictionary()
+
+
+def once_of(source: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """What is made of a tensor, by the first layer that asks; kept as long as the tensor is.
+
+    Args:
+        make: Makes it, always in the same way of one tensor.
+    """
+    made: torch.Tensor | None = _MADE.get(source)
+    if made is None:
+        made = _MADE[source] = make()
+    return made
 
 
 def gated_delta_rule_reference(
