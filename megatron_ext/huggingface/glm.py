@@ -68,7 +68,8 @@ GLM = Family(
     },
     allowed={"hidden_act": ("silu",)},
 )
-GLM4 = Family(
+GLM4 = replace(
+    GLM,
     architecture="Glm4ForCausalLM",
     model_type="glm4",
     models="GLM-4 and Z1 of 2025, dense",
@@ -85,10 +86,7 @@ GLM4 = Family(
         ),
         *GLM.rules[8:],
     ),
-    names=GLM.names,
     settings={"post_layernorms": True},
-    defaults=GLM.defaults,
-    allowed=GLM.allowed,
 )
 
 
@@ -109,13 +107,11 @@ ERNIE4_5 = Family(
 )
 
 
-GLM4_MOE_LITE = Family(
+GLM4_MOE_LITE = replace(
+    DEEPSEEK_V3,
     architecture="Glm4MoeLiteForCausalLM",
     model_type="glm4_moe_lite",
     models="GLM-4.7-Flash",
-    rules=DEEPSEEK_V3.rules,
-    names=DEEPSEEK_V3.names,
-    settings=DEEPSEEK_V3.settings,
     defaults={
         **DEEPSEEK_V3.defaults,
         "n_routed_experts": 64,
@@ -131,8 +127,6 @@ GLM4_MOE_LITE = Family(
         "v_head_dim": 256,
         "rms_norm_eps": 1e-5,
     },
-    unread=DEEPSEEK_V3.unread,
-    allowed=DEEPSEEK_V3.allowed,
 )
 
 

@@ -335,12 +335,9 @@ class DistillConfig:
         if vp > 1:
             stages += " x virtual_pipeline_model_parallel_size"
         for name, model in self._models():
-            check_division(name, model, tp, pp * vp, ("tensor_model_parallel_size", stages))
-            if model.is_hybrid:
-                axis = "tensor_model_parallel_size x context_parallel_size"
-                ranks = tp * self.parallel.context_parallel_size
-                heads = model.linear_num_key_heads or 0
-                _check_layout(name, "linear_num_key_heads", heads, ranks, axis)
+            axes = "tensor_model_parallel_size", stages
+            cp = self.parallel.context_parallel_size
+            check_division(name, model, tp, pp * vp, axes, context_ranks=cp)
             if self.parallel.sequence_parallel:
                 axis = "tensor_model_parallel_size, which sequence_parallel cuts sequences by"
                 _check_layout(name, "seq_length", model.seq_length, tp, axis)
@@ -503,7 +500,13 @@ def side_of(name: str) -> str:
 
 
 def check_division(
-    name: str, model: ModelConfig, tp: int, stages: int, axes: tuple[str, str]
+    name: str,
+    model: ModelConfig,
+    tp: int,
+    stages: int,
+    axes: tuple[str, str],
+    *,
+    context_ranks: int = 1,
 ) -> None:
     """Check that a model divides over tensor-parallel ranks and over stages.
 
@@ -519,8 +522,10 @@ def check_division(
     if model.num_experts is None or model.moe_first_dense_layers:
         _check_layout(name, "ffn_hidden_size", model.ffn_width, tp, axes[0])
     if model.is_hybrid:
-        heads = model.linear_num_key_heads or 0
-        _check_layout(name, "linear_num_key_heads", heads, tp, axes[0])
+        heads, axis = model.linear_num_key_heads or 0, axes[0]
+        if context_ranks > 1:
+            axis += " x context_parallel_size"
+        _check_layout(name, "linear_num_key_heads", heads, tp * context_ranks, axis)
     if model.is_latent:
         # megatron-core makes them cut before they are replaced by whole ones.
         narrow = (model.kv_lora_rank or 0) + model.rotary_width

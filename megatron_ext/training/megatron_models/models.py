@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -23,7 +23,7 @@ from torch.nn import functional
 from megatron_ext.distributed.process_groups import ProcessGroups
 from megatron_ext.teachers.megatron_teacher import LOGIT_CAP, unwrapped
 from megatron_ext.training.configuration.config import ModelConfig, ParallelConfig, TrainingConfig
-from megatron_ext.training.configuration.model_checks import OF_LINEAR
+from megatron_ext.training.configuration.model import OF_HYBRID
 from megatron_ext.training.megatron_models.experts import sum_over_replicas
 from megatron_ext.training.megatron_models.layer_specs import has_own_layers, has_te, layer_spec
 from megatron_ext.training.megatron_models.layers import (
@@ -207,9 +207,8 @@ def transformer_config(
         window_size=((model.window_size or 1) - 1, 0) if model.has_window else None,
         window_attn_skip_freq=model.full_attention_interval if model.has_window else None,
         no_rope_freq=_without_rotation(model),
-        attention_output_gate=model.attention_output_gate,
-        # Keys of checkpoints then have the numbers of layers.
-        **{name: getattr(model, name) for name in _LINEAR if model.is_hybrid},
+        # With linear attention keys of checkpoints have the numbers of layers.
+        **{name: getattr(model, name) for name in OF_HYBRID},
         softmax_scale=model.softmax_scale,
         gated_linear_unit=model.swiglu,
         activation_func=_ACTIVATIONS[model.gate_activation] if model.swiglu else functional.gelu,
@@ -259,9 +258,6 @@ def transformer_config(
     # What megatron-core would refuse, and ``ExpertRowLinear`` can.
     config.add_bias_linear = model.add_bias_linear
     return config
-
-
-_LINEAR: Final = ("linear_attention_freq", *OF_LINEAR)
 
 
 def _latent_settings(model: ModelConfig) -> dict[str, Any]:
